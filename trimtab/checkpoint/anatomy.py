@@ -1,0 +1,119 @@
+"""What the model is made of: one row a module of the empty model, read from config and headers alone.
+
+The rows are plain data; building them (`runtime/hf.py::read_anatomy`) uses transformers' own class on tensors that hold no
+data, so that any architecture works and names follow transformers' own conversion. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Part = Literal["language", "vision", "audio", "connector", "table", "head"]
+Kind = Literal["linear", "embedding", "experts", "other"]
+PARTS: tuple[Part, ...] = ("language", "vision", "audio", "connector", "table", "head")
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1, "int16": 2, "float16": 2, "bfloat16": 2,
+    "int32": 4, "float32": 4, "int64": 8, "float64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorRow:
+    """One parameter or buffer as the loaded model would hold it (before quantization).
+
+    tensor_path: full path in the model. sources: the file tensors it is made of, empty when it is computed at load.
+    tied_to: path of the tensor whose storage it shares, None for an owner.
+    """
+
+    tensor_path: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_buffer: bool
+    sources: tuple[str, ...]
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One module of the model that owns tensors, or that wraps one which does.
+
+    block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, or the rest of a part).
+    quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
+    (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
+    Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
+    """
+
+    module_path: str
+    class_name: str
+    part: Part
+    kind: Kind
+    block: str
+    tensors: tuple[TensorRow, ...]
+    quantized: bool = False
+    why_unquantized: str = ""
+    wraps: str | None = None
+    gather_only: bool = False
+
+    @property
+    def weight(self) -> TensorRow | None:
+        for row in self.tensors:
+            if row.tensor_path == f"{self.module_path}.weight":
+                return row
+        return None
+
+
+@dataclass(frozen=True)
+class KVLayer:
+    """The cache of one decoder layer: shape [B, kv_heads, S, head_dim] for keys and the same for values.
+
+    window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads instead of its
+    own, None when it stores.
+    """
+
+    layer: int
+    kv_heads: int
+    head_dim: int
+    window: int | None
+    shares: int | None
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The whole empty model in rows, plus the few sizes a plan needs.
+
+    missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an adapter
+    key that aims at one has no effect. tower_tokens: soft tokens one picture (or 30 s of sound) becomes, by part.
+    """
+
+    model_class: str
+    model_type: str
+    dtype: str
+    rows: tuple[ModuleRow, ...]
+    kv_layers: tuple[KVLayer, ...]
+    hidden_size: int
+    vocab_size: int
+    missing_projections: tuple[str, ...] = ()
+    prequantized: str | None = None
+
+    def by_path(self) -> dict[str, ModuleRow]:
+        return {row.module_path: row for row in self.rows}
+
+    def modules_of(self, part: Part) -> Iterator[ModuleRow]:
+        return (row for row in self.rows if row.part == part)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        present = {row.part for row in self.rows}
+        return tuple(part for part in PARTS if part in present)

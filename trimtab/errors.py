@@ -1,0 +1,131 @@
+"""What can go wrong, as one tree:
+
+    TrimtabError
+      RequestError      the question is wrong              field, value, allowed
+      CheckpointError   a file is not what it claims       path, tensor_name
+      DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes
+      AdapterError      adapter and model do not match     path, problems (all of them, with both shapes)
+      DeviceError       the machine refused at run time    device, block
+      ParityError       two routes differ too much         position, max_abs, mean_abs, tolerance
+      UpstreamError     a known bug is in the way          package, installed, fixed_in, url
+
+Raise with fields; the class writes the message: what, where, the numbers, the next step. Code reads the fields, never
+the text. Exit codes are a table in `cli.py`, not attributes here. Imports nothing outside the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+
+def gib(byte_count: int) -> str:
+    """Return a byte count for people: "3.25 GiB", "12.0 MiB" or "17 B"."""
+    if abs(byte_count) >= 2**30:
+        return f"{byte_count / 2**30:.2f} GiB"
+    if abs(byte_count) >= 2**20:
+        return f"{byte_count / 2**20:.1f} MiB"
+    if abs(byte_count) >= 2**10:
+        return f"{byte_count / 2**10:.1f} KiB"
+    return f"{byte_count} B"
+
+
+def _near(allowed: Sequence[str]) -> str:
+    return ", ".join(allowed)
+
+
+class TrimtabError(Exception):
+    """Every error that this package raises on purpose."""
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(f"{message}. {hint}" if hint else message)
+
+
+class RequestError(TrimtabError):
+    """The question is wrong: an option that names nothing, contradicts another or has no effect."""
+
+    def __init__(
+        self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), hint: str = ""
+    ) -> None:
+        self.field, self.value, self.allowed = field, value, tuple(allowed)
+        message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
+        if allowed:
+            message += f" (allowed or near: {_near(self.allowed)})"
+        super().__init__(message, hint=hint)
+
+
+class CheckpointError(TrimtabError):
+    """A file is not what it claims to be."""
+
+    def __init__(
+        self, reason: str, *, path: str | os.PathLike[str], tensor_name: str | None = None, hint: str = ""
+    ) -> None:
+        self.path, self.tensor_name = os.fspath(path), tensor_name
+        where = f"{self.path}, tensor {tensor_name}" if tensor_name else self.path
+        super().__init__(f"{where}: {reason}", hint=hint)
+
+
+class DoesNotFitError(TrimtabError):
+    """No placement keeps every device within its budget."""
+
+    def __init__(
+        self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = ""
+    ) -> None:
+        self.block, self.device = block, device
+        self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
+        where = f"{block} on {device}" if block else device
+        super().__init__(
+            f"{where} needs {gib(needed_bytes)} ({needed_bytes} B), the budget is {gib(budget_bytes)} "
+            f"({budget_bytes} B): {reason}",
+            hint=hint,
+        )
+
+
+class AdapterError(TrimtabError):
+    """Adapter and model do not match; `problems` lists every mismatch, not the first one."""
+
+    def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "") -> None:
+        self.path, self.problems = os.fspath(path), tuple(problems)
+        shown = [f"  - {problem}" for problem in self.problems[:20]]
+        if len(self.problems) > 20:
+            shown.append(f"  - and {len(self.problems) - 20} more (field `problems` has all)")
+        count = len(self.problems)
+        super().__init__(
+            f"{self.path}: {count} problem{'s' if count != 1 else ''}\n" + "\n".join(shown) + ("\n" if hint else ""),
+            hint=hint,
+        )
+
+
+class DeviceError(TrimtabError):
+    """The machine refused while running."""
+
+    def __init__(self, reason: str, *, device: str, block: str | None = None, hint: str = "") -> None:
+        self.device, self.block = device, block
+        super().__init__(f"{device}{f', {block}' if block else ''}: {reason}", hint=hint)
+
+
+class ParityError(TrimtabError):
+    """Two routes to the same answer differ by more than their noise floor."""
+
+    def __init__(
+        self, reason: str, *, position: int, max_abs: float, mean_abs: float, tolerance: float, hint: str = ""
+    ) -> None:
+        self.position, self.max_abs, self.mean_abs, self.tolerance = position, max_abs, mean_abs, tolerance
+        super().__init__(
+            f"{reason}: first difference at position {position}, max {max_abs:.3g}, mean {mean_abs:.3g}, "
+            f"tolerance {tolerance:.3g}",
+            hint=hint,
+        )
+
+
+class UpstreamError(TrimtabError):
+    """A known bug of another package is in the way."""
+
+    def __init__(
+        self, reason: str, *, package: str, installed: str, fixed_in: str | None = None, url: str = "", hint: str = ""
+    ) -> None:
+        self.package, self.installed, self.fixed_in, self.url = package, installed, fixed_in, url
+        fixed = f"fixed in {fixed_in}" if fixed_in else "not fixed in a release known to us"
+        super().__init__(f"{package} {installed} ({fixed}): {reason}{f' ({url})' if url else ''}", hint=hint)

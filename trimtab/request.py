@@ -1,0 +1,162 @@
+"""What a user may ask, as frozen dataclasses made once at the edge.
+
+`LoadRequest` is the question behind `plan` and `load`; `GenerateRequest` the one behind `generate`. Both check their own
+fields and raise RequestError; neither touches a file or imports torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trimtab.errors import RequestError
+
+TIERS = ("resident", "gather", "stream", "disk", "host")
+QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
+DTYPES = ("bfloat16", "float16", "float32")
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+
+
+def parse_bytes(value: int | str | None, *, field_name: str) -> int | None:
+    """Return a size in bytes from an int or text such as "4GiB", "500MB" or "1048576"; None stays None.
+
+    Errors: RequestError for anything else, for zero and for negative sizes.
+    """
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    else:
+        found = _SIZE.match(str(value))
+        unit = found.group(2).upper() if found else ""
+        if found is None or unit not in _UNITS:
+            raise RequestError(
+                "not a size", field=field_name, value=value, allowed=("4GiB", "500MB", "a whole number of bytes")
+            )
+        size = int(float(found.group(1)) * _UNITS[unit])
+    if size <= 0:
+        raise RequestError("a size must be above zero", field=field_name, value=value)
+    return size
+
+
+def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> None:
+    """Raise RequestError unless value is one of allowed."""
+    if value not in allowed:
+        raise RequestError("unknown choice", field=field_name, value=value, allowed=allowed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRequest:
+    """What to load, for what use, within which budgets.
+
+    model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
+    gpu_memory_bytes, host_memory_bytes: budgets; None means what the machine has free. context_tokens: prompt and answer
+    together, per row. batch: rows decoded together. images, audio_s: the largest picture count and sound length (seconds)
+    of one prompt, counted as activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
+    form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N".
+    """
+
+    model: str
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    quant: str = "nf4-dq"
+    dtype: str = "bfloat16"
+    context_tokens: int = 4096
+    batch: int = 1
+    images: int = 1
+    audio_s: float = 30.0
+    place: Mapping[str, str] = field(default_factory=dict)
+    device_map: Mapping[str, int | str] | None = None
+    keep_unquantized: tuple[str, ...] = ()
+    device: str = "auto"
+    offload_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice(self.quant, QUANTS, field_name="quant")
+        check_choice(self.dtype, DTYPES, field_name="dtype")
+        for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)
+        if not 0 <= self.audio_s <= 3600:
+            raise RequestError("must be between 0 and 3600 seconds", field="audio_s", value=self.audio_s)
+        for name in self.adapters:
+            if not _NAME.match(name):
+                raise RequestError(
+                    "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most", field="adapters", value=name
+                )
+        for pattern, tier in self.place.items():
+            if not pattern:
+                raise RequestError("an empty pattern names nothing; '*' names every block", field="place", value=pattern)
+            check_choice(tier, TIERS, field_name=f"place[{pattern!r}]")
+        if self.place and self.device_map is not None:
+            raise RequestError("place and device_map both decide tiers; give one", field="device_map")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise RequestError("unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the request as JSON-ready values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        for name in ("adapters", "place"):
+            values[name] = dict(values[name])
+        if self.device_map is not None:
+            values["device_map"] = dict(self.device_map)
+        values["keep_unquantized"] = list(self.keep_unquantized)
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LoadRequest:
+        """Return the request that `to_json` wrote; an unknown key is a RequestError that names it."""
+        known = {item.name for item in fields(cls)}
+        for key in values:
+            if key not in known:
+                raise RequestError("unknown key", field=f"request.{key}", allowed=sorted(known))
+        kept = dict(values)
+        kept["keep_unquantized"] = tuple(kept.get("keep_unquantized", ()))
+        return cls(**kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """How to answer one prompt. Sampling names and meanings are transformers' own.
+
+    temperature 0 is greedy. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
+        if not 0 <= self.temperature <= 100:
+            raise RequestError("must be between 0 and 100", field="temperature", value=self.temperature)
+        if self.top_k is not None and self.top_k < 1:
+            raise RequestError("must be at least 1", field="top_k", value=self.top_k)
+        for name in ("top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1:
+                raise RequestError("must be above 0 and at most 1", field=name, value=value)
+        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
+            raise RequestError("must be above 0", field="repetition_penalty", value=self.repetition_penalty)
+        if any(not text for text in self.stop):
+            raise RequestError("an empty stop text would end every answer at once", field="stop", value=self.stop)
+        if self.temperature == 0:
+            for name in ("top_k", "top_p", "min_p", "seed"):
+                if getattr(self, name) is not None:
+                    raise RequestError(
+                        "has no effect at temperature 0 (greedy)", field=name, value=getattr(self, name),
+                        hint="Set temperature above 0 or leave the option out",
+                    )
