@@ -15,6 +15,7 @@ from trimtab.errors import RequestError
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
+DEFAULT_QUANT = "nf4-dq"
 DTYPES = ("bfloat16", "float16", "float32")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -56,7 +57,7 @@ class LoadRequest:
 
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
     gpu_memory_bytes, host_memory_bytes: budgets; None means what the machine has free. context_tokens: prompt and answer
-    together, per row. batch: rows decoded together. images, audio_s: the largest picture count and sound length (seconds)
+    together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows decoded together. images, audio_s: the largest picture count and sound length (seconds)
     of one prompt, counted as activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
     form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N".
     """
@@ -65,7 +66,7 @@ class LoadRequest:
     adapters: Mapping[str, str] = field(default_factory=dict)
     gpu_memory_bytes: int | None = None
     host_memory_bytes: int | None = None
-    quant: str = "nf4-dq"
+    quant: str = "auto"
     dtype: str = "bfloat16"
     context_tokens: int = 4096
     batch: int = 1
@@ -78,7 +79,7 @@ class LoadRequest:
     offload_dir: str | None = None
 
     def __post_init__(self) -> None:
-        check_choice(self.quant, QUANTS, field_name="quant")
+        check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
         check_choice(self.dtype, DTYPES, field_name="dtype")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
             value = getattr(self, name)

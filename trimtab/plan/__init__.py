@@ -1,0 +1,8 @@
+"""What goes where: blocks, their costs, and the plan that places them. Pure: no torch, no files but the plan's own."""
+
+from trimtab.plan.blocks import Block, blocks_of
+from trimtab.plan.cost import Rates
+from trimtab.plan.plan import Placement, Plan, Unquantized
+from trimtab.plan.planner import Machine, make_plan
+
+__all__ = ["Block", "Machine", "Placement", "Plan", "Rates", "Unquantized", "blocks_of", "make_plan"]

@@ -1,0 +1,160 @@
+"""Random checkpoints and adapters of real sizes, made on the GPU: E2B- and E4B-size Gemma 4 with vision and audio.
+
+The weights mean nothing. Their scales are chosen so that a rounding is not amplified from layer to layer: with unit
+query and key norms attention is nearly one-hot and two routes that are equal on paper differ by several percent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+SHARD_BYTES = 4 * 10**9
+LANGUAGE = r"language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+VISION = r"vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.linear"
+AUDIO = r"audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
+TARGETS = rf".*({LANGUAGE}|{VISION}|{AUDIO})"
+
+
+def config_of(size: str) -> Any:
+    """Return the Gemma 4 config of "e2b" or "e4b" (sizes of the released models)."""
+    from transformers import Gemma4Config
+
+    e2b = size == "e2b"
+    layers, every = (35, 5) if e2b else (42, 6)
+    text = {
+        "vocab_size": 262144, "hidden_size": 1536 if e2b else 2560, "intermediate_size": 6144 if e2b else 10240,
+        "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 1 if e2b else 2, "head_dim": 256,
+        "global_head_dim": 512, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20 if e2b else 18,
+        "sliding_window": 512, "use_double_wide_mlp": e2b, "final_logit_softcapping": 30.0,
+        "layer_types": ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)],
+    }  # fmt: skip
+    return Gemma4Config(
+        text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536}
+    )
+
+
+def empty_model(config: Any) -> Any:
+    from transformers import Gemma4ForConditionalGeneration
+
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return Gemma4ForConditionalGeneration(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
+    """Write the checkpoint as shards with an index, made tensor by tensor on the device."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(size)
+    config.dtype, config.architectures = torch.bfloat16, ["Gemma4ForConditionalGeneration"]
+    model = empty_model(config)
+    depth = config.text_config.num_hidden_layers
+    generator = torch.Generator(device=device).manual_seed(0)
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    held = 0
+    for name, empty in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        tensor = _value(name, empty, depth, generator, device)
+        if held + tensor.nbytes > SHARD_BYTES and shards[-1]:
+            _save(shards[-1], folder, len(shards))
+            shards[-1] = dict.fromkeys(shards[-1], torch.empty(0))
+            shards.append({})
+            held = 0
+        shards[-1][name] = tensor.cpu()
+        held += tensor.nbytes
+    _save(shards[-1], folder, len(shards))
+    weight_map = {name: f"model-{i:05d}.safetensors" for i, shard in enumerate(shards, 1) for name in shard}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    config.save_pretrained(folder)
+    return folder
+
+
+def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generator, device: str) -> torch.Tensor:
+    if not empty.is_floating_point():
+        return torch.zeros(empty.shape, dtype=empty.dtype, device=device)
+    if name.endswith(("input_min", "output_min")):
+        return torch.full(empty.shape, -64.0, dtype=empty.dtype, device=device)
+    if name.endswith(("input_max", "output_max")):
+        return torch.full(empty.shape, 64.0, dtype=empty.dtype, device=device)
+    if "q_norm" in name:
+        return torch.full(empty.shape, 1 / 16, dtype=empty.dtype, device=device)
+    if "norm" in name or name.endswith(("layer_scalar", "std_scale", "per_dim_scale")):
+        return torch.ones(empty.shape, dtype=empty.dtype, device=device)
+    if empty.dim() < 2 or name.endswith("bias"):
+        return torch.zeros(empty.shape, dtype=empty.dtype, device=device)
+    scale = empty.shape[-1] ** -0.5
+    if re.search(r"(o_proj|down_proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name):
+        scale /= (2 * depth) ** 0.5
+    if "embed_tokens" in name or "position_embedding" in name:
+        scale = 0.02
+    tensor = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+    return tensor.normal_(0, scale, generator=generator)
+
+
+def _save(shard: dict[str, torch.Tensor], folder: Path, number: int) -> None:
+    save_file(shard, folder / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1) -> Path:
+    """Write a PEFT adapter on language, vision and audio modules; tower keys carry the inner `.linear` path."""
+    from transformers import AutoConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    model = empty_model(AutoConfig.from_pretrained(checkpoint))
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for path, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and re.fullmatch(TARGETS, path):
+            key = f"base_model.model.{path}"
+            a = torch.randn(rank, module.in_features, generator=generator) / module.in_features**0.5
+            b = torch.randn(module.out_features, rank, generator=generator) * 0.02 / rank**0.5
+            tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank, "lora_alpha": rank,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS, "inference_mode": True,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def text_inputs(config: Any, tokens: int, *, device: str, seed: int = 3) -> dict[str, torch.Tensor]:
+    """Return input_ids and mask [1, tokens] of ordinary tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1000, 200000, (1, tokens), generator=generator).to(device)
+    return {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids),
+    }  # fmt: skip
+
+
+def media_inputs(config: Any, *, device: str, seconds: float = 10.0) -> dict[str, torch.Tensor]:
+    """Return one picture of 2,520 patches (280 soft tokens) and one sound, with 64 text tokens around them."""
+    generator = torch.Generator().manual_seed(4)
+    columns, rows = 60, 42
+    pixels = torch.rand(1, columns * rows, 3 * config.vision_config.patch_size**2, generator=generator)
+    grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1).reshape(1, -1, 2)
+    frames = int(seconds * 100)
+    features = torch.randn(1, frames, 128, generator=generator)
+    sound_tokens = -(-(-(-frames // 2)) // 2)
+    text = torch.randint(1000, 200000, (64,), generator=generator)
+    ids = torch.cat([
+        text[:32], torch.full((280,), config.image_token_id), torch.full((sound_tokens,), config.audio_token_id),
+        text[32:],
+    ]).unsqueeze(0)  # fmt: skip
+    types = (ids == config.image_token_id).long() + 3 * (ids == config.audio_token_id).long()
+    return {
+        "input_ids": ids.to(device), "attention_mask": torch.ones_like(ids).to(device),
+        "mm_token_type_ids": types.to(device), "pixel_values": pixels.to(device, torch.bfloat16),
+        "image_position_ids": grid.to(device), "input_features": features.to(device, torch.bfloat16),
+        "input_features_mask": torch.ones(1, frames, dtype=torch.bool, device=device),
+    }  # fmt: skip

@@ -1,0 +1,295 @@
+"""Memory, load time and first-token time of stock and trimtab, side by side in one run on one GPU.
+
+    python -m bench.memory --work FOLDER --save bench/results/memory.json [--models e2b,e4b] [--cases NAME,...]
+
+Every case runs in its own process: same checkpoint, same adapter, same inputs. Greedy tokens of every trimtab placement
+are compared with the resident one's. `card4` and `card6` imitate a small card with PyTorch's per-process memory limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CONTEXT = 1024
+PROMPT_TOKENS = 900
+SHORT_TOKENS = 512
+NEW_TOKENS = 48
+LEAN = {"table": "gather", "vision": "stream", "audio": "stream", "connector": "stream"}
+
+
+def cases_of(size: str) -> list[dict[str, Any]]:
+    """Return the cases of one model size; `name` is the placement as the results call it."""
+    half = {"e2b": range(17, 35), "e4b": range(21, 42)}[size]
+    half_streamed = LEAN | {f"model.language_model.layers.{i}": "stream" for i in half}
+    ours = [
+        {"name": "resident", "place": {"*": "resident"}, "rank": 8},
+        {"name": "lean", "place": LEAN, "rank": 8},
+        {"name": "lean", "place": LEAN, "rank": 64},
+        {"name": "lean+half-decoder", "place": half_streamed, "rank": 8},
+        {"name": "disk-towers", "place": LEAN | {"vision": "disk", "audio": "disk"}, "rank": 8},
+        {"name": "card4", "card_gib": 4, "rank": 8},
+        {"name": "card6", "card_gib": 6, "rank": 8},
+    ]
+    stock = [{"name": "resident", "rank": 8}, {"name": "towers-cpu", "rank": 8}]
+    return [dict(case, engine="stock") for case in stock] + [dict(case, engine="trimtab") for case in ours]
+
+
+def median_ms(call: Any, repeat: int = 3) -> float:
+    import torch
+
+    taken = []
+    for _ in range(repeat):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - start) * 1000)
+    return statistics.median(taken)
+
+
+def measure(case: dict[str, Any], model: Any, config: Any) -> dict[str, Any]:
+    """Time the forward passes of a model of either engine (hf_model answers the same calls)."""
+    import torch
+
+    from bench.checkpoints import media_inputs, text_inputs
+
+    row: dict[str, Any] = {}
+    device = "cuda"
+
+    def first_token(inputs: dict[str, Any]) -> torch.Tensor:
+        with torch.no_grad():
+            return model(**inputs, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+
+    def greedy(inputs: dict[str, Any], count: int) -> list[int]:
+        with torch.no_grad():
+            out = model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+        return out[0, inputs["input_ids"].shape[1] :].tolist()
+
+    short, full = text_inputs(config, SHORT_TOKENS, device=device), text_inputs(config, PROMPT_TOKENS, device=device)
+    media = media_inputs(config, device=device)
+    first_token(short)
+    row["ttft_ms"] = round(median_ms(lambda: first_token(short)), 1)
+    first_token(media)
+    row["ttft_media_ms"] = round(median_ms(lambda: first_token(media)), 1)
+    row["tokens"] = greedy(full, NEW_TOKENS)
+    row["media_tokens"] = greedy(media, 16)
+    start = time.perf_counter()
+    greedy(short, 32)
+    row["decode_tok_s"] = round(32 / (time.perf_counter() - start - row["ttft_ms"] / 1000), 2)
+    return row
+
+
+def host_peak_gib() -> float:
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+
+
+def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
+    import torch
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
+
+    towers = {name: "cpu" for name in ("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio")}
+    device_map: Any = {"": 0}
+    if case["name"] == "towers-cpu":
+        device_map = {"model.language_model": 0, "lm_head": 0} | towers
+    torch.cuda.init()
+    start = time.perf_counter()
+    model = Gemma4ForConditionalGeneration.from_pretrained(
+        checkpoint, dtype=torch.bfloat16, device_map=device_map,
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_enable_fp32_cpu_offload=True,
+        ),
+    )  # fmt: skip
+    base_s = time.perf_counter() - start
+    peft_model = PeftModel.from_pretrained(model, adapter).eval()
+    torch.cuda.synchronize()
+    load_s = time.perf_counter() - start
+    row = measure(case, peft_model.base_model.model, model.config)
+    peak = torch.cuda.max_memory_allocated() / 2**30
+    return {"load_s": round(load_s, 2), "base_s": round(base_s, 2), "gpu_peak_gib": round(peak, 3), **row}
+
+
+def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
+    import torch
+
+    import trimtab
+
+    torch.cuda.init()
+    gpu_memory = None
+    if "card_gib" in case:
+        gpu_memory = int(case["card_gib"] * 2**30)
+    options = {"place": case["place"]} if "place" in case else {}
+    start = time.perf_counter()
+    plan = trimtab.plan(
+        checkpoint, adapters={"a": adapter}, gpu_memory=gpu_memory, context=CONTEXT, images=1, audio_s=10.0,
+        quant="nf4-dq", **options,
+    )  # fmt: skip
+    plan_s = time.perf_counter() - start
+    if gpu_memory is not None:
+        # The driver's context is outside PyTorch's limit: a 4 GiB card has that much less for tensors.
+        allowed = gpu_memory - plan.context_bytes
+        torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    start = time.perf_counter()
+    with trimtab.load(plan) as model:
+        torch.cuda.synchronize()
+        load_s = time.perf_counter() - start
+        load_peak = model.memory()["gpu_peak_bytes"]
+        model.route.set("a")
+        row = measure(case, model.hf_model, model.hf_model.config)
+        row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
+        row |= stream_share(model)
+        memory = model.memory()
+        row["reserved_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
+    planned = plan.gpu_peak_bytes / 2**30
+    return {
+        "plan_s": round(plan_s, 2), "load_s": round(load_s, 2), "gpu_planned_gib": round(planned, 3),
+        "gpu_peak_gib": round(memory["gpu_peak_bytes"] / 2**30, 3),
+        "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu_items), **row,
+    }  # fmt: skip
+
+
+def stream_share(model: Any) -> dict[str, Any]:
+    """Measure the streamer's copy rate without computing, as a share of one large pinned copy in the same process."""
+    import torch
+
+    streamer = model.streamer
+    if streamer is None or len(streamer.groups) < 2:
+        return {}
+    from trimtab.runtime.read import HostMemory
+
+    size = 256 * 2**20
+    memory = HostMemory(size, pinned=True)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    best = min(median_ms(lambda: target.copy_(memory.tensor, non_blocking=True)) for _ in range(3))
+    pinned = size / best * 1000
+
+    def once() -> None:
+        for group in streamer.groups:
+            streamer.enter(group)
+
+    once()
+    before = streamer.copied_bytes
+    taken = median_ms(once, repeat=5)
+    rate = (streamer.copied_bytes - before) / 5 / taken * 1000
+    del target
+    memory.close()
+    return {"stream_gbps": round(rate / 1e9, 1), "pinned_gbps": round(pinned / 1e9, 1), "stream_share": round(rate / pinned, 3)}
+
+
+def child(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    import warnings
+
+    warnings.filterwarnings("ignore")
+    checkpoint, adapter = work / case["model"], work / f"{case['model']}-r{case['rank']}"
+    engine = run_stock if case["engine"] == "stock" else run_trimtab
+    row = engine(case, checkpoint, adapter)
+    return {**row, "host_peak_gib": round(host_peak_gib(), 2)}
+
+
+def environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    import torch
+
+    names = ("torch", "transformers", "bitsandbytes", "peft", "accelerate", "triton")
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except Exception:
+            found[name] = "?"
+    found["torch"] = torch.__version__
+    return {
+        "gpu": torch.cuda.get_device_name(0), "cpu_count": os.cpu_count(), "python": platform.python_version(), **found,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--models", default="e2b,e4b")
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--timeout-s", type=float, default=150)
+    parser.add_argument("--case")
+    given = parser.parse_args()
+    if given.case:
+        print("ROW " + json.dumps(child(json.loads(given.case), given.work)))
+        return
+    rows = []
+    for size in given.models.split(","):
+        prepare(size, given.work)
+        for case in cases_of(size):
+            label = f"{case['engine']}:{case['name']}"
+            if given.cases and label not in given.cases.split(","):
+                continue
+            rows.append(run_case({**case, "model": size}, given.work, given.timeout_s))
+            print_row(rows[-1])
+            if given.save:
+                save(given.save, rows)
+    compare(rows)
+    if given.save:
+        save(given.save, rows)
+
+
+def prepare(size: str, work: Path) -> None:
+    if (work / size / "config.json").exists():
+        return
+    start = time.perf_counter()
+    code = (
+        "from bench.checkpoints import *; from pathlib import Path; w=Path({w!r}); c=write_checkpoint({s!r}, w/{s!r}); "
+        "[write_adapter(c, w/f'{s}-r{{r}}', r) for r in (8, 64)]"
+    ).format(w=str(work), s=size)
+    subprocess.run([sys.executable, "-c", code], check=True)
+    print(f"made {size} in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.memory", "--work", str(work), "--case", json.dumps(case)]
+    label = {"model": case["model"], "engine": case["engine"], "placement": case["name"], "adapter_rank": case["rank"]}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {**label, "error": f"longer than {timeout_s} s"}
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if done.returncode or not found:
+        return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:300], "trace": done.stderr[-1500:]}
+    return {**label, **json.loads(found[-1][4:])}
+
+
+def compare(rows: list[dict[str, Any]]) -> None:
+    """Add to each trimtab row whether its greedy tokens are those of the resident placement (rank 8)."""
+    for row in rows:
+        same = [
+            r for r in rows
+            if r["model"] == row["model"] and r["engine"] == "trimtab" and r["placement"] == "resident" and "tokens" in r
+        ]  # fmt: skip
+        if row["engine"] == "trimtab" and row["adapter_rank"] == 8 and same and "tokens" in row:
+            row["tokens_equal"] = row["tokens"] == same[0]["tokens"]
+            row["media_tokens_equal"] = row["media_tokens"] == same[0]["media_tokens"]
+
+
+def print_row(row: dict[str, Any]) -> None:
+    shown = {key: value for key, value in row.items() if key not in ("tokens", "media_tokens", "tiers", "gpu_items")}
+    print(json.dumps(shown), flush=True)
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), "context": CONTEXT, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

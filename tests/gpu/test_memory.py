@@ -1,0 +1,97 @@
+"""What the GPU alone can show: streams, limits, memory given back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import trimtab
+from tests import pico, stock
+from trimtab.errors import DeviceError
+from trimtab.runtime import lora, tiers
+from trimtab.runtime.quant import Packed
+from trimtab.runtime.read import HostMemory
+
+GPU = torch.device("cuda:0")
+
+
+def big_groups(count: int, nbytes: int):
+    groups, expected = [], []
+    for number in range(count):
+        writer = tiers.GroupWriter(f"layers.{number}")
+        data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=GPU)
+        place = writer.add({"weight": data})["weight"]
+        groups.append((writer.finish(pinned=True), place))
+        expected.append(int(data.sum()))
+    return groups, expected
+
+
+def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
+    """Slow kernels are queued on each block before the next is entered; a missing wait would change their sums."""
+    groups, expected = big_groups(6, 32 * 2**20)
+    streamer = tiers.Streamer(GPU, [group for group, _ in groups], slot_count=2)
+    streamer.poison = True
+    sums = []
+    for _ in range(5):
+        for group, place in groups:
+            view = place.view(streamer.enter(group).buffer)
+            torch.cuda._sleep(20_000_000)
+            sums.append(view.sum())
+    assert [int(value) for value in sums] == expected * 5
+    streamer.close()
+
+
+def test_memory_is_given_back(tmp_path):
+    folder = pico.build("gemma4", tmp_path / "gemma4")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for place in ({"*": "resident"}, {"*": "stream"}):
+        with trimtab.load(trimtab.plan(folder, context=64, quant="nf4", place=place)) as model:
+            assert torch.cuda.memory_allocated() > before
+            stock.logits(model.hf_model, {k: v.to(GPU) for k, v in pico.inputs("gemma4", model.hf_model.config).items()})
+        del model
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_an_adapter_gives_its_memory_back(tmp_path):
+    folder = pico.build("llama", tmp_path / "llama")
+    adapter = pico.adapter(folder, tmp_path / "adapter", targets="text")
+    with trimtab.load(trimtab.plan(folder, context=64, quant="nf4")) as model:
+        before = torch.cuda.memory_allocated()
+        model.load_adapter("a", str(adapter))
+        assert torch.cuda.memory_allocated() > before
+        model.unload_adapter("a")
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_out_of_memory_is_a_device_error_with_the_plans_numbers(tmp_path, monkeypatch):
+    folder = pico.build("llama", tmp_path / "llama")
+    with trimtab.load(trimtab.plan(folder, context=64, quant="nf4")) as model:
+        def fail(*args, **kwargs):
+            torch.empty(2**50, dtype=torch.uint8, device=GPU)
+
+        monkeypatch.setattr(type(model.hf_model), "forward", fail)
+        with pytest.raises(DeviceError, match="the plan counted") as caught:
+            model.logits([1, 2, 3])
+        assert caught.value.device == "cuda:0"
+
+
+def test_registered_host_memory_is_exact_and_pinned():
+    memory = HostMemory(3 * 2**20 + 5, pinned=True)
+    assert memory.tensor.is_pinned() and memory.tensor.numel() == 3 * 2**20 + 5
+    memory.close()
+    assert memory.tensor.numel() == 0
+
+
+def test_a_host_leaf_moves_activations_and_not_weights():
+    packed = Packed("none", (64, 64), torch.bfloat16, {"weight": torch.eye(64, dtype=torch.bfloat16)}, {})
+    leaf = tiers.HostLeaf("a", packed, bias=None, device=GPU, dtype=torch.bfloat16, route=lora.Route()).eval()
+    x = torch.randn(1, 3, 64, device=GPU, dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    y = leaf(x)
+    assert y.device == GPU and torch.equal(y, x)
+    del y
+    assert torch.cuda.memory_allocated() == before

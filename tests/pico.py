@@ -1,0 +1,299 @@
+"""Which tiny checkpoints the tests run on: real classes of every family, with every quirk, a few layers and no download.
+
+`build` writes a checkpoint with transformers' own `save_pretrained`, `inputs` gives forward arguments for it, `adapter`
+writes an adapter with stock PEFT. Dimensions are multiples of 64 so that a 4-bit block is a real one. Weights are random
+but tame: residual branches are small and query norms 1/16, or a rounding would grow from layer to layer.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import struct
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WIDTH, HEAD, VOCABULARY = 64, 32, 320
+# The last ids of the vocabulary are placeholders: picture, sound, begin and end of a picture.
+IMAGE, AUDIO, BEGIN, END, VIDEO = 319, 318, 317, 316, 315
+TEXT_TOKENS = 12
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": HEAD, "max_position_embeddings": 512,
+    "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_VISION: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2,
+}  # fmt: skip
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
+def _gemma4_parts(text: Mapping[str, Any], *, audio: bool, vision: Mapping[str, Any]) -> dict[str, Any]:
+    towers: dict[str, Any] = {
+        "vision_config": _VISION
+        | {"num_key_value_heads": 2, "head_dim": HEAD, "patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 64}
+        | dict(vision)
+    }
+    if audio:
+        towers["audio_config"] = {
+            "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [128, 4],
+            "output_proj_dims": 2 * WIDTH, "attention_chunk_size": 4, "attention_context_left": 5,
+        }  # fmt: skip
+    return towers | {
+        "text_config": _TEXT | {"sliding_window": 8, "final_logit_softcapping": 30.0} | dict(text), "image_token_id": IMAGE,
+        "audio_token_id": AUDIO, "boi_token_id": BEGIN, "eoi_token_id": END, "video_token_id": VIDEO,
+    }  # fmt: skip
+
+
+def _gemma4() -> Any:
+    from transformers import Gemma4Config
+
+    text = {
+        "num_hidden_layers": 5, "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2,
+        "global_head_dim": 2 * HEAD, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY,
+        "use_double_wide_mlp": True,
+    }  # fmt: skip
+    return Gemma4Config(**_gemma4_parts(text, audio=True, vision={"use_clipped_linears": True}))
+
+
+def _gemma4_dense() -> Any:
+    from transformers import Gemma4Config
+
+    text = {
+        "layer_types": [_SLIDING, _FULL], "global_head_dim": 2 * HEAD, "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision",
+    }  # fmt: skip
+    return Gemma4Config(**_gemma4_parts(text, audio=False, vision={"standardize": True}))
+
+
+def _gemma4_moe() -> Any:
+    from transformers import Gemma4Config
+
+    text = {
+        "layer_types": [_SLIDING, _FULL], "global_head_dim": 2 * HEAD, "hidden_size_per_layer_input": 0,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True, "num_experts": 4,
+        "top_k_experts": 2, "moe_intermediate_size": WIDTH,
+    }  # fmt: skip
+    return Gemma4Config(**_gemma4_parts(text, audio=False, vision={}))
+
+
+def _gemma3() -> Any:
+    from transformers import Gemma3Config
+
+    text = _TEXT | {"layer_types": [_SLIDING, _FULL], "sliding_window": 8, "query_pre_attn_scalar": HEAD}
+    return Gemma3Config(
+        text_config=text, vision_config=_VISION | {"image_size": 56, "patch_size": 14, "vision_use_head": False},
+        mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=BEGIN, eoi_token_index=END,
+    )  # fmt: skip
+
+
+def _gemma3n() -> Any:
+    from transformers import Gemma3nTextConfig
+
+    text = {
+        "num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2,
+        "sliding_window": 8, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 64,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 4, "intermediate_size": [2 * WIDTH] * 4,
+    }  # fmt: skip
+    return Gemma3nTextConfig(**(_TEXT | text))
+
+
+def _qwen_rope() -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+
+
+def _qwen2_5_vl() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    return Qwen2_5_VLConfig(
+        text_config=_TEXT | {"hidden_size": 2 * WIDTH, "rope_parameters": _qwen_rope()},
+        vision_config={
+            "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": 2 * WIDTH,
+            "fullatt_block_indexes": [1], "patch_size": 8,
+        },
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
+    )  # fmt: skip
+
+
+def _qwen3_vl() -> Any:
+    from transformers import Qwen3VLConfig
+
+    return Qwen3VLConfig(
+        text_config=_TEXT | {"rope_parameters": _qwen_rope()},
+        vision_config={
+            "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": WIDTH,
+            "deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 8,
+        },
+        image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def _mistral3() -> Any:
+    from transformers import Mistral3Config
+
+    return Mistral3Config(
+        text_config=_TEXT | {"model_type": "mistral"},
+        vision_config=_VISION | {"model_type": "pixtral", "image_size": 64, "patch_size": 16, "head_dim": HEAD},
+        image_token_index=IMAGE, spatial_merge_size=2,
+    )  # fmt: skip
+
+
+def _llama() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**_TEXT, tie_word_embeddings=False)
+
+
+def _qwen3() -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(**_TEXT, tie_word_embeddings=True)
+
+
+def _mixtral() -> Any:
+    from transformers import MixtralConfig
+
+    return MixtralConfig(**_TEXT, num_local_experts=4, num_experts_per_tok=2, sliding_window=None)
+
+
+def _qwen3_moe() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        **_TEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH, mlp_only_layers=[1], decoder_sparse_step=1
+    )
+
+
+_CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
+    "gemma4": ("Gemma4ForConditionalGeneration", _gemma4),
+    "gemma4_dense": ("Gemma4ForConditionalGeneration", _gemma4_dense),
+    "gemma4_moe": ("Gemma4ForConditionalGeneration", _gemma4_moe),
+    "gemma3": ("Gemma3ForConditionalGeneration", _gemma3),
+    "gemma3n": ("Gemma3nForCausalLM", _gemma3n),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", _qwen3_vl),
+    "mistral3": ("Mistral3ForConditionalGeneration", _mistral3),
+    "llama": ("LlamaForCausalLM", _llama),
+    "qwen3": ("Qwen3ForCausalLM", _qwen3),
+    "mixtral": ("MixtralForCausalLM", _mixtral),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", _qwen3_moe),
+}
+FAMILIES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def build(family: str, folder: Path, *, seed: int = 0, dtype: str = "bfloat16", shards: int = 1) -> Path:
+    """Write the family's checkpoint into folder and return it. shards: at least this many files, with an index."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(_built(family, seed, dtype, shards), folder, dirs_exist_ok=True)
+    return folder
+
+
+@cache
+def _cache_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="trimtab-pico-", ignore_cleanup_errors=True)
+
+
+@cache
+def _built(family: str, seed: int, dtype: str, shards: int) -> Path:
+    folder = Path(_cache_folder().name) / f"{family}-{seed}-{dtype}-{shards}"
+    model = make_model(family, seed=seed, dtype=dtype)
+    byte_count = sum(tensor.nbytes for tensor in model.state_dict().values())
+    model.save_pretrained(folder, max_shard_size="1GB" if shards == 1 else max(byte_count // (shards + 1), 1))
+    return folder
+
+
+def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
+    """Return the family's real model on the CPU with tame random weights, in eval mode."""
+    import transformers
+
+    class_name, make_config = _CONFIGS[family]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        model = getattr(transformers, class_name)._from_config(make_config(), dtype=getattr(torch, dtype)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    depth = sum(1 for path, _ in model.named_modules() if re.search(r"\.(layers|blocks)\.\d+$", path))
+    buffers = [(path, tensor) for path, tensor in model.named_buffers() if path in model.state_dict()]
+    with torch.no_grad():
+        for path, tensor in (*model.named_parameters(), *buffers):
+            tensor.copy_(_value(path, tensor, depth, generator, unit_scores=not family.startswith(("gemma4", "gemma3n"))))
+    return model
+
+
+def _value(path: str, tensor: Tensor, depth: int, generator: torch.Generator, *, unit_scores: bool) -> Tensor:
+    noise = torch.randn(tensor.shape, generator=generator)
+    if path.endswith(("input_min", "output_min")):
+        return -2 - noise.abs()
+    if path.endswith(("input_max", "output_max")):
+        return 2 + noise.abs()
+    if re.search(r"\.(q|k)_norm\.weight$", path) and not unit_scores:
+        return tensor.float() / 16 * (1 + 0.1 * noise)  # attention without 1/sqrt(d): keep it far from one-hot
+    if "norm" in path or tensor.dim() < 2:
+        return tensor.float() + 0.05 * noise
+    if "embed_tokens" in path or "position_embedding" in path or "pos_embed" in path:
+        return 0.05 * noise
+    scale = float(math.prod(tensor.shape[1:]) if tensor.dim() > 3 else tensor.shape[-1]) ** -0.5
+    if re.search(r"(o_proj|down_proj|per_layer_projection|linear_end|ffw_layer_2|attn\.proj|fc2|linear_right)", path):
+        scale /= (2 * depth) ** 0.5
+    if re.search(r"router\.proj|mlp\.gate\.weight", path):
+        scale *= 8  # a rounding must not choose another expert
+    return scale * noise
+
+
+# Inputs ---------------------------------------------------------------------------------------------------------------
+
+
+def inputs(family: str, model_config: Any, *, seed: int = 0) -> dict[str, Tensor]:
+    """Return forward arguments of one row: text, and pictures and sound where the family sees and hears.
+
+    Soft tokens stand as placeholder ids between text tokens. Pixels are float32, as image processors give them.
+    """
+    generator = torch.Generator().manual_seed(1000 + seed)
+    text = torch.randint(3, 300, (TEXT_TOKENS,), generator=generator)
+    media: dict[str, Tensor] = {}
+    image_tokens = audio_tokens = 0
+    if family.startswith("gemma4"):
+        media, image_tokens = _patches(generator, model_config.vision_config)
+    elif family in ("gemma3", "mistral3"):
+        size = model_config.vision_config.image_size
+        media["pixel_values"], image_tokens = torch.randn(1, 3, size, size, generator=generator), 4
+        if family == "mistral3":
+            media["image_sizes"] = torch.tensor([[size, size]])
+    elif family in ("qwen2_5_vl", "qwen3_vl"):
+        vision = model_config.vision_config
+        pixels = torch.randn(16, 3 * vision.temporal_patch_size * vision.patch_size**2, generator=generator)
+        media, image_tokens = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}, 4
+    if getattr(model_config, "audio_config", None) is not None:
+        frames, audio_tokens = 32, 8
+        media["input_features"] = torch.randn(1, frames, 128, generator=generator)
+        media["input_features_mask"] = torch.ones(1, frames, dtype=torch.bool)
+    picture = [BEGIN, *[IMAGE] * image_tokens, END] if image_tokens else []
+    sound = [AUDIO] * audio_tokens
+    ids = torch.cat([text[:4], torch.tensor(picture + sound, dtype=torch.long), text[4:]]).unsqueeze(0)
+    types = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
+    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
+    if image_tokens and family != "mistral3":
+        found["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = types
+    return found
+
+
+def _patches(generator: torch.Generator, vision: Any) -> tuple[dict[str, Tensor], int]:
+    columns, rows = 6, 4
+    pixels = torch.rand(1, columns * rows, 3 * vision.patch_size**2, generator=generator)
+    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    positions = torch.stack([grid[1], grid[0]], dim=-1).reshape(1, -1, 2)
+    return {"pixel_values": pixels, "image_position_ids": positions}, columns * rows // vision.pooling_kernel_size**2

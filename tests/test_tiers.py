@@ -1,0 +1,161 @@
+"""Tiers: a staged weight gives the resident answer in any order of calls, and leaves nothing stale behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trimtab.errors import CheckpointError, DeviceError
+from trimtab.runtime import lora, tiers
+from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
+
+CPU = torch.device("cpu")
+QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
+
+
+def packed_weight(quant: str, rows: int, columns: int, seed: int) -> Packed:
+    generator = torch.Generator().manual_seed(seed)
+    weight = (torch.randn(rows, columns, generator=generator) / columns**0.5).to(torch.bfloat16)
+    return keep(weight) if quant == "none" else quantize(weight, quant)
+
+
+def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
+    """Return (staged leaves, resident leaves, streamer): `count` blocks of two linears of unlike shapes."""
+    codes, route = CodeTables(), lora.Route()
+    spill = tiers.Spill(tmp_path) if home == "disk" else None
+    staged_leaves, resident, groups, staged = [], [], [], []
+    common = {"bias": None, "device": CPU, "dtype": torch.bfloat16, "route": route}
+    for block in range(count):
+        writer = tiers.GroupWriter(f"layers.{block}")
+        for place, shape in enumerate(((128, 64), (64, 192))):
+            packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
+            path = f"layers.{block}.{place}"
+            staged.append(tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts)))
+            staged_leaves.append(tiers.StagedLeaf(path, staged[-1], **common).eval())
+            resident.append(tiers.ResidentLeaf(path, packed, **common).eval())
+        groups.append(writer.finish(pinned=False, spill=spill))
+    streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
+    streamer.poison = True
+    for item in staged:
+        item.streamer = streamer
+    return staged_leaves, resident, streamer
+
+
+def inputs_for(leaf: tiers.Leaf, rows: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(leaf.in_features)
+    return torch.randn(1, rows, leaf.in_features, generator=generator).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_staged_equals_resident_bit_for_bit_twice(quant, home, tmp_path):
+    staged, resident, streamer = stack(quant, tmp_path, home=home)
+    for _ in range(2):
+        for mine, reference in zip(staged, resident, strict=True):
+            x = inputs_for(mine)
+            assert torch.equal(mine(x), reference(x)), mine.module_path
+    streamer.close()
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_any_order_of_calls_gives_the_same_answer(slots, home, tmp_path):
+    staged, resident, streamer = stack("nf4-dq", tmp_path, home=home, slots=slots)
+    order = torch.randint(0, len(staged), (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    for place in order:
+        x = inputs_for(staged[place])
+        assert torch.equal(staged[place](x), resident[place](x)), place
+    streamer.close()
+
+
+def test_a_loop_over_blocks_is_prefetched_once_it_was_seen(tmp_path):
+    """The step from the last block back to the first is learned when it is first taken."""
+    staged, _, streamer = stack("nf4", tmp_path, home="host")
+    for leaf in (*staged, *staged):
+        leaf(inputs_for(leaf))
+    for leaf in staged:
+        group = leaf.staged.group
+        if streamer._current is not None and streamer._current.owner is not group:
+            assert any(slot.owner is group for slot in streamer.slots), group.block
+        leaf(inputs_for(leaf))
+    streamer.close()
+
+
+def test_an_exception_in_the_middle_leaves_no_stale_weight(tmp_path):
+    staged, resident, streamer = stack("nf4", tmp_path, home="host")
+    with pytest.raises(RuntimeError):
+        staged[1](torch.randn(1, 3, 7, dtype=torch.bfloat16))
+    for mine, reference in zip(staged, resident, strict=True):
+        assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
+    streamer.close()
+
+
+def test_a_spill_file_that_is_cut_short_is_named(tmp_path):
+    staged, _, streamer = stack("nf4", tmp_path, home="disk")
+    assert streamer.spill is not None
+    streamer.spill._file.truncate(streamer.spill.nbytes // 2)
+    with pytest.raises(CheckpointError, match="changed while in use") as caught:
+        for leaf in staged:
+            leaf(inputs_for(leaf))
+    assert caught.value.path == str(tmp_path)
+    streamer.close()
+
+
+def test_the_spill_file_has_no_name_and_is_gone_at_close(tmp_path):
+    *_, streamer = stack("nf4", tmp_path, home="disk")
+    assert list(tmp_path.iterdir()) == []
+    streamer.close()
+
+
+def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
+    spill = tiers.Spill(tmp_path)
+
+    class Full:
+        def write(self, data):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            pass
+
+    spill._file.close()
+    spill._file = Full()
+    with pytest.raises(DeviceError, match="No space left") as caught:
+        spill.append(torch.zeros(16, dtype=torch.uint8))
+    assert caught.value.device == "disk"
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_a_host_leaf_equals_the_resident_one_on_the_same_device(quant):
+    packed = packed_weight(quant, 64, 128, 1)
+    common = {"bias": torch.ones(64, dtype=torch.bfloat16), "device": CPU, "dtype": torch.bfloat16, "route": lora.Route()}
+    x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    host = tiers.HostLeaf("a", packed, **common).eval()
+    assert torch.equal(host(x), tiers.ResidentLeaf("a", packed, **common).eval()(x))
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_the_dense_weight_is_what_the_layer_computes_with(quant):
+    """float64 product with the dequantized weight; the tolerance is the bf16 rounding of input-sized sums (2^-8 of |y|)
+    for float weights, and int8's own activation step (1/127 of the row maximum a term) for int8."""
+    packed = packed_weight(quant, 64, 256, 2)
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    y = shell(packed, None, torch.bfloat16)(x.unsqueeze(0))[0].double()
+    expected = x.double() @ dequantize(packed).double().T
+    bound = 2**-7 * expected.abs().max() if quant != "int8" else 256**0.5 / 127 * x.abs().max()
+    assert (y - expected).abs().max() <= bound
+
+
+def test_code_tables_are_shared_only_when_equal():
+    codes = CodeTables()
+    first, second = codes.share(packed_weight("nf4-dq", 64, 64, 1)), codes.share(packed_weight("nf4-dq", 64, 64, 2))
+    assert first.codes["code"] is second.codes["code"] and first.codes["nested_code"] is second.codes["nested_code"]
+    other = codes.share(packed_weight("fp4", 64, 64, 1))
+    assert other.codes["code"] is not first.codes["code"]
+
+
+def test_a_streamed_leaf_shows_shape_and_computing_dtype_but_no_data():
+    staged, _, streamer = stack("nf4", None, home="host")
+    assert staged[0].weight.shape == (128, 64) and staged[0].weight.dtype == torch.bfloat16
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        staged[0].weight.sum().item()
+    streamer.close()

@@ -1,0 +1,120 @@
+"""The line of work as three calls: `plan`, `load`, `inspect`. Each is a short sequence of the rooms' own functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.packed import split_packed
+from trimtab.errors import RequestError
+from trimtab.plan import Plan, make_plan
+from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
+
+if TYPE_CHECKING:
+    from trimtab.runtime.model import LoadedModel
+
+
+def plan(
+    model: str | Path,
+    *,
+    adapters: Mapping[str, str | Path] | None = None,
+    gpu_memory: int | str | None = None,
+    host_memory: int | str | None = None,
+    quant: str = "auto",
+    dtype: str = "bfloat16",
+    context: int = 4096,
+    batch: int = 1,
+    images: int = 1,
+    audio_s: float = 30.0,
+    place: Mapping[str, str] | None = None,
+    device_map: Mapping[str, int | str] | None = None,
+    keep_unquantized: Sequence[str] = (),
+    device: str = "auto",
+    offload_dir: str | Path | None = None,
+) -> Plan:
+    """Return where every block of the model goes, from headers alone; nothing is loaded.
+
+    model: a checkpoint folder or a hub id that is in the local cache. Sizes are bytes or text such as "4GiB".
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
+    """
+    return plan_request(
+        LoadRequest(
+            model=str(model),
+            adapters={name: str(path) for name, path in (adapters or {}).items()},
+            gpu_memory_bytes=parse_bytes(gpu_memory, field_name="gpu_memory"),
+            host_memory_bytes=parse_bytes(host_memory, field_name="host_memory"),
+            quant=quant,
+            dtype=dtype,
+            context_tokens=context,
+            batch=batch,
+            images=images,
+            audio_s=audio_s,
+            place=dict(place or {}),
+            device_map=dict(device_map) if device_map is not None else None,
+            keep_unquantized=tuple(keep_unquantized),
+            device=device,
+            offload_dir=str(offload_dir) if offload_dir is not None else None,
+        )
+    )
+
+
+def plan_request(request: LoadRequest) -> Plan:
+    """Return the plan of a request made elsewhere (the command line)."""
+    from trimtab.runtime import devices, hf
+
+    checkpoint = read_checkpoint(request.model)
+    request = replace(request, quant=_resolve_quant(request.quant, checkpoint))
+    anatomy = hf.read_anatomy(
+        checkpoint, quant=request.quant, dtype=request.dtype, keep_unquantized=request.keep_unquantized
+    )
+    adapters = {
+        name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
+    }
+    machine = devices.read_machine(request.device)
+    return make_plan(
+        request,
+        anatomy,
+        adapters=adapters,
+        machine=machine,
+        rates=devices.measure_rates(machine.execution_device),
+        checkpoint_stamps=checkpoint.stamps,
+        disk_free_bytes=devices.disk_free_bytes(request.offload_dir),
+    )
+
+
+def _resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
+    """Return the format to load in. Errors: RequestError if an already quantized checkpoint is asked for another one."""
+    kinds = {
+        "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind for entry in split_packed(checkpoint)[1].values()
+    }
+    if not kinds:
+        return DEFAULT_QUANT if quant == "auto" else quant
+    own = sorted(kinds)[0]
+    if quant not in ("auto", *kinds):
+        raise RequestError(
+            f"the checkpoint is already quantized ({', '.join(sorted(kinds))}) and is used as it is, never quantized twice",
+            field="quant", value=quant, allowed=("auto", *sorted(kinds)),
+        )  # fmt: skip
+    return own if quant == "auto" else quant
+
+
+def load(plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
+    """Return the model of a plan, loaded; use it as a context manager. progress: called with (bytes read, of bytes)."""
+    from trimtab.runtime.model import LoadedModel
+
+    return LoadedModel(plan, progress=progress)
+
+
+def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
+    """Return what an adapter targets and, with a model, what would be applied, remapped or without effect there."""
+    file = read_adapter(str(adapter))
+    if model is None:
+        return describe(file, None)
+    from trimtab.runtime import hf
+
+    anatomy = hf.read_anatomy(read_checkpoint(str(model)), quant="none", dtype="bfloat16")
+    return describe(file, match_adapter(file, anatomy))

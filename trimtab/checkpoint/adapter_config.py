@@ -1,0 +1,191 @@
+"""What an adapter_config.json asks for, and whether this package does it: every field is known, harmless or refused.
+
+Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2. A field this file does not know is refused by name unless it
+is off (null, false, empty), because PEFT adds new fields switched off. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+# Read by match_adapter or by the checks below.
+SUPPORTED = (
+    "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora", "lora_bias", "bias",
+    "modules_to_save", "fan_in_fan_out", "init_lora_weights", "ensure_weight_tying",
+)  # fmt: skip
+
+# Training, bookkeeping, or how the file was made. velora_config changes the backward pass and monteclora_config draws
+# noise in training mode only (PEFT 0.21.2, lora/variants.py): at inference both are plain LoRA.
+HARMLESS = (
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "megatron_core",
+    "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config",
+    "velora_config", "monteclora_config",
+)  # fmt: skip
+
+# Each changes the output in a way that this package does not compute.
+REFUSED: Mapping[str, str] = {
+    "megatron_config": "LoRA on Megatron's parallel layers",
+    "trainable_token_indices": "trained rows of an embedding (trainable tokens)",
+    "alora_invocation_tokens": "activated LoRA, which switches on at an invocation text",
+    "use_qalora": "QALoRA, which pools the input",
+    "layer_replication": "replicated layers, which change the model",
+    "target_parameters": "LoRA on bare parameters such as fused experts",
+    "use_bdlora": "block-diagonal LoRA",
+    "arrow_config": "Arrow routing between adapters",
+    "kasa_config": "KaSA, which truncates the base weight",
+}
+FIELDS = frozenset((*SUPPORTED, *HARMLESS, *REFUSED))
+
+# What PEFT does with these at load: "pissa*", "olora" and "loftq" replace the base weight, "corda" fails, "lora_ga"
+# leaves the base as it is although the adapter was trained against a changed one. save_pretrained with
+# path_initial_model_for_weight_conversion writes true instead.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_KEEPS_BASE = ("gaussian", "eva", "orthogonal", "mica", "true", "false")
+
+
+def config_problems(config: Mapping[str, Any]) -> list[str]:
+    """Return every reason why an adapter with this configuration cannot be applied as PEFT would, in words."""
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        shown = "is missing" if kind is None else f"is {kind!r}"
+        return [f"peft_type {shown}: only LORA adapters can be applied"]
+    problems = [
+        f"{field}={_short(config[field])}: {reason} is not supported"
+        for field, reason in REFUSED.items()
+        if _is_on(config.get(field))
+    ]
+    problems += [
+        f"{field}={_short(value)}: unknown field, its effect is not known"
+        for field, value in config.items()
+        if field not in FIELDS and _is_on(value)
+    ]
+    for field in ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"):
+        if not isinstance(config.get(field, False), bool):
+            problems.append(f"{field}={_short(config[field])}: must be true or false")
+    return problems + _value_problems(config)
+
+
+def _value_problems(config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    if not _is_rank(config.get("r", 8)):
+        problems.append(f"r={_short(config['r'])}: a rank is a whole number above zero")
+    if not _is_number(config.get("lora_alpha", 8)):
+        problems.append(f"lora_alpha={_short(config['lora_alpha'])}: must be a finite number")
+    problems += _pattern_problems(config, "rank_pattern", _is_rank, "a rank is a whole number above zero")
+    problems += _pattern_problems(config, "alpha_pattern", _is_number, "must be a finite number")
+    if config.get("bias", "none") not in ("none", "all", "lora_only"):
+        problems.append(f"bias={_short(config['bias'])}: must be none, all or lora_only")
+    if config.get("lora_bias") is True and config.get("use_dora") is True:
+        problems.append("lora_bias and use_dora together: PEFT has no such adapter")
+    saved = config.get("modules_to_save")
+    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) and name for name in saved)):
+        problems.append(f"modules_to_save={_short(saved)}: must be a list of names")
+    init = config.get("init_lora_weights", True)
+    if init is not None and not isinstance(init, bool):
+        text = str(init).lower()
+        if text.startswith(_CHANGES_BASE):
+            problems.append(
+                f"init_lora_weights={_short(init)}: the adapter was trained on a changed base weight; save it with "
+                "path_initial_model_for_weight_conversion to turn it into a plain LoRA"
+            )
+        elif text not in _KEEPS_BASE:
+            problems.append(f"init_lora_weights={_short(init)}: unknown initialisation")
+    return problems
+
+
+def _pattern_problems(config: Mapping[str, Any], field: str, is_valid: Callable[[Any], bool], reason: str) -> list[str]:
+    patterns = config.get(field)
+    if patterns is None:
+        return []
+    if not isinstance(patterns, dict):
+        return [f"{field}={_short(patterns)}: must map module names to values"]
+    problems = []
+    for pattern, value in patterns.items():
+        if not is_valid(value):
+            problems.append(f"{field}[{pattern!r}]={_short(value)}: {reason}")
+        try:
+            re.compile(rf"(.*\.)?({pattern})$")
+        except re.error as exc:
+            problems.append(f"{field}[{pattern!r}]: not a regular expression ({exc})")
+    return problems
+
+
+def _is_on(value: Any) -> bool:
+    return value is not None and value is not False and value not in ("", [], {})
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def pattern_value(patterns: Mapping[str, Any] | None, path: str) -> tuple[str, Any] | None:
+    """Return (pattern, value) of the first pattern, in file order, that names the module path; None if none does.
+
+    Source: PEFT 0.19.1 and 0.21.2, utils/other.py, get_pattern_key: the pattern is a regular expression for the last
+    whole segments of the path; the first match wins, not the longest.
+    """
+    for pattern, value in (patterns or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", path):
+            return pattern, value
+    return None
+
+
+def _value_for(config: Mapping[str, Any], field: str, default: Any, paths: Sequence[str]) -> tuple[Any, str]:
+    # The adapter's own spelling was the module's path where the adapter was trained, so it decides; the model's path
+    # serves configurations that were edited to fit the model.
+    found = [hit for hit in (pattern_value(config.get(field), path) for path in paths) if hit is not None]
+    if not found:
+        return default, ""
+    if any(value != found[0][1] for _, value in found):
+        names = " and ".join(f"{path!r}" for path in paths)
+        return found[0][1], f"{field} gives different values for {names}"
+    return found[0][1], ""
+
+
+def rank_and_scale(config: Mapping[str, Any], paths: Sequence[str]) -> tuple[int, float, list[str]]:
+    """Return (rank, scale, problems) of a module, named by its path in the adapter and, if it differs, in the model.
+
+    The scale is alpha / R, or alpha / sqrt(R) for rsLoRA. Source: arXiv 2106.09685 section 4.1, arXiv 2312.03732; PEFT
+    0.21.2, lora/layer.py, LoraLayer.update_layer.
+    """
+    rank, rank_problem = _value_for(config, "rank_pattern", config.get("r", 8), paths)
+    alpha, alpha_problem = _value_for(config, "alpha_pattern", config.get("lora_alpha", 8), paths)
+    scale = alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank
+    return rank, scale, [problem for problem in (rank_problem, alpha_problem) if problem]
+
+
+def is_saved(config: Mapping[str, Any], path: str) -> bool:
+    """Return whether modules_to_save replaces the module at this path or one that holds it.
+
+    Source: PEFT 0.21.2, utils/other.py, _set_trainable: a plain end-of-text test without a name boundary, so "norm"
+    also means "input_layernorm".
+    """
+    entries = tuple(config.get("modules_to_save") or ())
+    segments = path.split(".")
+    return any(".".join(segments[: end + 1]).endswith(entries) for end in range(len(segments))) if entries else False
+
+
+def names_module(config: Mapping[str, Any], path: str) -> bool:
+    """Return whether target_modules names this path, by PEFT's rule; a list names whole last segments."""
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        if targets == "all-linear":
+            return True
+        try:
+            return re.fullmatch(targets, path) is not None
+        except re.error:
+            return False
+    return any(path == name or path.endswith(f".{name}") for name in targets or ())

@@ -1,0 +1,83 @@
+"""What an adapter folder holds: the configuration and the header of the tensor file that PEFT wrote, read strictly.
+
+Files with fixed names inside the folder are opened, nothing else: no name in them ever becomes a path. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.adapter_config import config_problems
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.errors import AdapterError
+
+CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
+_OTHER_FILES = {
+    "adapter_model.bin": "is a pickle, which can run code when it is opened; load it once with PEFT in a place you "
+    "trust and save it again (safe_serialization=True is the default)",
+    "adapters.safetensors": "is an mlx-lm adapter; convert it to the PEFT layout first",
+    "pytorch_lora_weights.safetensors": "is a diffusers LoRA, not a PEFT adapter",
+}
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """A folder that PEFT wrote: its configuration as stored and the header of its tensor file."""
+
+    folder: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorEntry]
+    file: Path
+
+
+def read_adapter(path: str | Path) -> AdapterFile:
+    """Return configuration and header of the adapter in a folder; no tensor data is read.
+
+    Errors: AdapterError with every reason: missing or foreign files, bad JSON, another method than LoRA, configuration
+    fields that change the output in a way not supported. CheckpointError if the safetensors header is not sound.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file; name the folder that holds it" if folder.is_file() else "no such folder"
+        raise AdapterError(folder, [what])
+    problems = _missing_files(folder)
+    if problems:
+        raise AdapterError(folder, problems)
+    config = _read_config(folder / CONFIG_NAME)
+    problems = config_problems(config)
+    if problems:
+        raise AdapterError(folder, problems)
+    header = read_header(folder / TENSORS_NAME)
+    if not header.tensors:
+        raise AdapterError(folder, [f"{TENSORS_NAME} holds no tensor"])
+    return AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME)
+
+
+def _missing_files(folder: Path) -> list[str]:
+    missing = [name for name in (CONFIG_NAME, TENSORS_NAME) if not (folder / name).is_file()]
+    problems = [f"{name} is missing" for name in missing]
+    if missing:
+        problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]
+        # PEFT puts every adapter but "default" into a folder of its own.
+        inside = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
+        problems += [f"an adapter lies in the folder {name!r} inside; name that one" for name in inside[:5]]
+    return problems
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), parse_constant=refuse)
+    except (ValueError, RecursionError) as exc:
+        raise AdapterError(path.parent, [f"{path.name} is not valid JSON: {exc}"]) from exc
+    except OSError as exc:
+        raise AdapterError(path.parent, [f"{path.name} cannot be read: {exc.strerror}"]) from exc
+    if not isinstance(config, dict):
+        raise AdapterError(path.parent, [f"{path.name} must hold an object, it holds a {type(config).__name__}"])
+    return config

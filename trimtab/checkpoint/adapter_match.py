@@ -1,0 +1,382 @@
+"""Which modules of a model an adapter changes: every tensor of the file matched, or named with the reason.
+
+All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered: LoRA on
+convolutions, attention modules and fused experts, which are refused by name. Regular expressions in a configuration are
+run as they are. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+from trimtab.checkpoint import adapter_config
+from trimtab.checkpoint.adapter_file import AdapterFile
+from trimtab.checkpoint.adapter_keys import REWRITES, AdapterKey, Rewrite, own_path, parse_key, part_of_key
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import AdapterError
+
+_FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
+_SHARED_KV = (
+    "aims at a k/v projection of a KV-shared layer, which the model does not have: the layer reads the keys and values "
+    "of an earlier one"
+)
+_NEAR_LIMIT = 20  # near names are searched for the problems that are printed, not for thousands of wrong keys
+
+
+@dataclass(frozen=True)
+class AdapterTarget:
+    """What the adapter does to one module.
+
+    kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "saved" replaces
+    parameters outright (rank 0). One module can have a LoRA target and a saved one. wrapped: the module is the inner
+    linear of a wrapper such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B"
+    [D_out, R], "B_bias" [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the
+    adapter spells it.
+    """
+
+    module_path: str
+    part: str
+    kind: Literal["linear", "embedding", "saved"]
+    rank: int
+    scale: float
+    use_dora: bool
+    has_bias: bool
+    wrapped: bool
+    tensors: dict[str, TensorEntry]
+    adapter_path: str = ""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """An adapter matched to a model: what is applied where, what has no effect and why, and how paths were rewritten.
+
+    prefix: the one spelling rule that explains every key. model_dtype: what saved parameters are kept in.
+    """
+
+    file: AdapterFile
+    targets: tuple[AdapterTarget, ...]
+    no_effect: tuple[tuple[str, str], ...]
+    prefix: str
+    model_dtype: str = "bfloat16"
+    notes: tuple[str, ...] = ()
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the device memory of the attached adapter with its LoRA tensors in `dtype`.
+
+        An upper bound: a saved weight that turns out to equal the base weight is not kept.
+        """
+        shared: dict[str, int] = {}
+        for target in self.targets:
+            size = DTYPE_BYTES[self.model_dtype if target.kind == "saved" else dtype]
+            for entry in target.tensors.values():
+                shared[entry.tensor_name] = prod(entry.shape) * size
+        return sum(shared.values())
+
+    def counts(self) -> dict[str, Any]:
+        """Return how many tensors the file has, per part, and how many modules they change, per kind."""
+        kinds = Counter("wrapped" if t.wrapped and t.kind == "linear" else t.kind for t in self.targets)
+        targets = {name: kinds[name] for name in ("wrapped", "linear")}
+        targets |= {name: kinds[name] for name in ("embedding", "saved") if kinds[name]}
+        return {
+            "tensors": len(self.file.tensors),
+            "parts": parts_of(self.file.tensors),
+            "targets": targets | {"total": len(self.targets)},
+            "no_effect": len(self.no_effect),
+        }
+
+
+class _Places:
+    """Where the paths of a model lead: to a module, through a wrapper to its inner one, or to nothing on purpose."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.rows = anatomy.by_path()
+        self.order = {path: index for index, path in enumerate(self.rows)}
+        self.inner = {row.wraps for row in anatomy.rows if row.wraps}
+        self.missing = frozenset(anatomy.missing_projections)
+
+    def find(self, path: str, key: AdapterKey) -> str | None:
+        """Return the path of the module that the key changes (it may be in `missing`), or None."""
+        row = self.rows.get(path)
+        if key.role in ("saved", "base_copy"):
+            if row is not None and any(t.tensor_path == f"{path}.{key.parameter}" for t in row.tensors):
+                return path
+        elif row is not None:
+            return row.wraps if row.wraps in self.rows else path
+        return path if path in self.missing else None
+
+    def near(self, path: str) -> str:
+        # A typo keeps the layer number, and comparing with every module of a large model would take seconds.
+        numbers = _numbers(path)
+        choices = [name for name in self.rows if _numbers(name) == numbers][:500]
+        return ", ".join(f"{name} {self._shape(name)}".strip() for name in near_names(path, choices))
+
+    def _shape(self, path: str) -> str:
+        weight = self.rows[path].weight
+        return "" if weight is None else str(list(weight.shape))
+
+
+def _numbers(path: str) -> list[str]:
+    return [segment for segment in path.split(".") if segment.isdigit()]
+
+
+def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, dict[str, str | None], list[str]]:
+    """Return the one rule that leads every key to the model, the module path by adapter key, and problems."""
+    full: list[tuple[Rewrite, dict[str, str | None]]] = []
+    best: tuple[int, Rewrite, dict[str, str | None]] | None = None
+    for rewrite in REWRITES:
+        found: dict[str, str | None] = {}
+        for key in keys:
+            path = rewrite.apply(key.path)
+            found[key.adapter_key] = None if path is None else places.find(path, key)
+        explained = sum(path is not None for path in found.values())
+        if explained == len(keys) and all(found != other for _, other in full):
+            full.append((rewrite, found))
+        if best is None or explained > best[0]:
+            best = (explained, rewrite, found)
+    if len(full) == 1:
+        return *full[0], []
+    assert best is not None
+    if full:
+        labels = " or ".join(f"{rewrite.label!r}" for rewrite, _ in full)
+        return *full[0], [f"every key fits the model in more than one way: {labels}"]
+    return best[1], best[2], []
+
+
+def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
+    """Return which module every tensor of the adapter changes.
+
+    Errors: AdapterError with every problem of the file: keys that name nothing (with near names and shapes), wrong
+    shapes or ranks, one half of a pair, tensors that the configuration does not announce, modules that take no LoRA.
+    """
+    keys = [parse_key(name) for name in file.tensors]
+    problems = [f"{key.adapter_key}: {key.problem}" for key in keys if key.problem]
+    names = sorted({key.name for key in keys if key.name is not None})
+    if len(names) > 1:
+        problems.append(f"the file holds several adapters ({', '.join(names)}); save them one by one")
+    keys = [key for key in keys if not key.problem]
+    places = _Places(anatomy)
+    rewrite, found, ambiguous = _choose_rewrite(keys, places)
+    problems += ambiguous
+    no_effect: list[tuple[str, str]] = []
+    matched: dict[tuple[str, str], dict[str, AdapterKey]] = {}
+    lost: list[AdapterKey] = []
+    for key in keys:
+        path = found[key.adapter_key]
+        if path is None:
+            lost.append(key)
+        elif path in places.missing:
+            no_effect.append((key.adapter_key, _SHARED_KV))
+        elif key.role == "training_only":
+            no_effect.append((key.adapter_key, "used in training only"))
+        else:
+            _sort_in(matched, path, key, problems)
+    problems += [_lost_words(key, file, rewrite, places, index < _NEAR_LIMIT) for index, key in enumerate(lost)]
+    builder = _Builder(file, anatomy, places, problems)
+    targets = [builder.target(path, group, roles) for (path, group), roles in matched.items()]
+    builder.check_promises(matched)
+    builder.check_tying(targets)
+    notes = builder.notes()
+    if not problems and not targets:
+        problems.append(f"nothing to apply: all {len(keys)} tensors are without effect on this model")
+    if problems:
+        raise AdapterError(file.folder, problems)
+    targets += builder.tied_copies(targets)
+    targets.sort(key=lambda target: places.order[target.module_path])
+    return AdapterSpec(file, tuple(targets), tuple(no_effect), rewrite.label, anatomy.dtype, tuple(notes))
+
+
+def _sort_in(
+    matched: dict[tuple[str, str], dict[str, AdapterKey]], path: str, key: AdapterKey, problems: list[str]
+) -> None:
+    saved = key.role in ("saved", "base_copy")
+    roles = matched.setdefault((path, "saved" if saved else "lora"), {})
+    role = key.parameter if saved else key.role
+    if role in roles:
+        problems.append(f"{key.adapter_key}: {roles[role].adapter_key} is the same tensor of {path}")
+    roles[role] = key
+
+
+def _lost_words(key: AdapterKey, file: AdapterFile, rewrite: Rewrite, places: _Places, search: bool) -> str:
+    shape = list(file.tensors[key.adapter_key].shape)
+    path = rewrite.apply(key.path) or key.path
+    parents = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+    if any(parent in places.rows and places.rows[parent].kind == "experts" for parent in parents):
+        return f"{key.adapter_key} {shape}: LoRA on fused experts is not supported"
+    near = places.near(path) if search else ""
+    what = f"{path}.{key.parameter}" if key.parameter else path
+    return f"{key.adapter_key} {shape}: the model has no {what}" + (f"; near: {near}" if near else "")
+
+
+class _Builder:
+    """Checks the tensors of one module against its row and the configuration; problems are collected, not raised."""
+
+    def __init__(self, file: AdapterFile, anatomy: Anatomy, places: _Places, problems: list[str]) -> None:
+        self.file, self.config, self.anatomy, self.places, self.problems = file, file.config, anatomy, places, problems
+
+    def target(self, path: str, group: str, roles: dict[str, AdapterKey]) -> AdapterTarget:
+        row = self.places.rows[path]
+        entries = {role: self.file.tensors[key.adapter_key] for role, key in roles.items()}
+        for entry in entries.values():
+            if entry.dtype not in _FLOATS:
+                self.problems.append(f"{entry.tensor_name}: {entry.dtype} values, expected floating point")
+        spelled = next(iter(roles.values())).path
+        wrapped = path in self.places.inner
+        if group == "saved":
+            self._check_saved(row, roles, entries)
+            return AdapterTarget(path, row.part, "saved", 0, 1.0, False, False, wrapped, entries, spelled)
+        spellings = tuple(dict.fromkeys((own_path(spelled), path)))
+        rank, scale, words = adapter_config.rank_and_scale(self.config, spellings)
+        self.problems += [f"{spelled}: {problem}" for problem in words]
+        embedding = row.kind == "embedding"
+        if self._supports_lora(row, roles) and self._is_right_kind(row, roles, embedding):
+            self._check_roles(row, spelled, roles, embedding)
+            self._check_shapes(row, entries, rank, embedding)
+        named = {role.removeprefix("embedding_"): entry for role, entry in entries.items()}
+        return AdapterTarget(
+            path, row.part, "embedding" if embedding else "linear", rank, scale, "magnitude" in named,
+            "B_bias" in named, wrapped, named, spelled,
+        )  # fmt: skip
+
+    def _supports_lora(self, row: ModuleRow, roles: dict[str, AdapterKey]) -> bool:
+        first = next(iter(roles.values())).adapter_key
+        if row.kind in ("linear", "embedding") and row.weight is not None and len(row.weight.shape) == 2:
+            return True
+        kind = "fused experts" if row.kind == "experts" else row.class_name
+        self.problems.append(f"{first}: LoRA on {kind} ({row.module_path}) is not supported")
+        return False
+
+    def _is_right_kind(self, row: ModuleRow, roles: dict[str, AdapterKey], embedding: bool) -> bool:
+        others = ("A", "B", "B_bias") if embedding else ("embedding_A", "embedding_B")
+        wrong = [role for role in others if role in roles]
+        if wrong:
+            what = "LoRA for a linear layer" if embedding else "LoRA for an embedding"
+            self.problems.append(f"{roles[wrong[0]].adapter_key}: {what} on {row.module_path}, a {row.class_name}")
+        return not wrong
+
+    def _check_roles(self, row: ModuleRow, spelled: str, roles: dict[str, AdapterKey], embedding: bool) -> None:
+        names = {"embedding_A": "lora_embedding_A", "embedding_B": "lora_embedding_B"}
+        names = names if embedding else {"A": "lora_A", "B": "lora_B"}
+        lost = [name for role, name in names.items() if role not in roles]
+        if lost:
+            self.problems.append(f"{spelled}: {' and '.join(lost)} missing")
+        for role, option, word in (
+            ("magnitude", "use_dora", "lora_magnitude_vector"),
+            ("B_bias", "lora_bias", "lora_B.bias"),
+        ):
+            asked = bool(self.config.get(option))
+            if asked and role not in roles:
+                self.problems.append(f"{spelled}: {option} is true but {word} is missing")
+            elif role in roles and not asked:
+                self.problems.append(f"{roles[role].adapter_key}: {word} is there but {option} is false")
+        if adapter_config.is_saved(self.config, own_path(spelled)):
+            self.problems.append(f"{spelled}: LoRA on a module that modules_to_save replaces")
+
+    def _check_shapes(self, row: ModuleRow, entries: Mapping[str, TensorEntry], rank: int, embedding: bool) -> None:
+        assert row.weight is not None
+        out_size, in_size = row.weight.shape
+        if embedding:
+            in_size, out_size = row.weight.shape
+        expected = {
+            "A": (rank, in_size), "embedding_A": (rank, in_size), "B": (out_size, rank),
+            "embedding_B": (out_size, rank), "B_bias": (out_size,), "magnitude": (out_size,),
+        }  # fmt: skip
+        for role, entry in entries.items():
+            if entry.shape != expected[role]:
+                self.problems.append(
+                    f"{entry.tensor_name}: shape {list(entry.shape)}, expected {list(expected[role])} (rank {rank} by "
+                    f"the configuration, {row.module_path} is {list(row.weight.shape)})"
+                )
+
+    def _check_saved(self, row: ModuleRow, roles: dict[str, AdapterKey], entries: Mapping[str, TensorEntry]) -> None:
+        tensors = {tensor.tensor_path.removeprefix(f"{row.module_path}."): tensor for tensor in row.tensors}
+        if row.kind == "experts":
+            self.problems.append(f"{next(iter(entries.values())).tensor_name}: saved fused experts are not supported")
+        vocabulary = row.kind == "embedding" or row.part == "head"
+        for name, entry in entries.items():
+            own = tensors[name].shape
+            if entry.shape != own:
+                why = "; the vocabulary was resized, which is not supported" if vocabulary else ""
+                self.problems.append(f"{entry.tensor_name}: shape {list(entry.shape)}, the model's is {list(own)}{why}")
+            if not self._is_announced(row, roles[name]):
+                option = self.config.get("bias", "none")
+                why = f" (bias={option!r})" if name == "bias" and option != "none" else ""
+                self.problems.append(
+                    f"{entry.tensor_name}: a full {name} that modules_to_save does not name{why} is not supported"
+                )
+
+    def _is_announced(self, row: ModuleRow, key: AdapterKey) -> bool:
+        # PEFT writes full embeddings and heads next to LoRA (save_embedding_layers) without naming them anywhere.
+        is_copy = key.parameter == "weight" and (row.kind == "embedding" or row.part == "head")
+        return is_copy or (key.role == "saved" and adapter_config.is_saved(self.config, own_path(key.path)))
+
+    def check_promises(self, matched: Mapping[tuple[str, str], dict[str, AdapterKey]]) -> None:
+        """Collect parameters that modules_to_save promises and the file does not have; PEFT fails on them too."""
+        for path, row in self.places.rows.items():
+            if row.kind == "experts" or not adapter_config.is_saved(self.config, path):
+                continue
+            have = matched.get((path, "saved"), {})
+            for tensor in row.tensors:
+                name = tensor.tensor_path.removeprefix(f"{path}.")
+                if not tensor.is_buffer and name not in have:
+                    self.problems.append(f"modules_to_save names {path}, but the file has no {name} for it")
+
+    def check_tying(self, targets: Iterable[AdapterTarget]) -> None:
+        """Collect changed modules whose tied partner stays as it is although ensure_weight_tying promises otherwise."""
+        if not self.config.get("ensure_weight_tying"):
+            return
+        have = {target.module_path for target in targets}
+        for path in sorted(have):
+            for partner in self._partners(path):
+                if partner not in have:
+                    self.problems.append(
+                        f"ensure_weight_tying is true, but of {path} and {partner} only the first has keys"
+                    )
+
+    def tied_copies(self, targets: Iterable[AdapterTarget]) -> list[AdapterTarget]:
+        """Return saved targets for modules tied to one whose full weight PEFT loads into the base itself.
+
+        PEFT wraps a module of modules_to_save, so that a tied partner keeps the base weight; any other full weight it
+        copies into the base parameter, and the partner changes with it (utils/save_and_load.py, load_state_dict).
+        """
+        have = {target.module_path for target in targets if target.kind == "saved"}
+        copies = []
+        for target in targets:
+            if target.kind != "saved" or adapter_config.is_saved(self.config, own_path(target.adapter_path)):
+                continue
+            for path in self._partners(target.module_path):
+                if path not in have:
+                    row = self.places.rows[path]
+                    copies.append(replace(target, module_path=path, part=row.part, wrapped=False))
+        return copies
+
+    def _partners(self, path: str) -> list[str]:
+        def owner(row: ModuleRow) -> str | None:
+            return None if row.weight is None else row.weight.tied_to or row.weight.tensor_path
+
+        own = owner(self.places.rows[path])
+        if own is None:
+            return []
+        return [other for other, row in self.places.rows.items() if other != path and owner(row) == own]
+
+    def notes(self) -> list[str]:
+        """Return what a reader should know although nothing is wrong."""
+        notes = []
+        if self.config.get("fan_in_fan_out"):
+            notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")
+        if self.config.get("bias", "none") != "none":
+            notes.append(f"bias is {self.config['bias']!r} but the file holds no bias of the base")
+        unknown = [name for name in self.config if name not in adapter_config.FIELDS]
+        if unknown:
+            notes.append(f"unknown fields that are off: {', '.join(sorted(unknown))}")
+        return notes
+
+
+def parts_of(tensor_names: Iterable[str]) -> dict[str, int]:
+    """Return how many of the tensors belong to each part of a model, judged by their names."""
+    return dict(sorted(Counter(part_of_key(name) for name in tensor_names).items()))

@@ -1,0 +1,366 @@
+"""How much device memory a request takes while it runs: the KV cache, and the largest set of live intermediate tensors.
+
+The forward of the model is read as a few *moments*, each a sum of tensors that are alive together; a phase needs its
+worst moment, a request its worst phase: pictures, sound, the prompt, one decoding step. The sizes come from the linears
+of the anatomy, the multiples from COEFFICIENTS, which a maintainer calibrates against torch.cuda.max_memory_allocated.
+
+What is not covered: workspaces of cuBLAS and cuDNN, `output_hidden_states`, eager attention, training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from types import MappingProxyType
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
+from trimtab.plan.blocks import quant_of
+from trimtab.request import LoadRequest
+
+# The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
+PREFILL_CHUNK_TOKENS = 1024
+# Tokens of a chat template around pictures and sounds.
+TEMPLATE_TOKENS = 64
+
+FLOAT32_BYTES = 4
+
+# name: (multiple, where it comes from). "x d" means in units of the model's dtype, "x f" in float32.
+COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
+    {
+        "hidden.held": (3, "x d: inputs_embeds, its text-only copy and the residual live through every layer (Gemma4Model)"),
+        "hidden.norm": (2, "x f: RMSNorm holds the float32 copy and its square or product (Gemma4RMSNorm._norm)"),
+        "ple.held": (2, "x d: raw per-layer inputs and their combination with the projection live through every layer"),
+        "ple.gemm": (2, "x d: the raw rows and the projection's output while per_layer_model_projection runs"),
+        "ple.norm": (2, "x d: raw rows and the projection, beside two float32 copies inside per_layer_projection_norm"),
+        "ple.norm_float": (2, "x f: the two float32 copies"),
+        "attention.norm": (1, "x d: the query beside its two float32 copies inside q_norm"),
+        "attention.norm_float": (2, "x f: the two float32 copies"),
+        "attention.rope": (4, "x d: query, x*cos, rotate_half(x), its product (apply_rotary_pos_emb)"),
+        "attention.output": (3, "x d: query, the kernel's output, its contiguous transpose (sdpa_attention_forward)"),
+        "attention.repeat": (2, "x d: keys and values repeated to every query head (repeat_kv: mask, or head above 256)"),
+        "attention.mask": (2, "x 1 B: one boolean mask for full and one for sliding layers, [B, S, S_kv]"),
+        "attention.mask_float": (1, "x d: the additive form that scaled_dot_product_attention makes of a boolean mask"),
+        "mlp.gemm": (2, "x d: gate or activation beside the output being computed"),
+        "mlp.product": (3, "x d: activation, up and their product"),
+        "lora.input": (1, "x f: float32 copy of the input (adapters compute in float32)"),
+        "lora.output": (1, "x f: the float32 update, beside the layer's output"),
+        "lora.sum": (1, "x d: the sum of output and update"),
+        "int8.input": (3, "x 1 B: float16 and int8 copies of the input (bitsandbytes Linear8bitLt)"),
+        "int8.output": (4, "x 1 B: the int32 product before it is scaled"),
+        "dequantized": (1, "x d: a 4-bit weight dequantized whole for a product with several rows (matmul_4bit)"),
+        "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
+        "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
+        "logits.float": (3, "x f: generate's float32 copy, its sorted or masked form, probabilities"),
+        "vision.pixels": (3, "x f: pixel patches as given, shifted, and cast"),
+        "vision.hidden": (4, "x d: residual, norm output, clamped input, attention output"),
+        "vision.pool": (16, "B a patch and soft token: one_hot int64, its float32 form, weights (Gemma4VisionPooler)"),
+        "audio.conv": (4, "x d: a convolution's output, its normed copy, relu, and the contiguous transpose"),
+        "audio.attention": (12, "x f: q, k, v in float32, keys and values again as windows of twice the length"),
+        "audio.hidden": (4, "x d: residual, norm output, clamped input, output"),
+    }
+)  # fmt: skip
+
+# Patches of one picture and soft tokens they become, by model type; families that scale pictures by size: the largest
+# that their processor makes by default.
+PATCHES: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
+        "gemma4": (2520, 280),
+        "gemma3": (4096, 256),
+        "gemma3n": (2304, 256),
+        "llava": (577, 576),
+        "mistral3": (3025, 756),
+        "qwen2_5_vl": (5120, 1280),
+        "qwen3_vl": (5120, 1280),
+        "": (4096, 1024),
+    }
+)
+# One second of sound: spectrogram frames of 10 ms with 128 bands, soft tokens of 40 ms (Gemma 4 feature extractor).
+FRAMES_PER_S, BANDS, SOUND_TOKENS_PER_S = 100, 128, 25
+
+
+def patches_of(model_type: str) -> tuple[int, int]:
+    """Return (patches, soft tokens) of one picture for the longest known model type that the given one starts with."""
+    best = max((known for known in PATCHES if model_type.startswith(known)), key=len)
+    return PATCHES[best]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """What one request runs through the model, in tokens and patches, all rows of the batch together where said.
+
+    prefill_tokens: of one piece of the prompt, a row of the batch. patches, sound_s: of one row's prompt.
+    """
+
+    context_tokens: int
+    prefill_tokens: int
+    answer_tokens: int
+    batch: int
+    patches: int
+    soft_tokens: int
+    sound_s: float
+
+    @property
+    def prompt_tokens(self) -> int:
+        return max(self.context_tokens - self.answer_tokens, 1)
+
+    @property
+    def passes(self) -> int:
+        return ceil(self.prompt_tokens / self.prefill_tokens)
+
+    @property
+    def sound_tokens(self) -> int:
+        return ceil(self.sound_s * SOUND_TOKENS_PER_S)
+
+
+def use_of(
+    request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int, chunk_tokens: int = PREFILL_CHUNK_TOKENS
+) -> Use:
+    """Return what the request asks for, with pictures and sounds only where the model has a tower for them."""
+    patches, soft = patches_of(anatomy.model_type)
+    images = request.images if "vision" in anatomy.parts else 0
+    sound_s = request.audio_s if "audio" in anatomy.parts else 0.0
+    media = images * soft + ceil(sound_s * SOUND_TOKENS_PER_S)
+    piece = max(chunk_tokens, media + TEMPLATE_TOKENS if media else 0)
+    return Use(
+        context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
+        answer_tokens=min(answer_tokens, max(request.context_tokens // 2, 1)), batch=request.batch,
+        patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
+    )  # fmt: skip
+
+
+def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, tokens: int, new_tokens: int) -> int:
+    """Return the most that transformers' DynamicCache holds while `new_tokens` are added to reach `tokens`.
+
+    Full layers hold every token; a sliding layer keeps a view of window - 1 tokens whose storage is the whole piece
+    until the next call. Growing is torch.cat, so the old keys of the largest layer live beside the new ones.
+    Source: transformers 5.23.0 cache_utils.py, DynamicLayer.update and DynamicSlidingWindowLayer.update.
+    """
+    total, copied = 0, 0
+    for layer in layers:
+        if layer.shares is not None:
+            continue
+        token_bytes = batch * layer.kv_heads * layer.head_dim * DTYPE_BYTES[dtype]
+        held = tokens if layer.window is None else min(tokens, layer.window - 1 + new_tokens)
+        before = max(held - new_tokens, 0)
+        total += 2 * held * token_bytes
+        copied = max(copied, before * token_bytes)
+    return total + copied
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers."""
+
+    hidden: int
+    query: int
+    mlp: int
+    dequantized: int
+    expert: int = 0
+
+
+def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
+    """Return the widest linears of a part: attention by "attn" or "attention" in the path, everything else as MLP."""
+    hidden = query = mlp = dequantized = expert = 0
+    for row in anatomy.rows:
+        if row.part != part:
+            continue
+        if row.kind == "experts":
+            expert = max(expert, sum(t.shape[1] for t in row.tensors if len(t.shape) == 3))
+        weight = row.weight
+        if row.kind != "linear" or weight is None or not _is_layer(row):
+            continue
+        out_features, in_features = weight.shape[0], prod(weight.shape[1:])
+        if row.quantized and quant in ("nf4", "nf4-dq", "fp4"):
+            dequantized = max(dequantized, weight.numel)
+        if "attn" in row.module_path or "attention" in row.module_path:
+            query = max(query, out_features, in_features)
+        else:
+            mlp = max(mlp, out_features, in_features)
+        hidden = max(hidden, min(out_features, in_features))
+    return Widths(hidden, query, mlp, dequantized, expert)
+
+
+def _is_layer(row: ModuleRow) -> bool:
+    return row.block.rpartition(".")[2].isdecimal()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The worst phase of a request: its name, KV cache bytes and the bytes of everything else alive then.
+
+    phases: every phase's (kv, activations), for the picture and for advice.
+    """
+
+    phase: str
+    kv_cache_bytes: int
+    activation_bytes: int
+    phases: Mapping[str, tuple[int, int]]
+
+
+def needs_of(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> Needs:
+    """Return what a request needs beside weights, at its worst."""
+    counted = _Counter(anatomy, use, quant_of(anatomy, quant), has_adapters)
+    layers, dtype = anatomy.kv_layers, anatomy.dtype
+    piece = use.prefill_tokens
+    phases: dict[str, tuple[int, int]] = {
+        "prompt": (
+            kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=piece),
+            counted.text(piece, use.context_tokens),
+        ),
+        "step": (
+            kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1),
+            counted.text(1, use.context_tokens),
+        ),
+    }
+    if use.patches:
+        phases["pictures"] = (0, counted.pictures())
+    if use.sound_s:
+        phases["sound"] = (0, counted.sound())
+    phase = max(phases, key=lambda name: sum(phases[name]))
+    return Needs(phase, *phases[phase], phases=MappingProxyType(phases))
+
+
+def smaller_needs(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> Iterator[tuple[str, int]]:
+    """Yield (what to ask less of, bytes it saves), for the advice in an error."""
+    now = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters)
+    half = max(use.context_tokens // 2, 1)
+    tries = {
+        f"--context {half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
+        "--batch 1": replace(use, batch=1),
+        "no pictures": replace(use, patches=0, soft_tokens=0),
+        "no sound": replace(use, sound_s=0.0),
+    }
+    for name, smaller in tries.items():
+        less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters)
+        saved = now.kv_cache_bytes + now.activation_bytes - less.kv_cache_bytes - less.activation_bytes
+        if saved > 0:
+            yield name, saved
+
+
+class _Counter:
+    """Sums of live tensors at each moment, in bytes."""
+
+    def __init__(self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool) -> None:
+        self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
+        self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
+        self.int8 = quant == "int8"
+        self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
+        rows = anatomy.rows
+        self.ple = sum(
+            row.weight.shape[1]
+            for row in rows
+            if row.gather_only and row.weight is not None and row.weight.shape[1] != anatomy.hidden_size
+        )
+        projections = [
+            row.weight.numel
+            for row in rows
+            if row.kind == "linear" and row.weight is not None and row.weight.shape[0] == self.ple and row.quantized
+        ]
+        self.ple_weight = 0 if self.int8 else max(projections, default=0)
+
+    def d(self, name: str, width: float) -> float:
+        """Return coefficient x width in the model's dtype."""
+        return COEFFICIENTS[name][0] * width * self.dtype_bytes
+
+    def f(self, name: str, width: float) -> float:
+        """Return coefficient x width in float32."""
+        return COEFFICIENTS[name][0] * width * FLOAT32_BYTES
+
+    def extra(self, in_features: int, out_features: int) -> float:
+        """Return what adapters or int8 add a row to one linear."""
+        added = 0.0
+        if self.has_adapters:
+            added += (
+                self.f("lora.input", in_features)
+                + self.f("lora.output", out_features)
+                + self.d("lora.sum", out_features)
+            )
+        if self.int8:
+            added += COEFFICIENTS["int8.input"][0] * in_features + COEFFICIENTS["int8.output"][0] * out_features
+        return added
+
+    def layer(self, wide: Widths, rows: int, pairs: int, *, masked: bool, repeated: int) -> float:
+        """Return the worst moment of one attention + MLP layer, without what lives through all layers.
+
+        rows: tokens in it. pairs: query-key pairs of a full mask. repeated: tokens whose keys and values are repeated.
+        """
+        query, mlp = wide.query, wide.mlp
+        weight = self.d("dequantized", wide.dequantized) if rows > 1 else 0.0
+        mask = self.d("attention.mask_float", pairs) if masked else 0.0
+        normed = wide.hidden * self.dtype_bytes
+        return max(
+            rows * (normed + self.d("attention.norm", query) + self.f("attention.norm_float", query)),
+            rows * (normed + self.d("attention.rope", query)),
+            rows * (normed + self.d("attention.output", query)) + self.d("attention.repeat", repeated * query) + mask,
+            rows * (normed + query * self.dtype_bytes + self.extra(wide.hidden, query)) + weight,
+            rows * (normed + self.d("mlp.gemm", mlp)) + weight,
+            rows * (normed + self.d("mlp.product", mlp)),
+            rows * (normed + self.d("mlp.gemm", mlp) + self.extra(wide.hidden, mlp)),
+            rows * (normed + mlp * self.dtype_bytes + self.extra(mlp, wide.hidden)) + weight,
+            rows * COEFFICIENTS["experts.rows"][0] * wide.expert * self.dtype_bytes,
+            rows * self.f("hidden.norm", wide.hidden),
+        )
+
+    def text(self, new_tokens: int, all_tokens: int) -> int:
+        """Return the activations of adding new tokens to a context, a row each of the batch."""
+        rows, hidden, dtype_bytes = new_tokens * self.use.batch, self.anatomy.hidden_size, self.dtype_bytes
+        wide = replace(self.widths["language"], hidden=hidden)
+        many = new_tokens > 1
+        pairs = rows * all_tokens if many else 0
+        held = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
+        largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
+        repeats = many and largest_kv < wide.query
+        repeated = self.use.batch * all_tokens if repeats else 0
+        layer = self.layer(wide, rows, pairs, masked=many, repeated=repeated) + rows * self.d("ple.held", self.ple)
+        first = rows * max(
+            self.d("ple.norm", self.ple) + self.f("ple.norm_float", self.ple),
+            self.d("ple.gemm", self.ple) + self.extra(hidden, self.ple),
+        )
+        gemm = rows * self.d("ple.gemm", self.ple) + (self.d("dequantized", self.ple_weight) if rows > 1 else 0.0)
+        logits = self.use.batch * (
+            self.d("logits.model", self.anatomy.vocab_size) + self.f("logits.float", self.anatomy.vocab_size)
+        )
+        head = rows * hidden * dtype_bytes + logits
+        return ceil(max(held + layer, held + first, held + gemm, head))
+
+    def pictures(self) -> int:
+        """Return the activations of every picture of a batch in one pass of the vision tower."""
+        wide, batch = self.widths["vision"], self.use.batch
+        rows = self.use.patches * batch
+        pairs = batch * self.use.patches * patches_of(self.anatomy.model_type)[0]
+        pixels = self.f("vision.pixels", wide.hidden or self.anatomy.hidden_size)
+        pooled = COEFFICIENTS["vision.pool"][0] * rows * patches_of(self.anatomy.model_type)[1]
+        held = rows * (self.d("vision.hidden", wide.hidden) + FLOAT32_BYTES * wide.hidden) + pairs
+        layer = self.layer(wide, rows, pairs, masked=True, repeated=0)
+        pool = pooled + rows * self.f("hidden.norm", wide.hidden)
+        return ceil(max(held + layer, held + pool, rows * pixels) + self._embedded())
+
+    def sound(self) -> int:
+        """Return the activations of every sound of a batch in one pass of the audio tower."""
+        wide, batch = self.widths["audio"], self.use.batch
+        frames = ceil(self.use.sound_s * FRAMES_PER_S) * batch
+        worst, time, bands, before = 0.0, float(frames), float(BANDS), frames * BANDS * self.dtype_bytes
+        for channels, kernel_dims in self._convolutions():
+            time, bands = time / 2, bands / 2 if kernel_dims == 2 else 1.0
+            after = channels * time * bands
+            worst = max(worst, before + self.d("audio.conv", after))
+            before = ceil(after * self.dtype_bytes)
+        rows = self.use.sound_tokens * batch
+        held = rows * self.d("audio.hidden", wide.hidden)
+        layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), rows * self.f("audio.attention", wide.hidden))
+        return ceil(max(worst, held + layer) + self._embedded())
+
+    def _convolutions(self) -> list[tuple[int, int]]:
+        """Return (channels, spatial dimensions) of the subsampling convolutions: those outside the repeated layers."""
+        return [
+            (row.weight.shape[0], len(row.weight.shape) - 2)
+            for row in self.anatomy.rows
+            if row.part == "audio" and row.kind == "other" and row.weight is not None and not _is_layer(row)
+            and len(row.weight.shape) >= 3
+        ]  # fmt: skip
+
+    def _embedded(self) -> int:
+        """Return the prompt's embeddings and raw per-layer inputs, made before the towers run."""
+        rows = self.use.prefill_tokens * self.use.batch
+        return rows * (2 * self.anatomy.hidden_size + self.ple) * self.dtype_bytes

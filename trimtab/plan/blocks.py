@@ -1,0 +1,214 @@
+"""What can move and what cannot: the placement blocks of a model, with bytes, tiers and the reasons against the others.
+
+A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Its movable bytes are the packed
+weights of its linears and fused experts, or its table; norms, convolutions, biases, buffers and embeddings that are not
+merely indexed stay on the execution device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Literal
+
+from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
+from trimtab.errors import gib
+from trimtab.plan.cost import allocated_bytes, buffer_bytes, packed_parts
+from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
+
+Paid = Literal["token", "image", "audio", "request"]
+LINEAR_TIERS = ("resident", "stream", "disk", "host")
+TABLE_TIERS = ("resident", "gather")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """One movable weight: bytes by part as stored, and bytes at full precision.
+
+    packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: what the
+    execution device holds while that happens: the whole weight, its packed form and, for int8, its float16 copy.
+    """
+
+    tensor_path: str
+    module_path: str
+    shape: tuple[int, ...]
+    parts: Mapping[str, int]
+    dense_bytes: int
+    packs: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def load_transient_bytes(self) -> int:
+        if not self.packs:
+            return self.nbytes
+        return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One unit of placement.
+
+    movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA allocator
+    counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of what moves.
+    refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored. load_transient_bytes: the most
+    that loading one weight takes at once. dense_bytes: what is read of the weights that loading packs.
+    flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks.
+    """
+
+    block_path: str
+    part: Part
+    movable_bytes: int
+    fixed_bytes: int
+    movable_allocated_bytes: int
+    fixed_allocated_bytes: int
+    buffer_bytes: int
+    leaves: tuple[str, ...]
+    allowed_tiers: tuple[str, ...]
+    refused: Mapping[str, str] = field(hash=False)
+    largest_leaf_bytes: int
+    load_transient_bytes: int
+    dense_bytes: int
+    paid: Paid
+    flops_per_token: int
+    row_bytes: int = 0
+
+    @property
+    def is_table(self) -> bool:
+        return self.row_bytes > 0
+
+
+def quant_of(anatomy: Anatomy, quant: str) -> str:
+    """Return the format that quantized weights have; "auto" is the checkpoint's own if it is packed, else the default."""
+    if quant != "auto":
+        return quant
+    return anatomy.prequantized if anatomy.prequantized in QUANTS else DEFAULT_QUANT
+
+
+def tied_paths(anatomy: Anatomy) -> dict[str, str]:
+    """Return tensor_path -> the tensor it shares storage with, both ways round."""
+    shared: dict[str, str] = {}
+    for row in anatomy.rows:
+        for tensor in row.tensors:
+            if tensor.tied_to is not None:
+                shared[tensor.tensor_path] = tensor.tied_to
+                shared.setdefault(tensor.tied_to, tensor.tensor_path)
+    return shared
+
+
+def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantized: bool = False) -> tuple[Leaf, ...]:
+    """Return what can move of one module: a linear's weight, the 3-D weights of fused experts, a gathered table."""
+    if row.kind == "linear" or (row.kind == "embedding" and row.gather_only):
+        tensors = [row.weight] if row.weight is not None else []
+    elif row.kind == "experts":
+        tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
+    else:
+        return ()
+    kind = quant if row.quantized and row.kind != "embedding" else "none"
+    return tuple(
+        Leaf(
+            tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
+            parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
+            packs=kind != "none" and not prequantized,
+        )
+        for tensor in tensors
+        if tensor.tensor_path not in tied
+    )  # fmt: skip
+
+
+def blocks_of(anatomy: Anatomy, quant: str) -> tuple[Block, ...]:
+    """Return the blocks of a model in the order of its modules, every module in exactly one."""
+    quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
+    grouped: dict[str, list[ModuleRow]] = {}
+    for row in anatomy.rows:
+        grouped.setdefault(row.block, []).append(row)
+    return tuple(_block(path, rows, anatomy, quant, tied) for path, rows in grouped.items())
+
+
+def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied: Mapping[str, str]) -> Block:
+    packed_file = anatomy.prequantized is not None
+    # A table moves only as a block of its own; beside linears it is one of the things that stay.
+    is_mixed = any(row.kind in ("linear", "experts") for row in rows)
+    leaves = [
+        leaf
+        for row in rows
+        if not (is_mixed and row.kind == "embedding")
+        for leaf in leaves_of(row, quant, tied, prequantized=packed_file)
+    ]
+    moving = {leaf.tensor_path for leaf in leaves}
+    fixed = [t for row in rows for t in row.tensors if t.tied_to is None and t.tensor_path not in moving]
+    moving_rows = [row for row in rows if any(tensor.tensor_path in moving for tensor in row.tensors)]
+    part = (moving_rows or rows)[0].part
+    is_table = bool(moving_rows) and all(row.gather_only for row in moving_rows)
+    allowed, refused = _tiers(path, rows, leaves, is_table, anatomy, tied)
+    return Block(
+        block_path=path, part=part,
+        movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
+        movable_allocated_bytes=sum(allocated_bytes(n) for leaf in leaves for n in leaf.parts.values()),
+        fixed_allocated_bytes=sum(allocated_bytes(tensor.nbytes) for tensor in fixed),
+        buffer_bytes=sum(buffer_bytes(leaf.parts) for leaf in leaves),
+        leaves=tuple(dict.fromkeys(leaf.module_path for leaf in leaves)),
+        allowed_tiers=allowed, refused=refused,
+        largest_leaf_bytes=max((leaf.nbytes for leaf in leaves), default=0),
+        load_transient_bytes=max((leaf.load_transient_bytes for leaf in leaves), default=0),
+        dense_bytes=sum(leaf.dense_bytes for leaf in leaves if leaf.packs),
+        paid=_paid(path, part),
+        flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
+        row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
+    )  # fmt: skip
+
+
+def _paid(path: str, part: Part) -> Paid:
+    if part == "vision":
+        return "image"
+    if part == "audio":
+        return "audio"
+    if part == "connector":
+        if "audio" in path or "speech" in path:
+            return "audio"
+        return "image" if any(word in path for word in ("vision", "visual", "image", "multi_modal")) else "request"
+    return "token"
+
+
+def _tiers(
+    path: str, rows: list[ModuleRow], leaves: list[Leaf], is_table: bool, anatomy: Anatomy, tied: Mapping[str, str]
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    if not leaves:
+        reasons = dict.fromkeys(why_fixed(row, anatomy, tied) for row in rows if row.tensors)
+        why = "; ".join(reasons) or "it holds no tensors"
+        return ("resident",), {tier: why for tier in TIERS if tier != "resident"}
+    if is_table:
+        why = (
+            "its rows are only ever looked up: use gather, which leaves the table in host memory, or in the checkpoint file "
+            "when host memory is short"
+        )
+        return TABLE_TIERS, {tier: why for tier in TIERS if tier not in TABLE_TIERS}
+    why = f"only a table that is merely indexed can be gathered; this block computes with whole weights ({len(leaves)})"
+    return LINEAR_TIERS, {"gather": why}
+
+
+def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None = None) -> str:
+    """Return why a module (of which nothing moves) stays on the execution device."""
+    tied = tied_paths(anatomy) if tied is None else tied
+    weight = row.weight
+    partner = tied.get(weight.tensor_path) if weight is not None else None
+    if row.kind == "embedding" and weight is not None:
+        reasons = []
+        if anatomy.model_type.startswith("gemma4") and any(other.gather_only for other in anatomy.rows):
+            reasons.append("Gemma4Model.forward reads its weight outside the module at every step")
+        if partner is not None:
+            reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
+        return f"{row.module_path} cannot leave: " + (
+            " and ".join(reasons) or "code outside the module reads its weight"
+        )
+    if partner is not None:
+        owner = partner.removesuffix(".weight")
+        return f"{row.module_path} cannot leave: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
+    return "norms, convolutions, biases, buffers and plain parameters stay on the execution device"
+
+
+def _nbytes(tensor: TensorRow | None) -> int:
+    return 0 if tensor is None else tensor.nbytes

@@ -1,0 +1,164 @@
+"""What a placement takes on every device, while running and while loading, and whether the budgets allow it.
+
+A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with everything that is taken
+whatever the placement, `Totals` the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+STAGING_SLOTS = 2
+DISK_BUFFERS = 2
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to place a block: bytes on each device, bytes of the staging buffer it needs, seconds of a whole request."""
+
+    tier: str
+    home: str
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    staged_bytes: int
+    request_s: float
+    step_s: float
+    cost_s: float
+
+    @property
+    def is_far(self) -> bool:
+        """Whether it is kept off the host as well: spilled to disk, or left in the checkpoint file."""
+        return self.home in ("disk", "file")
+
+
+@dataclass(frozen=True)
+class Item:
+    """The choices that one block has; transient_bytes and dense_bytes as in `blocks.Block`."""
+
+    choices: tuple[Choice, ...]
+    is_table: bool
+    transient_bytes: int
+    dense_bytes: int
+
+    def stay(self) -> Choice | None:
+        return next((choice for choice in self.choices if choice.tier == "resident"), None)
+
+    def leave(self, cap: int, *, far: bool) -> Choice | None:
+        """Return the fastest choice off the device, to the host or far from it, within a staging buffer of cap bytes."""
+        fitting = [
+            choice
+            for choice in self.choices
+            if choice.tier != "resident" and choice.is_far == far and choice.staged_bytes <= cap
+        ]
+        return min(fitting, key=lambda choice: choice.cost_s, default=None)
+
+
+Placed = tuple[Choice, Item, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What a placement takes: peaks of running and loading on the device, host and disk bytes, seconds a request.
+
+    staged_bytes: one staging buffer, of which there are `slots`. buffer_bytes: the host buffers of the disk tier.
+    """
+
+    run_bytes: int
+    load_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    slots: int
+    staged_bytes: int
+    buffer_bytes: int
+    read_buffer_bytes: int
+    cost_s: float
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.run_bytes, self.load_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Budgets, and what is taken whatever the placement.
+
+    total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on the
+    device beside the blocks, while running and while loading. host_bytes: base of the process. context_bytes: the driver's
+    share. reserve: peak -> what the allocator holds beyond it. While loading: host_load_bytes of read buffers,
+    read_ahead_bytes read ahead to the device, held_bytes of a block's packed weights held there until it is whole.
+    """
+
+    device_budget_bytes: int
+    host_budget_bytes: int
+    disk_budget_bytes: int | None
+    total_budget_bytes: int | None
+    run_bytes: int
+    load_bytes: int
+    host_bytes: int
+    host_load_bytes: int
+    context_bytes: int
+    reserve: Callable[[int], int]
+    read_ahead_bytes: int
+    held_bytes: int
+
+    def device_need(self, peak_bytes: int) -> int:
+        """Return the device budget that a peak asks for."""
+        return peak_bytes + self.reserve(peak_bytes) + self.context_bytes
+
+    def allows_device(self, totals: Totals) -> bool:
+        return self.device_need(totals.peak_bytes) <= self.device_budget_bytes
+
+    def allows_host(self, totals: Totals) -> bool:
+        return totals.host_bytes <= self.host_budget_bytes
+
+    def allows_disk(self, totals: Totals) -> bool:
+        return self.disk_budget_bytes is None or totals.disk_bytes <= self.disk_budget_bytes
+
+    def total_need(self, totals: Totals) -> int:
+        return self.device_need(totals.peak_bytes) + totals.host_bytes
+
+    def allows_total(self, totals: Totals) -> bool:
+        return self.total_budget_bytes is None or self.total_need(totals) <= self.total_budget_bytes
+
+    def allows(self, totals: Totals) -> bool:
+        return (
+            self.allows_device(totals)
+            and self.allows_host(totals)
+            and self.allows_disk(totals)
+            and self.allows_total(totals)
+        )
+
+
+def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
+    """Return what a placement takes; placed: (choice, item, how many identical blocks)."""
+    resident = host = disk = staged_blocks = staged = spilled_blocks = spilled = 0
+    transient = dense = leaving_transient = 0
+    cost_s = 0.0
+    for choice, item, count in placed:
+        resident += choice.device_bytes * count
+        host += choice.host_bytes * count
+        disk += choice.disk_bytes * count
+        cost_s += choice.cost_s * count
+        if choice.tier == "resident":
+            if item.dense_bytes:
+                transient, dense = max(transient, item.transient_bytes), dense + item.dense_bytes * count
+        elif not item.is_table:
+            leaving_transient = max(leaving_transient, item.transient_bytes)
+        if choice.staged_bytes:
+            staged_blocks, staged = staged_blocks + count, max(staged, choice.staged_bytes)
+            if choice.tier == "disk":
+                spilled_blocks, spilled = spilled_blocks + count, max(spilled, choice.staged_bytes)
+    slots = min(staged_blocks, STAGING_SLOTS)
+    buffers = min(spilled_blocks, DISK_BUFFERS) * spilled
+    running = resident + slots * staged
+    # Loading: what leaves is packed first, while nothing is resident; then what stays, each weight beside its packed form.
+    filling = resident + transient + min(limits.read_ahead_bytes, dense)
+    packing = leaving_transient + limits.read_ahead_bytes + limits.held_bytes if leaving_transient else 0
+    reading = limits.host_load_bytes + spilled
+    return Totals(
+        run_bytes=limits.run_bytes + running, load_bytes=limits.load_bytes + max(filling, packing, running),
+        host_bytes=limits.host_bytes + host + max(buffers, reading), disk_bytes=disk, slots=slots, staged_bytes=staged,
+        buffer_bytes=buffers, read_buffer_bytes=reading, cost_s=cost_s,
+    )  # fmt: skip

@@ -1,0 +1,286 @@
+"""What a plan looks like: one bar a device, loaded like a ship up to its load line.
+
+`draw` writes .svg (by hand, the same bytes for the same plan) or .png (the same shapes through matplotlib). The shapes are
+laid out once, in pixels from the top left corner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+from trimtab.errors import RequestError, gib
+from trimtab.plan.plan import Plan
+
+WIDTH, MARGIN, BAR_HEIGHT = 1000, 32, 46
+BAR_WIDTH = WIDTH - 2 * MARGIN
+LEGEND_COLUMNS, LEGEND_ROW = 3, 20
+INK, QUIET, PAPER, LINE, OVER = "#1f2933", "#64707d", "#ffffff", "#c0392b", "#f3f5f7"
+
+# A hue a part; a lighter shade for what only passes through or waits.
+PART_COLORS = {
+    "language": "#2f6690", "table": "#3a9188", "head": "#5b6c9e", "vision": "#d98e32", "audio": "#b0587f",
+    "connector": "#8a7a4f",
+}  # fmt: skip
+ITEM_COLORS = {
+    "adapters": "#7b4fa3", "kv_cache": "#6fa8dc", "activations": "#9fc5e8", "staging": "#b7b7a4", "buffers": "#b7b7a4",
+    "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db", "process": "#aab2bb", "fixed": "#45556b",
+}  # fmt: skip
+ITEM_NAMES = {"kv_cache": "KV cache", "cuda_context": "driver context", "fixed": "shared look-up tables"}
+TIER_TINT = {"resident": 0.0, "gather": 0.25, "stream": 0.35, "host": 0.5, "disk": 0.2}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One piece of a bar."""
+
+    name: str
+    nbytes: int
+    color: str
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One device: what it holds and the budget it may hold, None for a disk of unknown size."""
+
+    name: str
+    segments: tuple[Segment, ...]
+    budget_bytes: int | None
+    note: str
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Box:
+    left: float
+    top: float
+    width: float
+    height: float
+    fill: str
+
+
+@dataclass(frozen=True)
+class Stroke:
+    """A vertical line."""
+
+    left: float
+    top: float
+    bottom: float
+    color: str
+    dash: bool
+
+
+@dataclass(frozen=True)
+class Label:
+    """Text with its baseline at `base`; anchor "start", "middle" or "end"."""
+
+    left: float
+    base: float
+    text: str
+    size: float
+    color: str
+    anchor: str = "start"
+    bold: bool = False
+
+
+Shape = Box | Stroke | Label
+
+
+def bars_of(plan: Plan) -> list[Bar]:
+    """Return the bars of a plan; the segments of a device sum to what its budget is checked against."""
+    gpu, host = plan.gpu, plan.host
+    placed = {device: _by_part_and_tier(plan, device) for device in ("gpu", "host", "disk")}
+    named = {"weights", "fixed"}
+    in_rows = sum(segment.nbytes for segment in placed["gpu"])
+    shared = gpu["weights"] + gpu["fixed"] - in_rows
+    items = [*([("fixed", shared)] if shared > 0 else []), *((k, v) for k, v in gpu.items() if k not in named)]
+    device = Bar(
+        plan.execution_device, (*placed["gpu"], *_items(items)), plan.gpu_budget_bytes,
+        f"peak {gib(plan.gpu_peak_bytes)} in use ({plan.peak_phase}), {gib(plan.gpu_load_peak_bytes)} while loading",
+    )  # fmt: skip
+    memory = Bar(
+        "host memory", (*placed["host"], *_items((k, v) for k, v in host.items() if not k.endswith("weights"))),
+        plan.host_budget_bytes, f"peak {gib(plan.host_peak_bytes)}",
+    )  # fmt: skip
+    if not plan.disk_bytes:
+        return [device, memory]
+    return [device, memory, Bar("disk", tuple(placed["disk"]), None, f"spill file of {gib(plan.disk_bytes)}")]
+
+
+def _by_part_and_tier(plan: Plan, device: str) -> list[Segment]:
+    found: dict[tuple[str, str], int] = {}
+    for row in plan.placements:
+        nbytes = getattr(row, f"{device}_bytes")
+        # What cannot leave the device stays there whatever the block's tier: it is resident.
+        tier = "resident" if device == "gpu" else row.tier
+        if nbytes:
+            found[row.part, tier] = found.get((row.part, tier), 0) + nbytes
+    order = {part: place for place, part in enumerate(PART_COLORS)}
+    return [
+        Segment(f"{part} ({tier})", nbytes, _tinted(PART_COLORS[part], TIER_TINT[tier]))
+        for (part, tier), nbytes in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+    ]
+
+
+def _items(named: Iterable[tuple[str, int]]) -> list[Segment]:
+    return [
+        Segment(ITEM_NAMES.get(name, name.replace("_", " ")), count, ITEM_COLORS.get(name, QUIET))
+        for name, count in named
+        if count
+    ]
+
+
+def _tinted(color: str, share: float) -> str:
+    """Return the color mixed with white."""
+    channels = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)
+
+
+def layout(plan: Plan) -> tuple[list[Shape], float]:
+    """Return the shapes of the picture and its height in pixels."""
+    request = plan.request
+    shapes: list[Shape] = [
+        Label(MARGIN, 40, plan.model_class, 20, INK, bold=True),
+        Label(
+            MARGIN, 62,
+            f"{request.quant}, context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
+            f"sound {request.audio_s:g} s", 13, QUIET,
+        ),
+    ]  # fmt: skip
+    top = 92.0
+    for bar in bars_of(plan):
+        drawn, top = _bar(bar, top)
+        shapes += drawn
+    return shapes, top
+
+
+def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:
+    # The end of the bar is a little beyond the larger of load and budget, so that the load line is always inside.
+    scale = BAR_WIDTH / (max(bar.nbytes, bar.budget_bytes or 0) * 1.04 or 1)
+    shapes: list[Shape] = [
+        Label(MARGIN, top + 12, bar.name, 15, INK, bold=True),
+        Label(WIDTH - MARGIN, top + 12, bar.note, 12, QUIET, anchor="end"),
+    ]
+    at = top + 42
+    shapes.append(Box(MARGIN, at, BAR_WIDTH, BAR_HEIGHT, OVER))
+    left = float(MARGIN)
+    for segment in bar.segments:
+        width = segment.nbytes * scale
+        shapes.append(Box(left, at, width, BAR_HEIGHT, segment.color))
+        text = gib(segment.nbytes)
+        if width > 8 * len(text):
+            ink = PAPER if _is_dark(segment.color) else INK
+            shapes.append(Label(left + width / 2, at + BAR_HEIGHT / 2 + 4, text, 12, ink, anchor="middle"))
+        left += width
+    if bar.budget_bytes is not None:
+        shapes += _load_line(bar, scale, at)
+    return [*shapes, *_legend(bar.segments, at + BAR_HEIGHT + 24)], _legend_bottom(bar, at)
+
+
+def _load_line(bar: Bar, scale: float, at: float) -> list[Shape]:
+    assert bar.budget_bytes is not None
+    line = MARGIN + bar.budget_bytes * scale
+    free = bar.budget_bytes - bar.nbytes
+    text = f"budget {gib(bar.budget_bytes)}, {gib(free)} free" if free >= 0 else f"budget {gib(bar.budget_bytes)}"
+    anchor = "end" if line > WIDTH / 2 else "start"
+    return [
+        Stroke(line, at - 8, at + BAR_HEIGHT + 8, LINE, dash=False),
+        Label(line - 6 if anchor == "end" else line + 6, at - 8, text, 12, LINE, anchor=anchor),
+    ]
+
+
+def _legend(segments: Sequence[Segment], top: float) -> list[Shape]:
+    column_width = BAR_WIDTH / LEGEND_COLUMNS
+    shapes: list[Shape] = []
+    for place, segment in enumerate(segments):
+        left = MARGIN + (place % LEGEND_COLUMNS) * column_width
+        at = top + (place // LEGEND_COLUMNS) * LEGEND_ROW
+        shapes.append(Box(left, at - 10, 12, 12, segment.color))
+        shapes.append(Label(left + 20, at, segment.name, 12, INK))
+        shapes.append(Label(left + column_width - 36, at, gib(segment.nbytes), 12, QUIET, anchor="end"))
+    return shapes
+
+
+def _legend_bottom(bar: Bar, at: float) -> float:
+    rows = -(-len(bar.segments) // LEGEND_COLUMNS)
+    return at + BAR_HEIGHT + 24 + rows * LEGEND_ROW + 26
+
+
+def _is_dark(color: str) -> bool:
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return 0.299 * red + 0.587 * green + 0.114 * blue < 150
+
+
+def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending."""
+    target = Path(path)
+    if target.suffix.lower() not in (".svg", ".png"):
+        raise RequestError("a picture is .svg or .png", field="picture", value=str(path), allowed=(".svg", ".png"))
+    shapes, height = layout(plan)
+    sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        if target.suffix.lower() == ".svg":
+            sibling.write_text(svg(shapes, height), encoding="utf-8", newline="\n")
+        else:
+            _png(shapes, height, sibling)
+        os.replace(sibling, target)
+    except BaseException:
+        sibling.unlink(missing_ok=True)
+        raise
+
+
+def svg(shapes: Sequence[Shape], height: float) -> str:
+    """Return the shapes as SVG text."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
+        f'<rect width="{WIDTH}" height="{height:g}" fill="{PAPER}"/>',
+    ]
+    for shape in shapes:
+        if isinstance(shape, Box):
+            size = f'width="{shape.width:.2f}" height="{shape.height:.2f}"'
+            lines.append(f'<rect x="{shape.left:.2f}" y="{shape.top:.2f}" {size} fill="{shape.fill}"/>')
+        elif isinstance(shape, Stroke):
+            place = f'x1="{shape.left:.2f}" x2="{shape.left:.2f}" y1="{shape.top:.2f}" y2="{shape.bottom:.2f}"'
+            dash = ' stroke-dasharray="4 3"' if shape.dash else ""
+            lines.append(f'<line {place} stroke="{shape.color}" stroke-width="2"{dash}/>')
+        else:
+            place = f'x="{shape.left:.2f}" y="{shape.base:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
+            weight = ' font-weight="bold"' if shape.bold else ""
+            lines.append(f'<text {place} fill="{shape.color}"{weight}>{escape(shape.text)}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _png(shapes: Sequence[Shape], height: float, path: Path) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Rectangle
+
+    inch = 100.0  # pixels of the layout; drawn at twice that for sharp text
+    figure = Figure(figsize=(WIDTH / inch, height / inch), dpi=2 * inch, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.set_xlim(0, WIDTH)
+    axes.set_ylim(height, 0)
+    axes.axis("off")
+    for shape in shapes:
+        if isinstance(shape, Box):
+            axes.add_patch(Rectangle((shape.left, shape.top), shape.width, shape.height, color=shape.fill, linewidth=0))
+        elif isinstance(shape, Stroke):
+            style = "--" if shape.dash else "-"
+            line = Line2D([shape.left] * 2, [shape.top, shape.bottom], color=shape.color, linewidth=1.5, linestyle=style)
+            axes.add_line(line)
+        else:
+            align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
+            axes.text(
+                shape.left, shape.base, shape.text, fontsize=shape.size * 72 / inch, color=shape.color, ha=align,
+                va="baseline", weight="bold" if shape.bold else "normal",
+            )  # fmt: skip
+    figure.savefig(path, format="png")

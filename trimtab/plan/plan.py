@@ -1,0 +1,216 @@
+"""What was decided: the frozen Plan, its rows, and its form on disk.
+
+A plan says for each block where it is, what that takes on every device and why; it prints as a table (`plan/table.py`),
+saves as JSON and comes back equal. Bytes are integers everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.plan.cost import Rates
+from trimtab.request import TIERS, LoadRequest
+
+PLAN_VERSION = 1
+HOMES = ("device", "host", "disk", "file")
+# What is counted against the device budget without being in torch's peak.
+OUTSIDE_PEAK = ("cuda_context", "allocator_reserve")
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One block: its tier, where its bytes are, what it costs in seconds a request and a decoding step, and why.
+
+    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: on the execution
+    device for good, what cannot move included; staging buffers are counted once for all blocks, not here.
+    """
+
+    block_path: str
+    part: str
+    tier: str
+    home: str
+    gpu_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    request_s: float
+    token_s: float
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unquantized:
+    """A weight that stays at full precision although the request quantizes."""
+
+    module_path: str
+    bytes: int
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where everything goes.
+
+    gpu, host: what takes how many bytes of the execution device and of the host. gpu_peak_bytes: the peak of tensors while
+    a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the driver's
+    context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the pieces in which a
+    prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase: when the peak is
+    reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned.
+    """
+
+    request: LoadRequest
+    model_class: str
+    execution_device: str
+    placements: tuple[Placement, ...]
+    gpu: Mapping[str, int]
+    host: Mapping[str, int]
+    gpu_peak_bytes: int
+    gpu_load_peak_bytes: int
+    gpu_budget_bytes: int
+    host_peak_bytes: int
+    host_budget_bytes: int
+    disk_bytes: int
+    staging_slots: int
+    prefill_tokens: int
+    answer_tokens: int
+    peak_phase: str
+    unquantized: tuple[Unquantized, ...]
+    checkpoint_stamps: tuple[tuple[str, int, int], ...]
+    rates: Rates
+    version: int = PLAN_VERSION
+
+    def __str__(self) -> str:
+        from trimtab.plan.table import table
+
+        return table(self)
+
+    def tier_of(self, block_path: str) -> str:
+        """Return the tier of a block; KeyError if the model has no such block."""
+        return self.tiers()[block_path]
+
+    def tiers(self) -> dict[str, str]:
+        """Return block_path -> tier."""
+        return {row.block_path: row.tier for row in self.placements}
+
+    @property
+    def request_s(self) -> float:
+        """Expected seconds of one request before its first token: pictures, sound and prompt, all blocks."""
+        return sum(row.request_s for row in self.placements)
+
+    @property
+    def token_s(self) -> float:
+        """Expected seconds of one decoding step, all blocks."""
+        return sum(row.token_s for row in self.placements)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected seconds of a request and its whole answer: what the placement was chosen by."""
+        return self.request_s + self.answer_tokens * self.token_s
+
+    @property
+    def gpu_needed_bytes(self) -> int:
+        """The device budget that this placement asks for: peaks, context and reserve."""
+        return max(self.gpu_peak_bytes, self.gpu_load_peak_bytes) + sum(self.gpu.get(name, 0) for name in OUTSIDE_PEAK)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["request"] = self.request.to_json()
+        values["rates"] = asdict(self.rates)
+        for name in ("placements", "unquantized"):
+            values[name] = [asdict(row) for row in values[name]]
+        for name in ("gpu", "host"):
+            values[name] = dict(values[name])
+        values["checkpoint_stamps"] = [list(stamp) for stamp in self.checkpoint_stamps]
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Plan:
+        """Return the plan that `to_json` wrote.
+
+        Errors: RequestError for another version, and for keys that are unknown, missing or of the wrong kind.
+        """
+        if not isinstance(values, Mapping):
+            raise RequestError("not a plan: a JSON object is expected", field="plan")
+        version = values.get("version")
+        if version != PLAN_VERSION:
+            raise RequestError(
+                "this plan is of another version", field="plan.version", value=version, allowed=(str(PLAN_VERSION),),
+                hint="Make the plan again",
+            )  # fmt: skip
+        kept = dict(values)
+        _check_keys(cls, kept, "plan")
+        try:
+            kept["request"] = LoadRequest.from_json(kept["request"])
+            kept["rates"] = _row(Rates, kept["rates"], "plan.rates")
+            for name, kind in (("placements", Placement), ("unquantized", Unquantized)):
+                kept[name] = tuple(_row(kind, row, f"plan.{name}[{place}]") for place, row in enumerate(kept[name]))
+            for name in ("gpu", "host"):
+                kept[name] = {str(key): int(count) for key, count in kept[name].items()}
+            kept["checkpoint_stamps"] = tuple((str(n), int(size), int(ns)) for n, size, ns in kept["checkpoint_stamps"])
+        except (TypeError, ValueError, AttributeError) as exc:
+            raise RequestError(f"holds a value of the wrong kind ({exc})", field="plan") from exc
+        plan = cls(**kept)
+        plan._check()
+        return plan
+
+    def _check(self) -> None:
+        for place, row in enumerate(self.placements):
+            for name, value, allowed in (("tier", row.tier, TIERS), ("home", row.home, HOMES)):
+                if value not in allowed:
+                    raise RequestError(
+                        "unknown choice", field=f"plan.placements[{place}].{name}", value=value, allowed=allowed
+                    )
+        counts = {item.name: getattr(self, item.name) for item in fields(self) if item.name.endswith("_bytes")}
+        counts |= {"staging_slots": self.staging_slots, "prefill_tokens": self.prefill_tokens}
+        for name, value in counts.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise RequestError("must be a whole number", field=f"plan.{name}", value=value)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON. The file is whole or absent: it is written beside its place and then renamed."""
+        target = Path(path)
+        sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            with open(sibling, "w", encoding="utf-8", newline="\n") as file:
+                json.dump(self.to_json(), file, indent=1)
+                file.write("\n")
+            os.replace(sibling, target)
+        except BaseException:
+            sibling.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Return the plan that `save` wrote. Errors: CheckpointError if the file is missing or holds no plan."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as exc:
+            raise CheckpointError(f"cannot be read ({exc.strerror})", path=path) from exc
+        except ValueError as exc:
+            raise CheckpointError(f"is not JSON ({exc})", path=path) from exc
+        try:
+            return cls.from_json(values)
+        except RequestError as exc:
+            raise CheckpointError(f"is not a plan of this version: {exc}", path=path) from exc
+
+
+def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:
+    known = {item.name for item in fields(kind)}
+    for key in values:
+        if key not in known:
+            raise RequestError("unknown key", field=f"{where}.{key}", allowed=sorted(known))
+    for key in sorted(known - values.keys()):
+        raise RequestError("is missing", field=f"{where}.{key}")
+
+
+def _row(kind: type[Row], values: Mapping[str, Any], where: str) -> Row:
+    _check_keys(kind, values, where)
+    return kind(**values)

@@ -1,0 +1,367 @@
+"""What goes where: the plan of one request on one machine.
+
+Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows costs
+next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run once a
+picture or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to disk, and
+the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within every budget.
+
+Pure: the same anatomy, request, machine and rates give the same plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.errors import DoesNotFitError, gib
+from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, smaller_needs, use_of
+from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
+from trimtab.plan.budget import Choice, Item, Limits, Totals
+from trimtab.plan.cost import (
+    CODE_BYTES,
+    Rates,
+    Weights,
+    Work,
+    allocated_bytes,
+    allocator_reserve_bytes,
+    packed_bytes,
+    seconds,
+)
+from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
+from trimtab.plan.plan import Placement, Plan, Unquantized
+from trimtab.plan.search import Search
+from trimtab.request import LoadRequest
+
+# The answer that the seconds of a placement are weighed with: as long as GenerateRequest's default.
+ANSWER_TOKENS = 256
+# A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block that
+# wait on the device until the block is whole (runtime/read.py, runtime/tiers.py).
+READ_BUFFER_BYTES = 128 * 2**20
+READ_AHEAD_BYTES = 128 * 2**20
+HELD_BYTES = 128 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine a plan is for.
+
+    execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. context_bytes: the driver's own
+    share of the device, not in torch's count. process_bytes: host memory of the process before any weight.
+    """
+
+    execution_device: str
+    gpu_total_bytes: int = 0
+    gpu_free_bytes: int = 0
+    host_available_bytes: int
+    context_bytes: int = 500 * 2**20
+    process_bytes: int = 2**30
+    has_pinned: bool = True
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.execution_device == "cpu"
+
+
+def make_plan(
+    request: LoadRequest,
+    anatomy: Anatomy,
+    *,
+    adapters: Mapping[str, int],
+    machine: Machine,
+    rates: Rates,
+    checkpoint_stamps: Sequence[tuple[str, int, int]] = (),
+    disk_free_bytes: int | None = None,
+    prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+) -> Plan:
+    """Return the cheapest placement of the model within the request's budgets.
+
+    adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known.
+    Errors: RequestError for placements that cannot be followed, DoesNotFitError with the smallest budget that would do.
+    """
+    return _Planner(
+        request, anatomy, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes, prefill_chunk_tokens
+    ).plan()
+
+
+class _Planner:
+    def __init__(
+        self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
+        checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int,
+    ) -> None:  # fmt: skip
+        self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
+        self.anatomy, self.machine, self.rates = anatomy, machine, rates
+        self.checkpoint_stamps, self.disk_free_bytes = checkpoint_stamps, disk_free_bytes
+        self.blocks = blocks_of(anatomy, request.quant)
+        self.asked = _asked(request, anatomy, self.blocks, machine)
+        self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
+        self.needs = needs_of(anatomy, self.use, quant=request.quant, has_adapters=bool(adapters))
+        self.adapter_bytes = sum(adapters.values())
+        self.items = [self._item(block) for block in self.blocks]
+        self.limits = self._limits()
+
+    def plan(self) -> Plan:
+        search = Search(self.items, self.limits)
+        found = search.best()
+        if found is None:
+            raise self._does_not_fit(search)
+        return self._plan(*found)
+
+    # What there is to choose from -------------------------------------------------------------------------------------
+
+    def _item(self, block: Block) -> Item:
+        asked = self.asked.get(block.block_path)
+        choices = [
+            self._choice(block, tier, home)
+            for tier, home in _places(block)
+            if asked is None or (asked.tier == tier and asked.home in (None, home))
+        ]
+        return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
+
+    def _choice(self, block: Block, tier: str, home: str) -> Choice:
+        on_cpu, moved = self.machine.on_cpu, tier != "resident"
+        movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
+        staged = block.buffer_bytes if tier in ("stream", "disk") else 0
+        device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
+        host = block.movable_bytes if tier in ("host", "gather") else staged
+        request_s, step_s = self._seconds(block, tier, home)
+        return Choice(
+            tier, home, device if moved else movable, host if moved and home == "host" else 0,
+            staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
+        )  # fmt: skip
+
+    def _seconds(self, block: Block, tier: str, home: str) -> tuple[float, float]:
+        use, weights = self.use, Weights(
+            nbytes=block.movable_bytes, flops=block.flops_per_token, leaves=len(block.leaves), row_bytes=block.row_bytes
+        )  # fmt: skip
+        works = {
+            "token": Work(passes=use.passes, prompt_rows=use.prompt_tokens * use.batch, step_rows=use.batch),
+            "image": Work(passes=bool(use.patches), prompt_rows=use.patches * use.batch, step_rows=0),
+            "audio": Work(passes=bool(use.sound_s), prompt_rows=use.sound_tokens * use.batch, step_rows=0),
+            "request": Work(passes=1, prompt_rows=use.prompt_tokens * use.batch, step_rows=0),
+        }
+        pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
+        return seconds(tier, home, weights, works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu)
+
+    def _fixed_bytes(self) -> int:
+        """Return what stays on the execution device whatever the plan, shared look-up tables of 4-bit formats included."""
+        quant, on_cpu = self.request.quant, self.machine.on_cpu
+        tables = {"nf4-dq": tuple(CODE_BYTES), "nf4": ("code",), "fp4": ("code",)}.get(quant, ())
+        codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
+        return codes + sum(block.fixed_bytes if on_cpu else block.fixed_allocated_bytes for block in self.blocks)
+
+    def _limits(self) -> Limits:
+        machine, request, fixed = self.machine, self.request, self._fixed_bytes()
+        on_cpu, available = machine.on_cpu, machine.host_available_bytes
+        return Limits(
+            device_budget_bytes=request.gpu_memory_bytes or (available if on_cpu else machine.gpu_free_bytes),
+            host_budget_bytes=request.host_memory_bytes or available,
+            disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
+            run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes,
+            load_bytes=fixed, host_bytes=machine.process_bytes, host_load_bytes=READ_BUFFER_BYTES,
+            context_bytes=0 if on_cpu else machine.context_bytes,
+            reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
+            read_ahead_bytes=READ_AHEAD_BYTES, held_bytes=HELD_BYTES,
+        )  # fmt: skip
+
+    # What was chosen --------------------------------------------------------------------------------------------------
+
+    def _plan(self, chosen: list[Choice], totals: Totals) -> Plan:
+        limits, request = self.limits, self.request
+        resident = sum(choice.device_bytes for choice in chosen)
+        host_weights = {
+            f"{tier} weights": sum(c.host_bytes for c in chosen if c.tier == tier)
+            for tier in ("gather", "stream", "host")
+        }
+        gpu = {
+            "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
+            "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
+            "staging": totals.slots * totals.staged_bytes, "cuda_context": limits.context_bytes,
+            "allocator_reserve": limits.reserve(totals.peak_bytes),
+        }  # fmt: skip
+        host = {
+            "process": self.machine.process_bytes, **{name.replace(" ", "_"): count for name, count in host_weights.items()},
+            "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
+        }  # fmt: skip
+        reasons = _Reasons(self.blocks, self.asked, limits, self.machine.execution_device)
+        return Plan(
+            request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,
+            placements=tuple(
+                self._placement(block, choice, reasons.of(block, choice))
+                for block, choice in zip(self.blocks, chosen, strict=True)
+            ),
+            gpu=gpu, host=host, gpu_peak_bytes=totals.run_bytes, gpu_load_peak_bytes=totals.load_bytes,
+            gpu_budget_bytes=limits.device_budget_bytes, host_peak_bytes=totals.host_bytes,
+            host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
+            prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
+            unquantized=self._unquantized(), checkpoint_stamps=self.checkpoint_stamps, rates=self.rates,
+        )  # fmt: skip
+
+    def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
+        fixed = block.fixed_bytes if self.machine.on_cpu else block.fixed_allocated_bytes
+        return Placement(
+            block_path=block.block_path, part=block.part, tier=choice.tier, home=choice.home,
+            gpu_bytes=choice.device_bytes + fixed, host_bytes=choice.host_bytes, disk_bytes=choice.disk_bytes,
+            request_s=choice.request_s, token_s=choice.step_s, reason=reason,
+        )  # fmt: skip
+
+    def _unquantized(self) -> tuple[Unquantized, ...]:
+        if self.request.quant == "none" and self.anatomy.prequantized is None:
+            return ()
+        tied = tied_paths(self.anatomy)
+        found = []
+        for row in self.anatomy.rows:
+            if row.kind in ("linear", "experts") and not row.quantized:
+                weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
+                nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
+                shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
+                found.append(
+                    Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared)
+                )
+        return tuple(found)
+
+    # What would fit ---------------------------------------------------------------------------------------------------
+
+    def _does_not_fit(self, search: Search) -> DoesNotFitError:
+        limits = self.limits
+        device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
+        if limits.total_budget_bytes is not None and device_bytes is not None and host_bytes is not None:
+            total_bytes = search.smallest_total_bytes()
+            if device_bytes <= limits.device_budget_bytes and total_bytes is not None:
+                return self._error(
+                    "memory",
+                    total_bytes,
+                    limits.total_budget_bytes,
+                    "what is resident and what the host holds share it",
+                )
+        if device_bytes is not None:
+            other = "" if host_bytes is None else f", or a host budget of {host_bytes} B ({gib(host_bytes)})"
+            return self._error(
+                self.machine.execution_device, device_bytes, limits.device_budget_bytes,
+                f"that is the smallest budget with a placement{other}", flag="--gpu-memory",
+            )  # fmt: skip
+        if host_bytes is not None:
+            return self._error(
+                "host",
+                host_bytes,
+                limits.host_budget_bytes,
+                "that is the smallest budget with a placement",
+                flag="--host-memory",
+            )
+        return self._neither_fits(search)
+
+    def _neither_fits(self, search: Search) -> DoesNotFitError:
+        """Return the error for a request that no single larger budget would help: first the host, then the device."""
+        limits = self.limits
+        open_host = Search(self.items, _opened(limits, host=True))
+        device_bytes = open_host.smallest_device_bytes()
+        if device_bytes is None:
+            spilled = Search(self.items, _opened(limits, host=True, disk=True)).smallest_device_bytes()
+            needed = sum(b.buffer_bytes for b in self.blocks if "disk" in b.allowed_tiers)
+            assert spilled is not None, "with every budget open, the placement asked for always fits"
+            return self._error(
+                "disk", needed, limits.disk_budget_bytes or 0, "the spill file has no room", flag="--offload-dir"
+            )
+        host_bytes = Search(self.items, _opened(limits, device=device_bytes)).smallest_host_bytes()
+        return self._error(
+            self.machine.execution_device, device_bytes, limits.device_budget_bytes,
+            f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B",
+            flag="--gpu-memory and --host-memory",
+        )  # fmt: skip
+
+    def _error(self, device: str, needed_bytes: int, budget_bytes: int, reason: str, flag: str = "") -> DoesNotFitError:
+        on_device = device not in ("host", "disk")
+        parts = [self._taken()] if on_device else []
+        advice = [f"{flag} {needed_bytes}"] if flag and " and " not in flag else [flag] if flag else []
+        if on_device:
+            advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
+        if self.asked:
+            advice.append("fewer placements by hand")
+        hint = f"Give more memory or ask for less: {'; '.join(advice)}" if advice else ""
+        return DoesNotFitError(
+            "; ".join([reason, *parts]),
+            block=None,
+            device=device,
+            needed_bytes=needed_bytes,
+            budget_bytes=budget_bytes,
+            hint=hint,
+        )
+
+    def _taken(self) -> str:
+        limits, needs = self.limits, self.needs
+        return (
+            f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, KV cache {gib(needs.kv_cache_bytes)}, "
+            f"activations {gib(needs.activation_bytes)} ({needs.phase}), driver {gib(limits.context_bytes)}"
+        )
+
+    def _savings(self) -> Iterable[tuple[str, int]]:
+        has_adapters = self.adapter_bytes > 0
+        yield from smaller_needs(self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters)
+        if has_adapters:
+            yield "no adapters", self.adapter_bytes
+        if self.request.quant != "nf4-dq" and self.anatomy.prequantized is None:
+            streamed = sum(block.movable_bytes for block in self.blocks if not block.is_table)
+            yield f"--quant nf4-dq, the weights now take {gib(streamed)} and that", streamed // 2
+
+
+def _opened(limits: Limits, *, host: bool = False, disk: bool = False, device: int | None = None) -> Limits:
+    return replace(
+        limits,
+        host_budget_bytes=2**62 if host else limits.host_budget_bytes,
+        disk_budget_bytes=None if disk else limits.disk_budget_bytes,
+        device_budget_bytes=limits.device_budget_bytes if device is None else device,
+        total_budget_bytes=None,
+    )
+
+
+def _places(block: Block) -> list[tuple[str, str]]:
+    """Return the (tier, home) pairs that a block allows."""
+    homes = {
+        "resident": ("device",),
+        "stream": ("host",),
+        "host": ("host",),
+        "disk": ("disk",),
+        "gather": ("host", "file"),
+    }
+    return [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
+
+
+def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:
+    if request.device_map is not None:
+        return resolve_device_map(request.device_map, blocks, anatomy, execution_device=machine.execution_device)
+    return resolve_place(request.place, blocks, anatomy)
+
+
+class _Reasons:
+    """Why each block is where it is, in one sentence with bytes; the same for blocks placed for the same reason."""
+
+    def __init__(self, blocks: Sequence[Block], asked: Mapping[str, Asked], limits: Limits, device: str) -> None:
+        self.asked = asked
+        movable = sum(block.movable_allocated_bytes for block in blocks)
+        over = limits.device_need(limits.run_bytes + movable) - limits.device_budget_bytes
+        self.all_fits = over <= 0
+        # Running fits and loading does not, when nothing is over but something had to leave.
+        self.leaves = f"leaves, {gib(over)} too many for {device}" if over > 0 else f"leaves, loading it peaks above {device}"
+        self.host = f"the host budget is {gib(limits.host_budget_bytes)}"
+
+    def of(self, block: Block, choice: Choice) -> str:
+        asked = self.asked.get(block.block_path)
+        if asked is not None:
+            return f"asked for: {asked.asked}"
+        if block.movable_bytes == 0:
+            return block.refused["stream"]
+        if choice.tier == "resident":
+            return "fits" if self.all_fits else f"stays: {_PAID[block.paid]}"
+        if choice.tier == "gather":
+            why = f"{self.leaves}: only looked up, {gib(block.row_bytes)} a token"
+            return why if choice.home == "host" else f"{why}, from the checkpoint file, for {self.host}"
+        why = f"{self.leaves}: {_PAID[block.paid]}"
+        return f"{why}; {self.host}" if choice.tier == "disk" else why
+
+
+_PAID = {
+    "token": "read at every token",
+    "image": "read once a picture",
+    "audio": "read once a sound",
+    "request": "read once a request",
+}

@@ -1,0 +1,323 @@
+"""Which tier each block gets: the cheapest placement of a family that keeps every budget.
+
+The family does not depend on the budgets, so more memory never gives a slower plan. Its members are *prefixes*: blocks in
+the order in which they should leave (tables first, since fetching rows costs next to nothing, then the fewest seconds a
+byte), cut off anywhere, each also with one block more or one less; for every size of the staging buffers, because a single
+large streamed block makes two buffers of its size necessary. What leaves goes to host memory; what the host has no room for
+goes to disk, again as prefixes (the fewest seconds a byte) with one block more. So a placement costs about one block more
+than the best one at most; tests compare with every placement there is.
+
+Identical blocks (the same choices) form groups, so that a search sees ten kinds of blocks rather than hundreds of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import mul as _mul
+
+from trimtab.plan.budget import STAGING_SLOTS, Choice, Item, Limits, Placed, Totals, totals_of
+
+# Sizes of staging buffers that are tried: the distinct block sizes, thinned when a model has more kinds than this.
+MOST_CAPS = 10
+# Placements whose seconds differ by less than this share are equal: which of ten like layers leaves is not worth a look.
+TIE = 1e-9
+
+Counts = tuple[int, ...]
+# The operator's own annotation returns Any; one for whole numbers and one for seconds keeps the sums typed.
+_times: Callable[[int, int], int] = _mul
+_weigh: Callable[[int, float], float] = _mul
+
+
+@dataclass(frozen=True)
+class _Group:
+    item: Item
+    count: int
+
+
+class _Destinations:
+    """Where each group goes within a staging cap, and what that frees and costs, group by group."""
+
+    def __init__(self, groups: Sequence[_Group], limits: Limits, cap: int) -> None:
+        self.groups, self.limits, self.cap = groups, limits, cap
+        self.stay = [group.item.stay() for group in groups]
+        self.near = [group.item.leave(cap, far=False) for group in groups]
+        self.far = [group.item.leave(cap, far=True) for group in groups]
+        self.is_possible = all(any(three) for three in zip(self.stay, self.near, self.far, strict=True))
+        if not self.is_possible:
+            return
+        self.must: Counts = tuple(
+            group.count if stay is None else 0 for group, stay in zip(groups, self.stay, strict=True)
+        )
+        leave = [[c for c in two if c is not None] for two in zip(self.near, self.far, strict=True)]
+        self.leave_s = [min((c.cost_s for c in two), default=0.0) for two in leave]
+        self.leave_device = [min((c.device_bytes for c in two), default=0) for two in leave]
+        self.leave_staged = [min((c.staged_bytes for c in two), default=0) for two in leave]
+        stay_s = [0.0 if c is None else c.cost_s for c in self.stay]
+        stay_device = [0 if c is None else c.device_bytes for c in self.stay]
+        self.more_s = [away - here for away, here in zip(self.leave_s, stay_s, strict=True)]
+        self.freed = [here - away for here, away in zip(stay_device, self.leave_device, strict=True)]
+        self.all_stay_s = sum(s * group.count for s, group in zip(stay_s, groups, strict=True))
+        self.all_stay_bytes = sum(n * group.count for n, group in zip(stay_device, groups, strict=True))
+        self.near_host = [0 if c is None else c.host_bytes for c in self.near]
+        self.far_order = self._far_order()
+
+    def _far_order(self) -> list[tuple[float, int, int]]:
+        """Return (seconds a byte, bytes freed, group) of what can go on from the host to disk, cheapest first."""
+        keyed = []
+        for number, (near, far) in enumerate(zip(self.near, self.far, strict=True)):
+            if near is not None and far is not None and near.host_bytes > far.host_bytes:
+                freed = near.host_bytes - far.host_bytes
+                keyed.append(((far.cost_s - near.cost_s) / freed, freed, number))
+        return sorted(keyed, key=lambda entry: (entry[0], entry[2]))
+
+    def least_s(self, leaving: Counts) -> float:
+        """Return a lower bound of the seconds, without the cost of a short host."""
+        return self.all_stay_s + sum(map(_weigh, leaving, self.more_s))
+
+    def least_run_bytes(self, leaving: Counts) -> int:
+        """Return a lower bound of the device's running peak: exact unless near and far stage different sizes."""
+        staged = blocks = 0
+        for count, size in zip(leaving, self.leave_staged, strict=True):
+            if count and size:
+                staged, blocks = max(staged, size), blocks + count
+        freed = sum(map(_times, leaving, self.freed))
+        return self.limits.run_bytes + self.all_stay_bytes - freed + min(blocks, STAGING_SLOTS) * staged
+
+    def least_host_bytes(self, leaving: Counts, disk_cap: int) -> int:
+        """Return a lower bound of the host's bytes with everything up to disk_cap on disk."""
+        host = self.limits.host_bytes + self.limits.host_load_bytes + sum(map(_times, leaving, self.near_host))
+        for _, freed, number in self.far_order:
+            far = self.far[number]
+            if far is not None and far.staged_bytes <= disk_cap:
+                host -= leaving[number] * freed
+        return host
+
+    def least_far_s(self, leaving: Counts) -> float:
+        """Return a lower bound of the seconds that a short host adds: fractions of blocks to disk, without buffers."""
+        short = self.least_host_bytes(leaving, -1) - self.limits.host_budget_bytes
+        more_s = 0.0
+        for rate, freed, number in self.far_order:
+            if short <= 0:
+                break
+            taken = min(short, leaving[number] * freed)
+            more_s, short = more_s + max(rate, 0.0) * taken, short - taken
+        return more_s
+
+    def orders(self) -> Iterator[list[int]]:
+        """Yield the groups that may leave, in order: tables, then seconds a byte; by either destination."""
+        by_near, by_far = self._order(self.near, self.far), self._order(self.far, self.near)
+        yield by_near
+        if by_far != by_near:
+            yield by_far
+
+    def _order(self, first: Sequence[Choice | None], second: Sequence[Choice | None]) -> list[int]:
+        keyed = []
+        for number, (group, stay) in enumerate(zip(self.groups, self.stay, strict=True)):
+            leave = first[number] or second[number]
+            if leave is not None and stay is not None and stay.device_bytes > leave.device_bytes:
+                rate = (leave.cost_s - stay.cost_s) / (stay.device_bytes - leave.device_bytes)
+                keyed.append((not group.item.is_table, rate, number))
+        return [number for _, _, number in sorted(keyed)]
+
+    def prefixes(self, order: Sequence[int], is_hopeless: Callable[[float], bool]) -> Iterator[Counts]:
+        """Yield how many of each group leave: the prefixes of the order, each with one block more and one less.
+
+        Stops once even one block less than a prefix is hopeless: further prefixes cost more.
+        """
+        leaving = list(self.must)
+        yield tuple(leaving)
+        dearest_s = max((self.more_s[number] for number in order), default=0.0)
+        for place, number in enumerate(order):
+            for _ in range(self.groups[number].count):
+                leaving[number] += 1
+                if is_hopeless(self.least_s(tuple(leaving)) - dearest_s):
+                    return
+                yield tuple(leaving)
+                if not self._table_waits(leaving, order[place:]):
+                    yield from self._one_more_or_less(leaving, order)
+
+    def _table_waits(self, leaving: Sequence[int], rest: Sequence[int]) -> bool:
+        return any(self.groups[n].item.is_table and leaving[n] < self.groups[n].count for n in rest)
+
+    def _one_more_or_less(self, leaving: Sequence[int], order: Sequence[int]) -> Iterator[Counts]:
+        for number in order:
+            group = self.groups[number]
+            if leaving[number] < group.count:
+                yield (*leaving[:number], leaving[number] + 1, *leaving[number + 1 :])
+            if leaving[number] and not group.item.is_table:
+                yield (*leaving[:number], leaving[number] - 1, *leaving[number + 1 :])
+
+    def far_must(self, leaving: Counts) -> Counts:
+        return tuple(count if near is None else 0 for count, near in zip(leaving, self.near, strict=True))
+
+    def far_prefixes(self, leaving: Counts, disk_cap: int) -> Iterator[tuple[Counts, bool]]:
+        """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
+
+        Prefixes come cheapest first, before each the previous one with one other block more.
+        """
+        order = [n for _, _, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
+        counts = list(self.far_must(leaving))
+        for number in order:
+            for _ in range(leaving[number]):
+                for other in order:
+                    if other != number and counts[other] < leaving[other]:
+                        yield (*counts[:other], counts[other] + 1, *counts[other + 1 :]), False
+                counts[number] += 1
+                yield tuple(counts), True
+
+    def far_all(self, leaving: Counts, disk_cap: int) -> Counts:
+        """Return everything within the disk cap on disk: the least host memory of that cap."""
+        counts = list(self.far_must(leaving))
+        for _, _, number in self.far_order:
+            if _staged(self.far[number]) <= disk_cap:
+                counts[number] = leaving[number]
+        return tuple(counts)
+
+    def placed(self, leaving: Counts, far_counts: Counts) -> list[Placed]:
+        """Return the placement with so many of each group leaving, and so many of those to disk."""
+        found: list[Placed] = []
+        for number, group in enumerate(self.groups):
+            gone, away = leaving[number], far_counts[number]
+            for choice, count in (
+                (self.stay[number], group.count - gone),
+                (self.near[number], gone - away),
+                (self.far[number], away),
+            ):
+                if count:
+                    assert choice is not None
+                    found.append((choice, group.item, count))
+        return found
+
+
+def _staged(choice: Choice | None) -> int:
+    return 0 if choice is None else choice.staged_bytes
+
+
+class Search:
+    """The family of placements of one request; `best` and the three `smallest` questions walk it."""
+
+    def __init__(self, items: Sequence[Item], limits: Limits) -> None:
+        self.items, self.limits = list(items), limits
+        counted: dict[Item, int] = {}
+        for item in self.items:
+            counted[item] = counted.get(item, 0) + 1
+        self.groups = [_Group(item, count) for item, count in counted.items()]
+        sizes = sorted({choice.staged_bytes for item in counted for choice in item.choices})
+        self.caps = _thinned(sizes)
+        found = (_Destinations(self.groups, limits, cap) for cap in self.caps)
+        self.destinations = [to for to in found if to.is_possible]
+
+    def best(self) -> tuple[list[Choice], Totals] | None:
+        """Return the cheapest placement within the limits, None if there is none."""
+        found: tuple[list[Placed], Totals] | None = None
+
+        def is_hopeless(least_s: float) -> bool:
+            return found is not None and least_s >= found[1].cost_s * (1 - TIE)
+
+        for to, leaving in self._leavings(is_hopeless):
+            if is_hopeless(to.least_s(leaving)):
+                continue
+            if self.limits.device_need(to.least_run_bytes(leaving)) > self.limits.device_budget_bytes:
+                continue
+            if is_hopeless(to.least_s(leaving) + to.least_far_s(leaving)):
+                continue
+            for placed, totals in self._filled(to, leaving):
+                if not is_hopeless(totals.cost_s) and self.limits.allows(totals):
+                    found = placed, totals
+        return None if found is None else (self._spread(found[0]), found[1])
+
+    def smallest_device_bytes(self) -> int | None:
+        """Return the smallest device budget that has a placement within the host and disk budgets, None if none has."""
+        cuts = [
+            (to.least_run_bytes(leaving), place, to, leaving) for place, (to, leaving) in enumerate(self._leavings())
+        ]
+        best: int | None = None
+        for run_bytes, _, to, leaving in sorted(cuts, key=lambda cut: cut[:2]):
+            if best is not None and self.limits.device_need(run_bytes) >= best:
+                break
+            if min(to.least_host_bytes(leaving, cap) for cap in self.caps) > self.limits.host_budget_bytes:
+                continue
+            for _, totals in self._filled(to, leaving):
+                need = self.limits.device_need(totals.peak_bytes)
+                if (
+                    (best is None or need < best)
+                    and self.limits.allows_host(totals)
+                    and self.limits.allows_disk(totals)
+                ):
+                    best = need
+        return best
+
+    def smallest_host_bytes(self) -> int | None:
+        """Return the smallest host budget that has a placement within the device and disk budgets, None if none has."""
+        return self._smallest_far(lambda totals: totals.host_bytes, self.limits.allows_device)
+
+    def smallest_total_bytes(self) -> int | None:
+        """Return the smallest sum of both, where device and host are one memory."""
+        return self._smallest_far(
+            self.limits.total_need, lambda totals: self.limits.allows_device(totals) and self.limits.allows_host(totals)
+        )
+
+    def _smallest_far(self, measure: Callable[[Totals], int], is_allowed: Callable[[Totals], bool]) -> int | None:
+        # Each size of disk buffers needs least host memory when everything up to that size is on disk.
+        best: int | None = None
+        for to, leaving in self._leavings():
+            if self.limits.device_need(to.least_run_bytes(leaving)) > self.limits.device_budget_bytes:
+                continue
+            for cap in (-1, *self.caps):
+                if best is not None and to.least_host_bytes(leaving, cap) >= best:
+                    continue
+                totals = totals_of(to.placed(leaving, to.far_all(leaving, cap)), self.limits)
+                if (best is None or measure(totals) < best) and is_allowed(totals) and self.limits.allows_disk(totals):
+                    best = measure(totals)
+        return best
+
+    def _leavings(
+        self, is_hopeless: Callable[[float], bool] = lambda least_s: False
+    ) -> Iterator[tuple[_Destinations, Counts]]:
+        """Yield every (destinations, how many of each group leave), each once."""
+        for to in self.destinations:
+            seen: set[Counts] = set()
+            for order in to.orders():
+                for leaving in to.prefixes(order, is_hopeless):
+                    if leaving not in seen:
+                        seen.add(leaving)
+                        yield to, leaving
+
+    def _filled(self, to: _Destinations, leaving: Counts) -> Iterator[tuple[list[Placed], Totals]]:
+        """Yield placements of what leaves: all of it near, then, while the host is short, more and more on disk."""
+        placed = to.placed(leaving, to.far_must(leaving))
+        totals = totals_of(placed, self.limits)
+        yield placed, totals
+        if self._has_room(totals):
+            return
+        has_room: dict[Counts, bool] = {}
+        for cap in self.caps:
+            if cap > to.cap or to.least_host_bytes(leaving, cap) > self.limits.host_budget_bytes:
+                continue
+            for far_counts, is_prefix in to.far_prefixes(leaving, cap):
+                if far_counts not in has_room:
+                    placed = to.placed(leaving, far_counts)
+                    totals = totals_of(placed, self.limits)
+                    has_room[far_counts] = self._has_room(totals)
+                    yield placed, totals
+                if is_prefix and has_room[far_counts]:
+                    break  # longer prefixes cost more
+
+    def _has_room(self, totals: Totals) -> bool:
+        return self.limits.allows_host(totals) and self.limits.allows_total(totals)
+
+    def _spread(self, placed: Sequence[Placed]) -> list[Choice]:
+        """Return one choice an item: of identical blocks the first ones stay, then come near ones, the last are far."""
+        waiting: dict[Item, list[Choice]] = {}
+        for choice, item, count in reversed(placed):
+            waiting.setdefault(item, []).extend([choice] * count)
+        return [waiting[item].pop() for item in self.items]
+
+
+def _thinned(sizes: list[int]) -> list[int]:
+    """Return at most MOST_CAPS of the sizes, the largest among them."""
+    if len(sizes) <= MOST_CAPS:
+        return sizes
+    last = len(sizes) - 1
+    return [sizes[round(place * last / (MOST_CAPS - 1))] for place in range(MOST_CAPS)]

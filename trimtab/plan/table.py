@@ -1,0 +1,110 @@
+"""How a plan reads: an aligned table, identical layers in one row, and what every device holds against its budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from trimtab.errors import gib
+from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Unquantized
+
+WIDEST_REASON = 110
+
+
+def table(plan: Plan) -> str:
+    """Return the plan as text for people."""
+    request = plan.request
+    head = (
+        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "
+        f"batch {request.batch}, pictures {request.images}, sound {request.audio_s:g} s"
+    )
+    rows: list[tuple[str, ...]] = [
+        ("block", "part", "tier", "home", "device", "host", "disk", "a request", "a token", "why")
+    ]
+    rows += [_line(name, group) for name, group in grouped(plan.placements)]
+    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    if plan.unquantized:
+        sections += ["", *_unquantized(plan.unquantized)]
+    return "\n".join(line.rstrip() for line in sections)
+
+
+def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]]:
+    """Return (name, rows) with the layers of one list that share part, tier, home and reason together: "layers.0-3,5"."""
+    found: dict[tuple[str, ...], list[Placement]] = {}
+    for row in placements:
+        parent, _, last = row.block_path.rpartition(".")
+        name = (parent, "#") if last.isdecimal() else (row.block_path, "")
+        found.setdefault((*name, row.part, row.tier, row.home, row.reason), []).append(row)
+    return [
+        (f"{key[0]}.{_ranges(row.block_path for row in rows)}" if key[1] else key[0], rows)
+        for key, rows in found.items()
+    ]
+
+
+def _ranges(paths: Iterable[str]) -> str:
+    numbers = sorted(int(path.rpartition(".")[2]) for path in paths)
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def _line(name: str, rows: Sequence[Placement]) -> tuple[str, ...]:
+    first = rows[0]
+    sizes = (sum(getattr(row, f"{device}_bytes") for row in rows) for device in ("gpu", "host", "disk"))
+    reason = first.reason if len(first.reason) <= WIDEST_REASON else first.reason[: WIDEST_REASON - 3] + "..."
+    return (
+        name or "(root)", first.part, first.tier, first.home, *(gib(size) if size else "-" for size in sizes),
+        _time(sum(row.request_s for row in rows)), _time(sum(row.token_s for row in rows)), reason,
+    )  # fmt: skip
+
+
+def _time(seconds: float) -> str:
+    if seconds <= 0:
+        return "-"
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
+
+
+def _aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    numbers = set(right)
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]  # fmt: skip
+
+
+def _devices(plan: Plan) -> list[str]:
+    def items(named: Iterable[tuple[str, int]]) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count)
+
+    gpu = plan.gpu
+    inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
+    outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
+    load = f"; while loading {gib(plan.gpu_load_peak_bytes)}"
+    rows = [
+        (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
+         f"{inside}; on top {outside or 'nothing'}{load}"),
+        ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}", items(plan.host.items())),
+    ]  # fmt: skip
+    if plan.disk_bytes:
+        rows.append(("disk", gib(plan.disk_bytes), "", "spill file, gone with the process"))
+    rate = (
+        f"reading and moving weights takes at least {_time(plan.request_s)} before the first token, "
+        f"{_time(plan.token_s)} a token; the prompt goes through in pieces of {plan.prefill_tokens} tokens"
+    )
+    return [*_aligned(rows), rate]
+
+
+def _unquantized(rows: Sequence[Unquantized]) -> list[str]:
+    by_reason: dict[str, list[Unquantized]] = {}
+    for row in rows:
+        by_reason.setdefault(row.reason or "not quantized", []).append(row)
+    lines = [("not quantized", "modules", "bytes", "for example")]
+    lines += [
+        (reason, str(len(found)), gib(sum(row.bytes for row in found)), found[0].module_path)
+        for reason, found in by_reason.items()
+    ]
+    return _aligned(lines, right=(1, 2))

@@ -1,0 +1,376 @@
+"""How a plan becomes a model: every tensor is read once, packed on the execution device and put straight into its tier.
+
+The module tree is transformers' own, built on tensors without data (`runtime/hf.py::probe`); `load` fills it block by
+block. What a tier can move is replaced by our leaves; norms, convolutions, biases and buffers become plain tensors on the
+execution device. On any error everything that was taken is given back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from platformdirs import user_cache_path
+from torch import Tensor, nn
+
+from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.packed import PackedEntry, split_packed
+from trimtab.errors import CheckpointError, TrimtabError
+from trimtab.plan import Plan
+from trimtab.runtime import hf, lora, tiers
+from trimtab.runtime.quant import CodeTables, Packed, keep, prequantized, quantize
+from trimtab.runtime.read import Reader
+
+CPU = torch.device("cpu")
+Progress = Callable[[int, int], None]
+
+
+@dataclass
+class Loaded:
+    """What `fill` made: the model tree in place and everything that must be closed with it."""
+
+    hf_model: Any
+    streamer: tiers.Streamer | None
+    file_rows: list[tiers.FileRows] = field(default_factory=list)
+
+    def close(self) -> None:
+        if self.streamer is not None:
+            self.streamer.close()
+        for rows in self.file_rows:
+            rows.close()
+        self.hf_model, self.streamer, self.file_rows = None, None, []
+
+
+def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if the files are not the ones that the plan was made from."""
+    now, then = set(checkpoint.stamps), set(plan.checkpoint_stamps)
+    if now != then:
+        changed = sorted({name for name, *_ in now ^ then})
+        raise CheckpointError(
+            f"changed since the plan was made: {', '.join(changed)}", path=checkpoint.folder, hint="Make the plan again"
+        )
+
+
+def fill(plan: Plan, route: lora.Route, *, progress: Progress | None = None) -> tuple[Loaded, Anatomy]:
+    """Return the model of the plan with every tensor in its tier, and its anatomy.
+
+    progress: called with (bytes read, bytes to read). Errors: CheckpointError, DeviceError; nothing is left behind.
+    """
+    request = plan.request
+    checkpoint = read_checkpoint(request.model)
+    if not checkpoint.has_weights:
+        raise CheckpointError(
+            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
+            hint="Put the safetensors files beside it",
+        )  # fmt: skip
+    check_same_checkpoint(plan, checkpoint)
+    probe = hf.probe(checkpoint, dtype=request.dtype)
+    anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
+    with ExitStack() as undo:
+        filler = _Filler(plan, checkpoint, probe, anatomy, route, undo)
+        loaded = filler.run(progress)
+        undo.pop_all()
+    return loaded, anatomy
+
+
+class _Filler:
+    def __init__(
+        self, plan: Plan, checkpoint: Checkpoint, probe: hf.Probe, anatomy: Anatomy, route: lora.Route, undo: ExitStack
+    ) -> None:
+        self.plan, self.probe, self.route, self.undo = plan, probe, route, undo
+        self.device = torch.device(plan.execution_device)
+        self.dtype = getattr(torch, plan.request.dtype)
+        self.rows = [row for row in anatomy.rows if row.tensors]
+        self.entries, self.packed = split_packed(checkpoint)
+        self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
+        self.home = {placement.block_path: placement.home for placement in plan.placements}
+        self.codes = CodeTables()
+        self.owners: dict[str, nn.Parameter] = {}
+        self.groups: list[tiers.Group] = []
+        self.staged: list[tiers.Staged] = []
+        self.file_rows: list[tiers.FileRows] = []
+        self.spill: tiers.Spill | None = None
+        self.uses: Counter[str] = Counter()
+        self.held: dict[str, Tensor] = {}
+        self.reader: Reader | None = None
+        undo.callback(self._give_back)
+
+    def _give_back(self) -> None:
+        self.owners.clear()
+        self.held.clear()
+        for group in self.groups:
+            if group.host is not None:
+                group.host.close()
+        for rows in self.file_rows:
+            rows.close()
+        if self.spill is not None:
+            self.spill.close()
+
+    def run(self, progress: Progress | None) -> Loaded:
+        blocks = self._blocks()
+        order = list(self._reads(row for _, rows in blocks for row in rows))
+        total = sum(entry.nbytes for entry, _ in order)
+        self.by_device = {entry.tensor_name: device for entry, device in order}
+        with Reader(order) as reader:
+            self.reader = reader
+            for block, rows in blocks:
+                self._fill_block(block, rows)
+                if progress is not None:
+                    progress(reader.read_bytes, total)
+            self.reader = None
+        assert not self.held, sorted(self.held)
+        self._check_nothing_left()
+        streamer = self._streamer()
+        return Loaded(self.probe.model, streamer, self.file_rows)
+
+    def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
+        """Return blocks in loading order: what leaves the device first, then what stays, ties after their owners.
+
+        Packing needs room for a whole weight beside its packed form: most of it is needed while little is resident.
+        """
+        grouped: dict[str, list[ModuleRow]] = {}
+        for row in self.rows:
+            grouped.setdefault(row.block, []).append(row)
+        rank = {"disk": 0, "stream": 0, "host": 1, "gather": 2, "resident": 3}
+
+        def key(item: tuple[str, list[ModuleRow]]) -> tuple[int, int]:
+            tied = any(tensor.tied_to for row in item[1] for tensor in row.tensors)
+            return rank[self.tier[item[0]]], int(tied)
+
+        return sorted(grouped.items(), key=key)
+
+    # What is read, in order -------------------------------------------------------------------------------------------
+
+    def _reads(self, rows: Iterable[ModuleRow]) -> Iterator[tuple[TensorEntry, torch.device]]:
+        """Yield every file tensor once, in the order in which it is first asked for."""
+        for row in rows:
+            for tensor in row.tensors:
+                if tensor.tied_to is not None or self._from_file(row, tensor):
+                    continue
+                device = CPU if self._on_host(row, tensor) else self.device
+                for name in self._leaves(tensor):
+                    self.uses[name] += 1
+                    if self.uses[name] == 1:
+                        packed = self.packed.get(name)
+                        for entry in packed.parts.values() if packed else (self.entries[name],):
+                            if packed is None or entry is not packed.parts.get("quant_state"):
+                                yield entry, device
+
+    def _leaves(self, tensor: TensorRow) -> tuple[str, ...]:
+        expression = self.probe.sources.get(tensor.tensor_path)
+        return () if expression is None else tuple(dict.fromkeys(expression.leaves))
+
+    def _on_host(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        return self.tier[row.block] == "gather" and row.kind == "embedding" and not tensor.is_buffer
+
+    def _from_file(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        return self._on_host(row, tensor) and self.home[row.block] == "file"
+
+    def _fetch(self, name: str) -> Tensor:
+        assert self.reader is not None
+        if name not in self.held:
+            self.held[name] = self.reader.take(self.entries[name])
+        self.uses[name] -= 1
+        return self.held[name] if self.uses[name] else self.held.pop(name)
+
+    def _fetch_packed(self, entry: PackedEntry) -> Packed:
+        assert self.reader is not None
+        self.uses[entry.tensor_name] -= 1
+        parts = {name: self.reader.take(part) for name, part in entry.parts.items() if name != "quant_state"}
+        return prequantized(entry, parts)
+
+    def _dense(self, tensor: TensorRow) -> Tensor | None:
+        """Return the tensor as stock would hold it, or None when it comes from no file (already real)."""
+        expression = self.probe.sources.get(tensor.tensor_path)
+        if expression is None:
+            return None
+        try:
+            return expression.replay(self._fetch)
+        except TrimtabError:
+            raise
+        except (RuntimeError, ValueError) as exc:
+            if isinstance(exc, torch.OutOfMemoryError):
+                raise
+            raise CheckpointError(
+                f"cannot be converted from {', '.join(self._leaves(tensor))} ({exc})", path=self.plan.request.model,
+                tensor_name=tensor.tensor_path,
+            ) from exc  # fmt: skip
+
+    # Where it goes ----------------------------------------------------------------------------------------------------
+
+    def _fill_block(self, block: str, rows: list[ModuleRow]) -> None:
+        tier = self.tier[block]
+        writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
+        for row in rows:
+            module = self.probe.model.get_submodule(row.module_path)
+            if row.kind == "linear" and type(module) is nn.Linear:
+                self._fill_linear(row, module, tier, writer)
+            elif row.kind == "embedding":
+                self._fill_embedding(row, module)
+            elif row.kind == "experts" and tier != "resident":
+                self._fill_experts(row, module, tier, writer)
+            else:
+                self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+        if writer is not None and writer.group.nbytes:
+            if tier == "disk" and self.spill is None:
+                self.spill = tiers.Spill(self._spill_folder())
+            self.groups.append(
+                writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None)
+            )
+
+    def _spill_folder(self) -> Path:
+        given = self.plan.request.offload_dir
+        return Path(given) if given else user_cache_path("trimtab") / "spill"
+
+    def _fill_linear(
+        self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None
+    ) -> None:
+        weight = row.weight
+        assert weight is not None, row.module_path
+        others = {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path}
+        tied = weight.tied_to is not None
+        packed = keep(self.owners[weight.tied_to].data) if weight.tied_to else self._packed(row, weight)
+        self._fill_fixed(row, module, others)
+        bias = None if module.bias is None else module.bias.data
+        common = {"bias": bias, "device": self.device, "dtype": self.dtype, "route": self.route}
+        leaf: tiers.Leaf
+        if tier == "resident" or tied:
+            leaf = tiers.ResidentLeaf(row.module_path, packed, **common)
+            if packed.kind == "none" and not tied:
+                self.owners[weight.tensor_path] = nn.Parameter(packed.parts["weight"], requires_grad=False)
+        elif tier == "host":
+            host = packed.with_parts({k: v.cpu() for k, v in packed.parts.items()}, self.codes.on(packed, CPU))
+            leaf = tiers.HostLeaf(row.module_path, host, **common)
+        else:
+            assert writer is not None
+            leaf = tiers.StagedLeaf(row.module_path, self._stage(packed, packed.parts, writer), **common)
+        self.probe.model.set_submodule(row.module_path, leaf.eval())
+
+    def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
+        expression = self.probe.sources.get(weight.tensor_path)
+        if expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
+            return self.codes.share(self._fetch_packed(self.packed[expression.leaves[0]]))
+        dense = self._dense(weight)
+        assert dense is not None, weight.tensor_path
+        return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
+
+    def _stage(self, packed: Packed, parts: dict[str, Tensor], writer: tiers.GroupWriter) -> tiers.Staged:
+        places = writer.add(parts)
+        staged = tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), places)  # type: ignore[arg-type]
+        self.staged.append(staged)
+        return staged
+
+    def _fill_experts(
+        self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None
+    ) -> None:
+        large = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
+        dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
+        found = {name: tensor for name, tensor in dense.items() if tensor is not None}
+        if tier == "host":
+            for name, tensor in found.items():
+                module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
+            module.to("cpu")
+            tiers.compute_on_host(module)
+            return
+        assert writer is not None
+        first = next(iter(found.values()))
+        packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
+        tiers.stage_parameters(module, self._stage(packed, found, writer))
+
+    def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
+        weight = row.weight
+        plain = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+        if weight is None or not plain or getattr(module, "max_norm", None) is not None:
+            self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
+            return
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
+        scale = getattr(module, "embed_scale", None)
+        if isinstance(scale, float):
+            scale = torch.tensor(scale)
+        common: dict[str, Any] = {
+            "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
+            "dtype": self.dtype, "route": self.route, "padding_idx": module.padding_idx,
+        }  # fmt: skip
+        if self.tier[row.block] == "gather":
+            table: tiers.Table = self._gathered(row, weight, module, common)
+        else:
+            table = tiers.ResidentTable(row.module_path, self._parameter(weight), **common)
+        self.probe.model.set_submodule(row.module_path, table.eval())
+
+    def _gathered(
+        self, row: ModuleRow, weight: TensorRow, module: nn.Module, common: dict[str, Any]
+    ) -> tiers.GatheredTable:
+        shape = (weight.shape[0], weight.shape[1])
+        source: Tensor | tiers.FileRows
+        if self.home[row.block] == "file":
+            entry = self.entries[self._leaves(weight)[0]]
+            source = tiers.FileRows(entry.file, entry.start, shape, getattr(torch, entry.dtype))
+            self.file_rows.append(source)
+        else:
+            dense = self._dense(weight)
+            assert dense is not None
+            source = dense.to(self.dtype)
+        padding = module.padding_idx if module.padding_idx is not None else 0
+        return tiers.GatheredTable(row.module_path, shape, source, padding + 1, **common)
+
+    def _parameter(self, tensor: TensorRow) -> nn.Parameter:
+        """Return the parameter on the execution device; tied paths get one and the same object."""
+        owner = tensor.tied_to or tensor.tensor_path
+        if owner not in self.owners:
+            dense = self._dense(tensor)
+            assert dense is not None, tensor.tensor_path
+            self.owners[owner] = nn.Parameter(dense, requires_grad=False)
+        return self.owners[owner]
+
+    def _fill_fixed(self, row: ModuleRow, module: nn.Module, paths: set[str]) -> None:
+        """Put the named tensors, and every buffer computed at load, on the execution device."""
+        for tensor in row.tensors:
+            if tensor.tensor_path not in paths:
+                continue
+            name = tensor.tensor_path[len(row.module_path) + 1 :] if row.module_path else tensor.tensor_path
+            if tensor.is_buffer:
+                dense = self._dense(tensor)
+                value = module._buffers[name] if dense is None else dense
+                assert value is not None
+                module._buffers[name] = value.to(self.device)
+            elif self.probe.sources.get(tensor.tensor_path) is None and tensor.tied_to is None:
+                value = module._parameters[name]
+                assert value is not None
+                module._parameters[name] = nn.Parameter(value.data.to(self.device), requires_grad=False)
+            else:
+                module._parameters[name] = self._parameter(tensor)
+
+    # The end ----------------------------------------------------------------------------------------------------------
+
+    def _check_nothing_left(self) -> None:
+        """Raise CheckpointError if any tensor of the finished tree still holds no data."""
+        model = self.probe.model
+        for name, buffer in list(model.named_buffers()):  # computed at load, in no file: real on the CPU
+            if buffer.device.type not in (self.device.type, "meta"):
+                owner, _, leaf = name.rpartition(".")
+                model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
+        left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+        if left:
+            raise CheckpointError(
+                f"{len(left)} tensors were not filled, for example {', '.join(left[:3])}", path=self.plan.request.model,
+                hint="This architecture keeps tensors where the loader does not look; please report it",
+            )  # fmt: skip
+
+    def _streamer(self) -> tiers.Streamer | None:
+        if not self.groups:
+            return None
+        in_order = {row.block: place for place, row in reversed(list(enumerate(self.rows)))}
+        self.groups.sort(key=lambda group: in_order[group.block])
+        streamer = tiers.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
+        for staged in self.staged:
+            staged.streamer = streamer
+        return streamer
+

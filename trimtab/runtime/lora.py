@@ -1,0 +1,458 @@
+"""How an adapter changes the answer while the model runs: PEFT's mathematics on our layers, chosen per batch row.
+
+`attach` puts a matched adapter on the model, all of it or nothing; `Route` says which adapter each row uses now; layers
+call `apply_linear` and `apply_embedding` on their own output. Same operations in the same order and precision as PEFT
+0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach. Unlike
+PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget
+from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import AdapterError, RequestError
+
+# Transient memory of a DoRA norm or a comparison: large weights are taken in pieces of this many values.
+_PIECE_VALUES = 16 * 2**20
+# Towers see pictures and sounds, not rows: the first dimension of their input is another count.
+_TOWERS = ("vision", "audio", "connector")
+
+
+class Route:
+    """Which attached adapter each row uses now; one object per loaded model, shared by all its layers.
+
+    `name` is the adapter of all rows (None for the base); while rows differ, `rows` has one name a row instead.
+    """
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.name: str | None = None
+        self.rows: tuple[str | None, ...] | None = None
+        self.towers: dict[str, tuple[str | None, ...]] = {}
+        self._indices: dict[tuple[tuple[str | None, ...], torch.device], list[tuple[str, Tensor]]] = {}
+
+    def none(self) -> None:
+        """Use the base model for every row."""
+        self.name, self.rows, self.towers = None, None, {}
+        self._indices.clear()
+
+    def set(self, name: str | None) -> None:
+        """Use one adapter for every row. Errors: RequestError for a name that is not attached."""
+        self._check([name])
+        self.none()
+        self.name = name
+
+    def set_rows(self, rows: Sequence[str | None], *, towers: Mapping[str, Sequence[str | None]] | None = None) -> None:
+        """Use rows[i] for batch row i (None: the base).
+
+        towers: the same for the pictures ("vision", "connector") or sounds ("audio") of the batch, in the order the
+        tower gets them; needed only where rows differ and an adapter changes that part. Errors: RequestError.
+        """
+        towers = towers or {}
+        for names in (rows, *towers.values()):
+            self._check(names)
+        for part in towers:
+            if part not in _TOWERS:
+                raise RequestError("not a tower", field="towers", value=part, allowed=_TOWERS)
+        if not rows:
+            raise RequestError("a batch has at least one row", field="rows", value=list(rows))
+        wanted = {part: tuple(names) for part, names in towers.items()}
+        if self.rows == tuple(rows) and self.towers == wanted:
+            return
+        self.none()
+        if len(set(rows)) == 1:
+            self.name = rows[0]
+            return
+        self.rows = tuple(rows)
+        self.towers = wanted
+
+    def active(self) -> tuple[str | None, ...]:
+        """Return the adapters in use: one entry for all rows, or one a row."""
+        return (self.name,) if self.rows is None else self.rows
+
+    def groups(self, part: str, count: int, device: torch.device) -> list[tuple[str, Tensor]]:
+        """Return (adapter, row numbers on the device) for a module of `part` whose input has `count` rows.
+
+        Errors: RequestError if it is not known which adapter each of those rows belongs to.
+        """
+        assert self.rows is not None
+        rows = self.towers.get(part) if part in _TOWERS else self.rows
+        if rows is None or len(rows) != count:
+            known = f"{len(rows)} are routed" if rows is not None else f"pass towers={{{part!r}: [...]}}"
+            raise RequestError(
+                f"rows of this batch use different adapters, but which one each of the {count} inputs of the {part} "
+                f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),
+                hint="Run the requests one adapter at a time",
+            )  # fmt: skip
+        found = self._indices.get((rows, device))
+        if found is None:
+            found = [
+                (name, torch.tensor([i for i, row in enumerate(rows) if row == name], device=device))
+                for name in dict.fromkeys(rows)
+                if name is not None
+            ]
+            self._indices[rows, device] = found
+        return found
+
+    def _check(self, names: Sequence[str | None]) -> None:
+        for name in names:
+            if name is not None and name not in self.names:
+                raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(self.names))
+
+
+@dataclass(eq=False)
+class LinearAdapter:
+    """What one adapter does to one linear layer: y -> y + scale B A x, with DoRA also a rescaling of y.
+
+    Shapes: A [R, D_in], B [D_out, R], B_bias [D_out], magnitude (DoRA: magnitude / norm) [1, D_out]. weight
+    [D_out, D_in] and bias [D_out] replace the base's (modules_to_save). All on the execution device.
+    """
+
+    part: str
+    scale: float = 1.0
+    A: Tensor | None = None
+    B: Tensor | None = None
+    B_bias: Tensor | None = None
+    magnitude: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+
+    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output with this adapter; y is the base's output for x.
+
+        Source: PEFT 0.21.2, lora/layer.py Linear.forward, lora/bnb.py Linear4bit.forward, lora/dora.py.
+        """
+        bias = leaf.bias if self.bias is None else self.bias
+        if self.weight is not None:
+            y = nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(y.dtype)
+        if self.A is None or self.B is None:
+            return y
+        low = nn.functional.linear(x.to(self.A.dtype), self.A)
+        delta = nn.functional.linear(low, self.B, self.B_bias)
+        if self.magnitude is not None:
+            plain = y if bias is None else y - bias
+            return (y + ((self.magnitude - 1) * plain + self.magnitude * delta * self.scale)).to(y.dtype)
+        delta = delta * self.scale
+        # Over a quantized layer PEFT rounds the change before adding it; over a plain one it rounds the sum.
+        return (y + delta).to(y.dtype) if leaf.quant_kind == "none" else y + delta.to(y.dtype)
+
+
+@dataclass(eq=False)
+class EmbeddingAdapter:
+    """What one adapter does to one embedding table: rows + scale (B A)^T rows, times the table's own scale.
+
+    Shapes: A [V, R] (transposed, so that a token is one row), B [D, R], magnitude (DoRA: magnitude / norm) [D]. weight
+    [V, D] replaces the table (modules_to_save).
+    """
+
+    part: str
+    scale: float = 1.0
+    A: Tensor | None = None
+    B: Tensor | None = None
+    magnitude: Tensor | None = None
+    weight: Tensor | None = None
+
+    def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return the rows of ids with this adapter; `rows` are the base's, already scaled.
+
+        Source: PEFT 0.21.2, lora/layer.py Embedding.forward, lora/variants.py DoraEmbeddingVariant.forward.
+        """
+        dtype, own_scale = rows.dtype, table.embed_scale
+        if self.weight is not None:
+            rows = nn.functional.embedding(ids, self.weight)
+            rows = rows if own_scale is None else rows * own_scale.to(rows.dtype)
+        if self.A is None or self.B is None:
+            return rows.to(dtype)
+        delta = nn.functional.embedding(ids, self.A) @ self.B.T
+        delta = delta * self.scale if self.magnitude is None else self.magnitude * delta * self.scale
+        if own_scale is not None:
+            delta = delta * own_scale.to(delta.dtype)
+        return ((rows if self.magnitude is None else self.magnitude * rows) + delta).to(dtype)
+
+
+class SavedModule(nn.Module):
+    """Stands where a module of another kind (a norm, a convolution) was and runs it with an adapter's own parameters.
+
+    Path, parameters, buffers and attributes are the original's; while all rows use one adapter, reading a parameter
+    gives that adapter's. Rows with different adapters are run one adapter at a time.
+    """
+
+    def __init__(self, original: nn.Module, route: Route, part: str) -> None:
+        super().__init__()
+        # In __dict__, not as a child: parameter paths stay what they were.
+        self.__dict__.update(
+            original=original, route=route, part=part, adapters={}, training=original.training,
+            _parameters=original._parameters, _buffers=original._buffers, _modules=original._modules,
+        )  # fmt: skip
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        route, adapters = self.__dict__["route"], self.__dict__["adapters"]
+        if route.rows is None:
+            return self._run(adapters.get(route.name), args, kwargs)
+        if not any(name in adapters for name in route.rows):
+            return self._run(None, args, kwargs)
+        if len(args) != 1 or kwargs or not isinstance(args[0], Tensor):
+            raise RequestError(
+                f"rows of this batch use different adapters and {type(self.__dict__['original']).__name__} takes more "
+                "than one input", field="adapter", hint="Run the requests one adapter at a time",
+            )  # fmt: skip
+        (x,) = args
+        result = self._run(None, (x,), {})
+        for name, index in route.groups(self.__dict__["part"], x.shape[0], x.device):
+            if name in adapters:
+                result = result.index_copy(0, index, self._run(adapters[name], (x[index],), {}))
+        return result
+
+    def _run(self, saved: dict[str, Tensor] | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = self.__dict__["original"]
+        if saved is None:
+            return original(*args, **kwargs)
+        return torch.func.functional_call(original, saved, args, kwargs, tie_weights=False)
+
+    def __getattr__(self, name: str) -> Any:
+        inside = self.__dict__
+        if "original" in inside:
+            saved = inside["adapters"].get(inside["route"].name) if inside["route"].rows is None else None
+            return saved[name] if saved is not None and name in saved else getattr(inside["original"], name)
+        return super().__getattr__(name)
+
+
+def apply_linear(leaf: Any, x: Tensor, base_output: Tensor) -> Tensor:
+    """Return base_output [..., D_out] changed by the adapters that the route gives to the rows of x [B, ..., D_in].
+
+    base_output may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows.
+    """
+    return _apply(leaf, x, base_output)
+
+
+def apply_embedding(table: Any, ids: Tensor, base_output: Tensor) -> Tensor:
+    """Return base_output [B, S, D] changed by the adapters that the route gives to the rows of ids [B, S]."""
+    return _apply(table, ids, base_output)
+
+
+def _apply(layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    route: Route = layer.route
+    adapters: dict[str, LinearAdapter | EmbeddingAdapter] = layer.adapters
+    if route.rows is None:
+        adapter = None if route.name is None else adapters.get(route.name)
+        return y if adapter is None else adapter.apply(layer, x, y)
+    used = [name for name in route.rows if name is not None and name in adapters]
+    if not used:
+        return y
+    for name, index in route.groups(adapters[used[0]].part, x.shape[0], x.device):
+        if name in adapters:
+            y.index_copy_(0, index, adapters[name].apply(layer, x[index], y[index]))
+    return y
+
+
+def saved_weight(layer: Any) -> Tensor | None:
+    """Return the full weight that replaces this layer's for all rows now, or None while its own is in use."""
+    route: Route = layer.route
+    adapter = layer.adapters.get(route.name) if route.rows is None and route.name is not None else None
+    return None if adapter is None else adapter.weight
+
+
+@dataclass
+class _Builder:
+    """Reads tensors and makes the adapters of one attach; a tensor that several targets name is read and kept once."""
+
+    read: Callable[[TensorEntry], Tensor]
+    device: torch.device
+    dtype: torch.dtype
+    kept: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def tensor(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
+        found = self.kept.get((entry.tensor_name, dtype))
+        if found is None:
+            found = self.read(entry).to(device=self.device, dtype=dtype)
+            self.kept[entry.tensor_name, dtype] = found
+        return found
+
+    def lora(self, target: AdapterTarget, role: str) -> Tensor | None:
+        entry = target.tensors.get(role)
+        return None if entry is None else self.tensor(entry, self.dtype)
+
+    def linear(self, leaf: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> LinearAdapter | None:
+        target = lora or saved
+        assert target is not None
+        adapter = LinearAdapter(target.part)
+        if saved is not None:
+            replaced = {name: self.tensor(entry, leaf.weight.dtype) for name, entry in saved.tensors.items()}
+            if not _equals_leaf(leaf, replaced):
+                adapter.weight, adapter.bias = replaced.get("weight"), replaced.get("bias")
+        if lora is None:
+            return None if adapter.weight is None and adapter.bias is None else adapter
+        adapter.scale = lora.scale
+        adapter.A, adapter.B, adapter.B_bias = (self.lora(lora, role) for role in ("A", "B", "B_bias"))
+        magnitude = self.lora(lora, "magnitude")
+        if magnitude is not None:
+            assert adapter.A is not None and adapter.B is not None
+            weight = leaf.dense_weight() if adapter.weight is None else adapter.weight
+            norm = _row_norms(weight, adapter.A, adapter.B, lora.scale)
+            adapter.magnitude = (magnitude / norm).view(1, -1)
+        return adapter
+
+    def embedding(self, table: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> EmbeddingAdapter | None:
+        target = lora or saved
+        assert target is not None
+        adapter = EmbeddingAdapter(target.part)
+        if saved is not None:
+            weight = self.tensor(saved.tensors["weight"], table.dtype)
+            adapter.weight = None if _equals_table(table, weight) else weight
+        if lora is None:
+            return None if adapter.weight is None else adapter
+        adapter.scale = lora.scale
+        A, adapter.B, magnitude = (self.lora(lora, role) for role in ("A", "B", "magnitude"))
+        assert A is not None and adapter.B is not None
+        adapter.A = A.T.contiguous()
+        if magnitude is not None:
+            weight_of = table.rows if adapter.weight is None else adapter.weight.__getitem__
+            adapter.magnitude = magnitude / _column_norms(weight_of, adapter.A, adapter.B, lora.scale)
+        return adapter
+
+
+def _row_norms(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """Return the length of every row of weight + scale B A: [D_out, D_in], [R, D_in], [D_out, R] -> [D_out].
+
+    B A is computed the way PEFT's forward does it, as layers on an identity. Source: arXiv 2402.09353; PEFT 0.21.2,
+    lora/dora.py, DoraLinearLayer.get_lora_weight and get_weight_norm.
+    """
+    columns = A.T.contiguous()
+    step = max(1, _PIECE_VALUES // A.shape[1])
+    norms = []
+    for start in range(0, weight.shape[0], step):
+        delta = nn.functional.linear(columns, B[start : start + step]).T
+        norms.append(torch.linalg.norm(weight[start : start + step].to(A.dtype) + scale * delta, dim=1))
+    return torch.cat(norms)
+
+
+def _column_norms(weight_of: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, scale: float) -> Tensor:
+    """Return the length of every column of table + scale (B A)^T: rows [V, D], A [V, R], B [D, R] -> [D].
+
+    Source: PEFT 0.21.2, lora/dora.py, DoraEmbeddingLayer: the norm runs over the vocabulary.
+    """
+    step = max(1, _PIECE_VALUES // B.shape[0])
+    pieces = []
+    for ids in torch.arange(A.shape[0], device=A.device).split(step):
+        pieces.append(torch.linalg.norm(weight_of(ids).T + scale * (A[ids] @ B.T).T, dim=1).to(A.dtype))
+    return pieces[0] if len(pieces) == 1 else torch.linalg.norm(torch.stack(pieces), dim=0)
+
+
+def _equals_leaf(leaf: Any, replaced: Mapping[str, Tensor]) -> bool:
+    # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
+    if leaf.quant_kind != "none":
+        return False
+    own = {"weight": leaf.dense_weight(), "bias": leaf.bias}
+    return all(own[name] is not None and torch.equal(own[name], value) for name, value in replaced.items())
+
+
+def _equals_table(table: Any, weight: Tensor) -> bool:
+    ids = torch.arange(weight.shape[0], device=weight.device)
+    step = max(1, _PIECE_VALUES // weight.shape[1])
+    return all(torch.equal(table.rows(piece), weight[piece]) for piece in ids.split(step))
+
+
+def attach(
+    model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
+    device: torch.device | str, route: Route, dtype: str = "float32",
+) -> None:  # fmt: skip
+    """Put an adapter on the model under a name: every tensor of it, or nothing and an error.
+
+    read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
+    Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
+    """
+    if name in route.names:
+        raise RequestError("an adapter with this name is attached", field="adapter", value=name)
+    by_module: dict[str, dict[str, AdapterTarget]] = {}
+    for target in spec.targets:
+        by_module.setdefault(target.module_path, {})["saved" if target.kind == "saved" else "lora"] = target
+    modules = dict(model.named_modules())
+    _check_modules(spec, by_module, modules)
+    builder = _Builder(read, torch.device(device), getattr(torch, dtype))
+    made: list[tuple[str, Any]] = []
+    with torch.no_grad():
+        for path, found in by_module.items():
+            made.append((path, _make(builder, modules[path], found.get("lora"), found.get("saved"))))
+    for path, adapter in made:
+        if adapter is not None:
+            _install(model, path, name, adapter, by_module[path], route)
+    route.names.add(name)
+
+
+def _check_modules(
+    spec: AdapterSpec, by_module: Mapping[str, Mapping[str, AdapterTarget]], modules: Mapping[str, nn.Module]
+) -> None:
+    problems = []
+    for path, found in by_module.items():
+        module = modules.get(path)
+        if module is None:
+            near = ", ".join(near_names(path, list(modules)))
+            problems.append(f"the model holds no module {path} (near: {near})")
+            continue
+        kind = "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
+        wanted = found["lora"].kind if "lora" in found else kind
+        if kind != wanted:
+            problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
+        if "saved" in found:
+            own = {"linear": {"weight", "bias"}, "embedding": {"weight"}}.get(kind) or set(_tensors_of(module))
+            lost = sorted(set(found["saved"].tensors) - own)
+            problems += [f"{path} has no {parameter} that could be replaced" for parameter in lost]
+    if problems:
+        raise AdapterError(spec.file.folder, problems)
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
+
+
+def _make(builder: _Builder, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> Any:
+    if hasattr(module, "dense_weight"):
+        return builder.linear(module, lora, saved)
+    if hasattr(module, "rows"):
+        return builder.embedding(module, lora, saved)
+    assert saved is not None
+    own = _tensors_of(module)
+    return {name: builder.tensor(entry, own[name].dtype) for name, entry in saved.tensors.items()}
+
+
+def _install(
+    model: nn.Module, path: str, name: str, adapter: Any, found: Mapping[str, AdapterTarget], route: Route
+) -> None:
+    module = model.get_submodule(path)
+    if isinstance(adapter, dict) and not isinstance(module, SavedModule):
+        module = SavedModule(module, route, found["saved"].part)
+        _replace(model, path, module)
+    module.__dict__["adapters"][name] = adapter
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, last = path.rpartition(".")
+    model.get_submodule(parent)._modules[last] = module
+
+
+def detach(model: nn.Module, name: str) -> None:
+    """Take an adapter off the model and give its memory back; if it is in use, every row uses the base from now on.
+
+    Errors: RequestError for a name that is not attached.
+    """
+    holders = [(path, module) for path, module in model.named_modules() if "adapters" in module.__dict__]
+    routes = {id(module.__dict__["route"]): module.__dict__["route"] for _, module in holders}
+    names = {known for route in routes.values() for known in route.names}
+    if name not in names:
+        raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(names))
+    for path, module in holders:
+        module.__dict__["adapters"].pop(name, None)
+        if isinstance(module, SavedModule) and not module.__dict__["adapters"]:
+            _replace(model, path, module.__dict__["original"])
+    for route in routes.values():
+        route.names.discard(name)
+        if name in route.active():
+            route.none()

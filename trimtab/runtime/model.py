@@ -1,0 +1,261 @@
+"""The loaded model: one object that owns the memory, answers prompts and takes adapters in and out.
+
+Not thread-safe by design: one answer at a time; a second one while the first is unfinished is refused by name.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
+from trimtab.plan import Plan
+from trimtab.request import GenerateRequest
+from trimtab.runtime import chat, lora
+from trimtab.runtime import generate as generation
+from trimtab.runtime.devices import peak_host_bytes
+from trimtab.runtime.load import Loaded, Progress, fill
+from trimtab.runtime.read import read_small
+
+ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
+
+
+class LoadedModel:
+    """A model in the tiers of its plan. Use as a context manager; `close` gives every byte back.
+
+    plan, device, dtype, context_tokens: what was asked. hf_model: transformers' module tree with our layers in place.
+    """
+
+    def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
+        self.plan = plan
+        self.device = torch.device(plan.execution_device)
+        self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
+        self.context_tokens = plan.request.context_tokens
+        self.route = lora.Route()
+        self._specs: dict[str, AdapterSpec] = {}
+        self._busy = threading.Lock()
+        self._loaded: Loaded | None = None
+        self._baseline_bytes = 0
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._baseline_bytes = torch.cuda.memory_allocated(self.device)
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            with self._out_of_memory_named("loading"):
+                self._loaded, self.anatomy = fill(plan, self.route, progress=progress)
+                for name, path in plan.request.adapters.items():
+                    self._attach(name, path)
+            undo.pop_all()
+
+    @property
+    def hf_model(self) -> Any:
+        if self._loaded is None:
+            raise RequestError("the model is closed", field="model")
+        return self._loaded.hf_model
+
+    @property
+    def streamer(self) -> Any:
+        return None if self._loaded is None else self._loaded.streamer
+
+    @property
+    def processor_folder(self) -> Path:
+        from trimtab.checkpoint.folder import read_checkpoint
+
+        return read_checkpoint(self.plan.request.model).folder
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the loaded adapters."""
+        return tuple(self._specs)
+
+    @property
+    def unquantized(self) -> tuple[Any, ...]:
+        """What stayed in full precision although a quantization was asked, with the reason of each."""
+        return tuple(self.plan.unquantized)
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back all memory, on every device, and the disk tier's file. A second call does nothing."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.close()
+        self._specs.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # Adapters ---------------------------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load one more adapter. Errors: AdapterError with every mismatch; DoesNotFitError if its bytes were not planned."""
+        if name in self._specs:
+            raise RequestError("an adapter of this name is loaded", field="adapter", value=name)
+        spec = match_adapter(read_adapter(path), self.anatomy)
+        needed = spec.nbytes(ADAPTER_DTYPE)
+        extra = sum(s.nbytes(ADAPTER_DTYPE) for n, s in self._specs.items() if n not in self.plan.request.adapters)
+        free = self.plan.gpu_budget_bytes - self.plan.gpu_peak_bytes - extra
+        if needed > free:
+            raise DoesNotFitError(
+                f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
+                device=str(self.device), needed_bytes=needed, budget_bytes=max(free, 0),
+                hint="Unload another adapter, or plan with this one (--adapter)",
+            )  # fmt: skip
+        with self._one_at_a_time("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
+            self._attach(name, path, spec)
+
+    def _attach(self, name: str, path: str, spec: AdapterSpec | None = None) -> None:
+        spec = spec or match_adapter(read_adapter(path), self.anatomy)
+        wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
+        tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
+        with torch.no_grad():
+            lora.attach(
+                self.hf_model, spec, name, read=lambda entry: tensors[entry.file, entry.start], device=self.device,
+                route=self.route, dtype=ADAPTER_DTYPE,
+            )  # fmt: skip
+        self._specs[name] = spec
+
+    def unload_adapter(self, name: str) -> None:
+        """Take an adapter out and give its memory back."""
+        self._check_adapter(name)
+        with self._one_at_a_time("unload_adapter"):
+            lora.detach(self.hf_model, name)
+            del self._specs[name]
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in self._specs:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=name,
+                allowed=near_names(name, list(self._specs)) or list(self._specs),
+            )  # fmt: skip
+
+    # Answers ----------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> chat.Inputs:  # fmt: skip
+        """Return the model inputs of a prompt: text, chat messages, or a list of token ids; image, audio: one or several."""
+        return chat.prepare(
+            self, prompt, images=_several(image), audios=_several(audio), system=system,
+            template_kwargs=dict(template_kwargs or {}),
+        )  # fmt: skip
+
+    def generate(
+        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
+        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+    ) -> Iterator[str]:  # fmt: skip
+        """Yield the answer in pieces of whole characters. adapter None is the base.
+
+        options: the fields of GenerateRequest (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+        seed, stop). Errors: RequestError before any work, DeviceError if memory runs out.
+        """
+        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
+        return self._pieces(inputs, request, adapter)
+
+    def _pieces(self, inputs: chat.Inputs, request: GenerateRequest, adapter: str | None) -> Iterator[str]:
+        with self._answering(adapter):
+            for piece in generation.generate(self, inputs, request):
+                if piece.text:
+                    yield piece.text
+
+    def answer(
+        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
+        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+    ) -> generation.Answer:  # fmt: skip
+        """Return the whole answer with its token ids, finish reason and timings. Arguments as in `generate`."""
+        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
+        return self.answer_inputs(inputs, request, adapter=adapter)
+
+    def answer_inputs(
+        self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: str | None = None
+    ) -> generation.Answer:
+        """Return the answer to prepared inputs."""
+        self._check_adapter(adapter)
+        with self._answering(adapter):
+            return generation.generate_text(self, inputs, request)
+
+    def logits(
+        self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
+        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Return teacher-forced logits of the prompt: [S, V] float32 on the CPU."""
+        self._check_adapter(adapter)
+        inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
+        with self._answering(adapter):
+            return generation.logits(self, inputs)
+
+    def _question(
+        self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: str | None,
+        template_kwargs: Mapping[str, Any] | None, options: Mapping[str, Any],
+    ) -> tuple[chat.Inputs, GenerateRequest]:  # fmt: skip
+        known = [item.name for item in fields(GenerateRequest)]
+        for name in options:
+            if name not in known:
+                raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+        request = GenerateRequest(**options)
+        self._check_adapter(adapter)
+        inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
+        return inputs, request
+
+    @contextmanager
+    def _answering(self, adapter: str | None) -> Iterator[None]:
+        with self._one_at_a_time("generate"), self._out_of_memory_named("answering"):
+            self.route.set(adapter)
+            try:
+                yield
+            finally:
+                self.route.set(None)
+
+    @contextmanager
+    def _one_at_a_time(self, what: str) -> Iterator[None]:
+        if not self._busy.acquire(blocking=False):
+            raise RequestError(
+                "another answer is not finished", field=what, hint="Read it to its end or close its generator first"
+            )
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    @contextmanager
+    def _out_of_memory_named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as exc:
+            raise DeviceError(
+                f"out of memory while {what}; the plan counted {gib(self.plan.gpu_peak_bytes)} of a budget of "
+                f"{gib(self.plan.gpu_budget_bytes)}, {gib(self.memory()['gpu_peak_bytes'])} were in use ({exc})",
+                device=str(self.device), hint="Close other programs on the GPU, or plan with a smaller --gpu-memory",
+            ) from exc  # fmt: skip
+
+    def memory(self) -> dict[str, int]:
+        """Return measured bytes: on the execution device now and at peak since loading began, and the process's peak."""
+        now = peak = 0
+        if self.device.type == "cuda":
+            now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes
+            peak = torch.cuda.max_memory_allocated(self.device) - self._baseline_bytes
+        return {"gpu_bytes": now, "gpu_peak_bytes": peak, "host_peak_bytes": peak_host_bytes()}
+
+
+def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
+    return ((entry, tensors[key]) for key, entry in wanted.items())
+
+
+def _several(value: Any) -> Sequence[Any]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -1,0 +1,226 @@
+"""How a weight is stored: bitsandbytes' 4-bit and 8-bit formats, packed, computed with and taken apart.
+
+A `Packed` weight is a few plain tensors (`parts`) plus facts. Tiers move the parts; a *shell* is bitsandbytes' own layer
+built over parts that are already where they are computed, so that kernels and bytes are stock's. The only file that
+imports bitsandbytes. Not covered here: which modules are quantized (`runtime/hf.py::stock_unquantized`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, int8_vectorwise_dequant, quantize_4bit
+from torch import Tensor, nn
+
+from trimtab.checkpoint.packed import PackedEntry
+from trimtab.errors import CheckpointError, DeviceError
+
+# transformers' BitsAndBytesConfig default; the outlier threshold changes the answer, so ours is stock's.
+INT8_THRESHOLD = 6.0
+BLOCKSIZE = 64
+NESTED_BLOCKSIZE = 256
+
+# bitsandbytes says on every int8 call that inputs are cast to float16. That is the format, not an event.
+logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One weight in its stored form.
+
+    kind: "none", "int8", "fp4" or "nf4". shape, dtype: of the weight it stands for, [D_out, D_in]. parts: "weight" always;
+    4-bit "absmax", with double quantization also "nested_absmax" and "offset"; int8 "SCB". codes: the small look-up tables
+    of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Mapping[str, Tensor]
+    codes: Mapping[str, Tensor]
+    blocksize: int = BLOCKSIZE
+    nested_blocksize: int = NESTED_BLOCKSIZE
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.numel() * part.element_size() for part in self.parts.values())
+
+    def with_parts(self, parts: Mapping[str, Tensor], codes: Mapping[str, Tensor]) -> Packed:
+        """Return the same weight over other tensors: views of a staging buffer, or copies on another device."""
+        return replace(self, parts=dict(parts), codes=dict(codes))
+
+    def to(self, device: torch.device) -> Packed:
+        """Return a copy whose every tensor is on the device (itself where it already is)."""
+        return self.with_parts(
+            {name: part.to(device) for name, part in self.parts.items()},
+            {name: code.to(device) for name, code in self.codes.items()},
+        )
+
+
+class CodeTables:
+    """The look-up tables of one loaded model: one copy of each distinct table a device.
+
+    Not a constant: bitsandbytes 0.49.2 writes into one entry of its dynamic table on the CPU, so a table is shared only
+    after a comparison of all its bytes.
+    """
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[torch.device, str], list[Tensor]] = {}
+
+    def share(self, packed: Packed) -> Packed:
+        """Return the weight with its tables replaced by the shared equal ones."""
+        return packed.with_parts(packed.parts, {name: self.one(name, code) for name, code in packed.codes.items()})
+
+    def one(self, name: str, code: Tensor) -> Tensor:
+        known = self._tables.setdefault((code.device, name), [])
+        for table in known:
+            if torch.equal(table, code):
+                return table
+        known.append(code.clone())
+        return known[-1]
+
+    def on(self, packed: Packed, device: torch.device) -> dict[str, Tensor]:
+        """Return the weight's tables on another device, shared there as well."""
+        return {name: self.one(name, code.to(device)) for name, code in packed.codes.items()}
+
+
+def keep(weight: Tensor) -> Packed:
+    """Return the weight as it is, not quantized."""
+    return Packed("none", tuple(weight.shape), weight.dtype, {"weight": weight}, {})
+
+
+def quantize(weight: Tensor, quant: str) -> Packed:
+    """Return the weight packed on the device where it is, byte for byte as stock bitsandbytes packs it there.
+
+    Shapes: weight [D_out, D_in] in the model's dtype, taken whole: double quantization subtracts the mean of all block
+    maxima, so a split weight gives other bytes. Errors: DeviceError if bitsandbytes has no kernel for this device.
+    Source: bitsandbytes 0.49.2 and 0.50.2, Params4bit._quantize and Int8Params._quantize (which casts to float16 first).
+    """
+    try:
+        if quant == "int8":
+            data, scale, _ = bnb.functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
+            return Packed("int8", tuple(weight.shape), torch.float16, {"weight": data, "SCB": scale}, {})
+        nested = quant == "nf4-dq"
+        kind = "fp4" if quant == "fp4" else "nf4"
+        data, state = quantize_4bit(
+            weight.contiguous(), blocksize=BLOCKSIZE, compress_statistics=nested, quant_type=kind,
+            quant_storage=torch.uint8,
+        )  # fmt: skip
+    except (RuntimeError, NotImplementedError, AttributeError) as exc:
+        if isinstance(exc, torch.OutOfMemoryError):
+            raise
+        raise DeviceError(
+            f"bitsandbytes {bnb.__version__} cannot quantize to {quant} here ({exc})", device=str(weight.device),
+            hint="Choose another --quant or device",
+        ) from exc  # fmt: skip
+    return _from_state(data, state, tuple(weight.shape), weight.dtype)
+
+
+def _from_state(data: Tensor, state: QuantState, shape: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    parts = {"weight": data, "absmax": state.absmax}
+    codes = {"code": state.code}
+    if state.nested:
+        parts |= {"nested_absmax": state.state2.absmax, "offset": state.offset.reshape(1)}
+        codes["nested_code"] = state.state2.code
+    return Packed(
+        str(state.quant_type), shape, dtype, parts, codes, int(state.blocksize),
+        int(state.state2.blocksize) if state.nested else NESTED_BLOCKSIZE,
+    )  # fmt: skip
+
+
+def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Packed:
+    """Return a weight that a checkpoint already holds packed; nothing is quantized again.
+
+    parts: the file tensors of the entry by their part names, on the device where they will be computed or packed.
+    """
+    if entry.kind == "int8":
+        return Packed("int8", entry.shape, torch.float16, {"weight": parts["weight"], "SCB": parts["SCB"]}, {})
+    kept = {"weight": parts["weight"], "absmax": parts["absmax"]}
+    codes = {"code": parts["quant_map"]}
+    if entry.nested:
+        if "nested_offset" not in entry.state:
+            raise CheckpointError("double-quantized without a nested offset", path="", tensor_name=entry.tensor_name)
+        offset = torch.tensor([float(entry.state["nested_offset"])], device=parts["absmax"].device)
+        kept |= {"nested_absmax": parts["nested_absmax"], "offset": offset}
+        codes["nested_code"] = parts["nested_quant_map"]
+    return Packed(
+        entry.kind, entry.shape, getattr(torch, entry.dtype), kept, codes, entry.blocksize or BLOCKSIZE,
+        int(entry.state.get("nested_blocksize", NESTED_BLOCKSIZE)),
+    )  # fmt: skip
+
+
+def quant_state(packed: Packed) -> QuantState:
+    """Return bitsandbytes' own state object over the parts of a 4-bit weight."""
+    nested = None
+    if "nested_absmax" in packed.parts:
+        nested = QuantState(
+            absmax=packed.parts["nested_absmax"], blocksize=packed.nested_blocksize, code=packed.codes["nested_code"],
+            dtype=torch.float32,
+        )  # fmt: skip
+    return QuantState(
+        absmax=packed.parts["absmax"], shape=torch.Size(packed.shape), code=packed.codes["code"],
+        blocksize=packed.blocksize, quant_type=packed.kind, dtype=packed.dtype,
+        offset=packed.parts["offset"].reshape(()) if nested is not None else None, state2=nested,
+    )  # fmt: skip
+
+
+def dequantize(packed: Packed) -> Tensor:
+    """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
+    if packed.kind == "none":
+        return packed.parts["weight"]
+    if packed.kind == "int8":
+        return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
+    return dequantize_4bit(packed.parts["weight"], quant_state(packed))
+
+
+Shell = Callable[[Tensor], Tensor]
+
+
+class PlainShell(nn.Module):
+    """`y = x W^T + b` over a weight that is not quantized. Its tensors are not parameters: the tier owns them."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.__dict__["weight"], self.__dict__["bias"] = weight, bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Shell:
+    """Return a callable layer over the packed parts: x [..., D_in] -> y [..., D_out].
+
+    The parts are used as they are, without a copy: parts that are views of a staging buffer give a layer over whatever
+    the buffer holds. bitsandbytes' own forward is called because its kernels differ between releases.
+    """
+    if packed.kind == "none":
+        return PlainShell(packed.parts["weight"], bias)
+    rows, columns = packed.shape
+    if packed.kind == "int8":
+        layer = bnb.nn.Linear8bitLt(
+            columns, rows, bias=bias is not None, has_fp16_weights=False, threshold=INT8_THRESHOLD, device="meta"
+        )
+        layer.weight = bnb.nn.Int8Params(packed.parts["weight"], requires_grad=False, has_fp16_weights=False)
+        layer.state.CB, layer.state.SCB = packed.parts["weight"], packed.parts["SCB"]
+    else:
+        nested = "nested_absmax" in packed.parts
+        layer = bnb.nn.Linear4bit(
+            columns, rows, bias=bias is not None, compute_dtype=compute_dtype, compress_statistics=nested,
+            quant_type=packed.kind, quant_storage=packed.parts["weight"].dtype, device="meta",
+        )  # fmt: skip
+        state = quant_state(packed)
+        layer.weight = bnb.nn.Params4bit(
+            packed.parts["weight"], requires_grad=False, quant_state=state, blocksize=packed.blocksize,
+            compress_statistics=nested, quant_type=packed.kind, quant_storage=packed.parts["weight"].dtype,
+            module=layer, bnb_quantized=True,
+        )  # fmt: skip
+        layer.quant_state = state
+        # On CPUs with AVX512-BF16 the first forward repacks weight and scales in place, and the inverse loses bits
+        # (bitsandbytes #2078): a staged or shared weight would be destroyed.
+        layer.support_avx512bf16_for_cpu = False
+    layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return layer.eval()

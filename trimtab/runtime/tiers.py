@@ -1,0 +1,557 @@
+"""Where a weight lives while the model runs, and how it gets to the device that computes.
+
+Leaves compute, blocks schedule. A `Leaf` stands in the module tree where a Linear was; its weight is resident, staged
+(the `stream` and `disk` tiers) or computed on the host. Staged weights are grouped by placement block: one contiguous
+buffer a block, copied as one piece into a ring of staging buffers. Entering a block prefetches the one that followed it
+last time. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls: skipped or
+repeated blocks cost time only. Inference only: autograd would save views that are overwritten.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.errors import CheckpointError, DeviceError
+from trimtab.runtime import lora
+from trimtab.runtime.quant import Packed, Shell, dequantize, shell
+from trimtab.runtime.read import HostMemory, PositionedFile, bytes_of
+
+# One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors; 256 keeps every part aligned for both.
+ALIGN_BYTES = 256
+HELD_BYTES = 128 * 2**20
+
+
+def aligned(byte_count: int) -> int:
+    """Return the size rounded up to the alignment of a part inside a block buffer."""
+    return -(-byte_count // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where one tensor lies inside its block's buffer."""
+
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def view(self, buffer: Tensor) -> Tensor:
+        return buffer[self.offset : self.offset + self.nbytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class Group:
+    """One streamed block: its bytes in one piece, in host memory (`host`) or at `spill_start` of the spill file."""
+
+    block: str
+    nbytes: int
+    host: HostMemory | None = None
+    spill_start: int | None = None
+    follows: Group | None = None  # the block that is expected next; learned from what followed last time
+
+
+class GroupWriter:
+    """Packs the weights of one block into one host buffer and remembers where each part went."""
+
+    def __init__(self, block: str) -> None:
+        self.group = Group(block, 0)
+        self._parts: list[tuple[Part, Tensor]] = []
+        self._device_bytes = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Take over tensors (they are copied at `finish`) and return their places."""
+        places = {}
+        for name, tensor in tensors.items():
+            nbytes = tensor.numel() * tensor.element_size()
+            places[name] = Part(self.group.nbytes, nbytes, tuple(tensor.shape), tensor.dtype)
+            self._device_bytes += nbytes
+            # A few fused experts can be larger than what the device has room for while loading.
+            kept = tensor.contiguous() if self._device_bytes <= HELD_BYTES else tensor.cpu().contiguous()
+            self._parts.append((places[name], kept))
+            self.group.nbytes += aligned(nbytes)
+        return places
+
+    def finish(self, *, pinned: bool, spill: Spill | None = None) -> Group:
+        """Copy every part to the host in one piece (page-locked for a GPU), or on to the spill file."""
+        group = self.group
+        memory = HostMemory(group.nbytes, pinned=pinned and spill is None)
+        for place, tensor in self._parts:
+            place.view(memory.tensor).copy_(tensor)
+        self._parts.clear()
+        if spill is None:
+            group.host = memory
+        else:
+            group.spill_start = spill.append(memory.tensor)
+        return group
+
+
+class Spill:
+    """The disk tier's file: packed blocks one after the other, in a nameless temporary file that no one else can open.
+
+    Nothing stays behind: the file goes with the process, however that ends. Errors: CheckpointError if the file is
+    changed or short, DeviceError if the disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - closed by close()
+        self.folder, self.nbytes = folder, 0
+
+    def append(self, buffer: Tensor) -> int:
+        """Write one block and return where it starts."""
+        start, view = self.nbytes, bytes_of(buffer)
+        try:
+            done = 0
+            while done < len(view):
+                done += self._file.write(view[done : done + 2**30]) or 0
+        except OSError as exc:
+            raise DeviceError(
+                f"writing {len(view)} B to the spill file in {self.folder} failed ({exc.strerror})", device="disk",
+                hint="Free disk space or name another folder with --offload-dir",
+            ) from exc  # fmt: skip
+        self.nbytes += len(view)
+        return start
+
+    def read_into(self, target: Tensor, start: int) -> None:
+        # One reader thread only (Streamer's), so seek and read need no lock.
+        self._file.seek(start)
+        view, done = bytes_of(target), 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not count:
+                raise CheckpointError(
+                    f"spill file ends at byte {start + done}, {len(view) - done} bytes are missing: it was changed "
+                    "while in use", path=self.folder, hint="Load the model again",
+                )  # fmt: skip
+            done += count
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@dataclass(eq=False)
+class Slot:
+    """One staging buffer on the execution device and what it holds (or will hold, once `pending` is done)."""
+
+    index: int
+    buffer: Tensor
+    owner: Group | None = None
+    ready: torch.cuda.Event | None = None
+    pending: Future[torch.cuda.Event | None] | None = None
+    last_used: int = 0
+
+
+@dataclass(eq=False)
+class _HostBuffer:
+    """One host buffer of the disk tier; `copied` is recorded once its bytes have left for the device."""
+
+    memory: HostMemory
+    owner: Group | None = None
+    copied: torch.cuda.Event | None = None
+    last_used: int = 0
+
+
+class Streamer:
+    """The ring of staging buffers: `enter(group)` gives the slot that holds the group's bytes, ready for this stream.
+
+    Memory: `slot_count` x the largest group on the device; with disk groups also two host buffers of the largest of them.
+    The copies run on their own stream. A slot is overwritten only after everything that was enqueued on the computing
+    stream before the overwrite has run.
+    """
+
+    def __init__(self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None):
+        self.device, self.groups, self.spill = device, list(groups), spill
+        self.poison = False  # tests fill a slot with 0xAB before each copy, so that a stale read cannot pass
+        self.copied_bytes = 0
+        cuda = device.type == "cuda"
+        largest = max((group.nbytes for group in groups), default=0)
+        count = min(slot_count, len(self.groups))
+        self.slots = [Slot(i, torch.empty(largest, dtype=torch.uint8, device=device)) for i in range(count)]
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._disk_buffers: list[_HostBuffer] = []
+        self._worker: ThreadPoolExecutor | None = None
+        on_disk = [group.nbytes for group in groups if group.host is None]
+        if on_disk:
+            self._disk_buffers = [
+                _HostBuffer(HostMemory(max(on_disk), pinned=cuda)) for _ in range(min(2, len(on_disk)))
+            ]
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="trimtab-disk")
+        self._clock = 0
+        self._current: Slot | None = None
+        for here, following in zip(self.groups, self.groups[1:], strict=False):
+            here.follows = following
+
+    def enter(self, group: Group) -> Slot:
+        """Return the slot with the group's bytes; work enqueued on the current stream from now on may read them."""
+        current = self._current
+        if current is not None and current.owner is group:
+            return current
+        slot = next((slot for slot in self.slots if slot.owner is group), None)
+        if slot is None:
+            slot = self._fetch(group, avoid=None)
+        self._wait(slot)
+        self._clock += 1
+        slot.last_used = self._clock
+        if current is not None and current.owner is not None:
+            current.owner.follows = group
+        self._current = slot
+        following = group.follows
+        if len(self.slots) > 1 and following is not None and all(s.owner is not following for s in self.slots):
+            self._fetch(following, avoid=slot)
+            self._read_ahead(following.follows, keep=following)
+        return slot
+
+    def _fetch(self, group: Group, *, avoid: Slot | None) -> Slot:
+        slot = min((slot for slot in self.slots if slot is not avoid), key=lambda slot: slot.last_used)
+        if slot is self._current:
+            self._current = None
+        if slot.pending is not None:  # an unused prefetch: let it finish before its slot is written again
+            with suppress(CheckpointError, OSError):  # its error belongs to the block that nobody asked for
+                self._settle(slot)
+        slot.owner, slot.ready = None, None
+        free = torch.cuda.current_stream(self.device).record_event() if self._stream is not None else None
+        if group.host is not None:
+            slot.ready = self._copy(group.host.tensor, slot, free)
+        else:
+            assert self._worker is not None
+            slot.pending = self._worker.submit(self._copy_from_disk, group, slot, free)
+        slot.owner = group
+        self._clock += 1
+        slot.last_used = self._clock
+        return slot
+
+    def _copy(self, source: Tensor, slot: Slot, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        self.copied_bytes += source.numel()
+        target = slot.buffer[: source.numel()]
+        if self._stream is None:
+            if self.poison:
+                slot.buffer.fill_(0xAB)
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(self._stream):
+            assert free is not None
+            self._stream.wait_event(free)
+            if self.poison:
+                slot.buffer.fill_(0xAB)
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def _copy_from_disk(self, group: Group, slot: Slot, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+        held = self._read_disk(group, keep=None)
+        event = self._copy(held.memory.tensor[: group.nbytes], slot, free)
+        held.copied = event
+        return event
+
+    def _read_disk(self, group: Group, *, keep: Group | None) -> _HostBuffer:
+        """Return the host buffer with the group's bytes, read if needed. Runs on the disk thread only."""
+        held = next((buffer for buffer in self._disk_buffers if buffer.owner is group), None)
+        if held is None:
+            free = [buffer for buffer in self._disk_buffers if keep is None or buffer.owner is not keep]
+            held = min(free, key=lambda buffer: buffer.last_used)
+            if held.copied is not None:
+                held.copied.synchronize()
+            held.owner = None
+            assert self.spill is not None and group.spill_start is not None
+            self.spill.read_into(held.memory.tensor[: group.nbytes], group.spill_start)
+            held.owner = group
+        self._clock += 1
+        held.last_used = self._clock
+        return held
+
+    def _read_ahead(self, group: Group | None, *, keep: Group) -> None:
+        if group is not None and group.host is None and len(self._disk_buffers) > 1:
+            assert self._worker is not None
+            self._worker.submit(self._read_ahead_quietly, group, keep)
+
+    def _read_ahead_quietly(self, group: Group, keep: Group) -> None:
+        # A read-ahead is a guess: its error is raised by the read that needs the bytes, if one comes.
+        try:
+            self._read_disk(group, keep=keep)
+        except (CheckpointError, OSError, ValueError):
+            return
+
+    def _settle(self, slot: Slot) -> None:
+        pending, slot.pending = slot.pending, None
+        if pending is None:
+            return
+        try:
+            slot.ready = pending.result()
+        except BaseException:
+            slot.owner = None
+            if self._current is slot:
+                self._current = None
+            raise
+
+    def _wait(self, slot: Slot) -> None:
+        self._settle(slot)
+        if slot.ready is not None:
+            torch.cuda.current_stream(self.device).wait_event(slot.ready)
+
+    def close(self) -> None:
+        """Give back every buffer and the spill file."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        for group in self.groups:
+            if group.host is not None:
+                group.host.close()
+            group.host, group.follows = None, None
+        for held in self._disk_buffers:
+            held.memory.close()
+        self.slots, self._disk_buffers, self.groups, self._current = [], [], [], None
+        if self.spill is not None:
+            self.spill.close()
+
+
+@dataclass
+class Staged:
+    """The weight of one leaf inside a streamed block: what it is, and where each part lies in the block's buffer."""
+
+    streamer: Streamer
+    group: Group
+    packed: Packed  # its parts are empty; facts and shared code tables only
+    places: Mapping[str, Part]
+    views: dict[int, Packed] = field(default_factory=dict)
+
+    def open(self) -> tuple[int, Packed]:
+        """Return the slot's index and the weight as views of its buffer, valid until another block is entered."""
+        slot = self.streamer.enter(self.group)
+        found = self.views.get(slot.index)
+        if found is None:
+            parts = {name: place.view(slot.buffer) for name, place in self.places.items()}
+            found = self.views[slot.index] = self.packed.with_parts(parts, self.packed.codes)
+        return slot.index, found
+
+
+class Leaf(nn.Module):
+    """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
+
+    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident and unquantized,
+    otherwise a tensor without data of the weight's shape in the computing dtype, so that code which only asks for a shape
+    or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], *, quant_kind: str, bias: Tensor | None, device: torch.device,
+        dtype: torch.dtype, route: lora.Route,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module_path, self.quant_kind, self.device, self.dtype = module_path, quant_kind, device, dtype
+        self.out_features, self.in_features = shape
+        self.route = route
+        self.adapters: dict[str, lora.LinearAdapter] = {}
+        # Not a Parameter: nothing may move, cast or save it behind the tier's back.
+        self.__dict__["bias"] = bias
+        self.__dict__["ghost"] = torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def weight(self) -> Tensor:
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        """Return the layer's output without any adapter."""
+        raise NotImplementedError
+
+    def packed(self) -> Packed:
+        """Return the weight in its stored form on the execution device, valid until the next call into the model."""
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:
+        """Return the dequantized weight [D_out, D_in] on the execution device."""
+        weight = dequantize(self.packed())
+        return weight.clone() if self.quant_kind == "none" else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return lora.apply_linear(self, x, y) if self.adapters else y
+
+
+class ResidentLeaf(Leaf):
+    """The weight stays on the execution device."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
+        self._packed = packed
+        self.__dict__["shell"] = shell(packed, self.bias, self.dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        if self.quant_kind == "none":
+            return self._packed.parts["weight"]
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x)
+        return y
+
+    def packed(self) -> Packed:
+        return self._packed
+
+
+class StagedLeaf(Leaf):
+    """The weight is in host memory or on disk and is copied to the execution device block by block."""
+
+    def __init__(self, module_path: str, staged: Staged, **kwargs: Any) -> None:
+        shape = staged.packed.shape
+        super().__init__(module_path, (shape[0], shape[1]), quant_kind=staged.packed.kind, **kwargs)
+        self.staged = staged
+        self._shells: dict[int, Shell] = {}
+
+    def base(self, x: Tensor) -> Tensor:
+        index, packed = self.staged.open()
+        layer = self._shells.get(index)
+        if layer is None:
+            layer = self._shells[index] = shell(packed, self.bias, self.dtype)
+        return layer(x)
+
+    def packed(self) -> Packed:
+        return self.staged.open()[1]
+
+
+class HostLeaf(Leaf):
+    """The weight stays in host memory and the CPU computes with it; activations move."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
+        self._packed = packed
+        bias = None if self.bias is None else self.bias.cpu()
+        self.__dict__["shell"] = shell(packed, bias, self.dtype)
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x.cpu())
+        return y.to(x.device)
+
+    def packed(self) -> Packed:
+        return self._packed.to(self.device)
+
+
+def stage_parameters(module: nn.Module, staged: Staged) -> None:
+    """Make the named parameters of a module (fused experts, [E, D_out, D_in]) views of their staged block.
+
+    The module keeps its path, class name and forward; only reading such a parameter enters the block.
+    """
+
+    def reader(name: str) -> property:
+        return property(lambda self: self.__dict__["staged"].open()[1].parts[name])
+
+    for name in staged.places:
+        del module._parameters[name]
+    module.__dict__["staged"] = staged
+    original = type(module)
+    module.__class__ = type(original.__name__, (original,), {name: reader(name) for name in staged.places})
+
+
+def compute_on_host(module: nn.Module) -> None:
+    """Make a module whose tensors are on the CPU (fused experts) compute there; its inputs and output move."""
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        moved = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        named = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        return inner(*moved, **named).to(device)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+class Table(nn.Module):
+    """An embedding table with its adapters: ids [B, S] -> rows [B, S, D].
+
+    embed_scale: what the original class multiplies rows by, or None. Subclasses say where the rows are.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], *, embed_scale: Tensor | None, device: torch.device,
+        dtype: torch.dtype, route: lora.Route, padding_idx: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module_path, self.device, self.dtype, self.route = module_path, device, dtype, route
+        self.num_embeddings, self.embedding_dim = shape
+        self.padding_idx = padding_idx
+        self.adapters: dict[str, lora.EmbeddingAdapter] = {}
+        self.__dict__["embed_scale"] = embed_scale
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the unscaled rows of ids on the execution device."""
+        raise NotImplementedError
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        if self.embed_scale is not None:
+            rows = rows * self.embed_scale.to(rows.dtype)
+        return lora.apply_embedding(self, ids, rows) if self.adapters else rows
+
+
+class ResidentTable(Table):
+    """The whole table is on the execution device; a tied head may share it."""
+
+    def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Any) -> None:
+        super().__init__(module_path, (weight.shape[0], weight.shape[1]), **kwargs)
+        self.weight = weight
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def dense_rows(self) -> Tensor:
+        return self.weight
+
+
+class GatheredTable(Table):
+    """The table stays in host memory or in the checkpoint file; only the rows asked for are fetched.
+
+    source: the table [V, D] on the CPU, or a file and the offset of its first row. `weight` is the first few rows on the
+    execution device: Gemma4Model.forward reads the padding row of its token table on every call.
+    """
+
+    def __init__(self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows, first_rows: int, **kwargs: Any):
+        super().__init__(module_path, shape, **kwargs)
+        self.source = source
+        cuda = self.device.type == "cuda"
+        self._pinned = cuda
+        ids = torch.arange(min(first_rows, shape[0]))
+        self.__dict__["weight"] = self._gather(ids).to(self.device)
+
+    def _gather(self, ids: Tensor) -> Tensor:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"{self.module_path}: token id outside 0..{self.num_embeddings - 1}")
+        if isinstance(self.source, Tensor):
+            rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.dtype, pin_memory=self._pinned)
+            return torch.index_select(self.source, 0, ids, out=rows)
+        return self.source.read(ids, self.dtype, pinned=self._pinned)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        flat = ids.reshape(-1).cpu()
+        rows = self._gather(flat).to(self.device, non_blocking=True)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+
+class FileRows:
+    """The rows of a table left in its checkpoint file: nothing read at load, no memory, rows read as they are needed."""
+
+    def __init__(self, path: Path, start: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.file, self.start, self.shape, self.dtype = PositionedFile(path), start, shape, dtype
+
+    def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""
+        self.file.check()
+        rows = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, pin_memory=pinned)
+        width = self.shape[1] * rows.element_size()
+        view = bytes_of(rows) if rows.numel() else memoryview(b"")
+        for place, row in enumerate(ids.tolist()):
+            self.file.read_into(view[place * width : (place + 1) * width], self.start + row * width)
+        return rows if rows.dtype == dtype else rows.to(dtype)
+
+    def close(self) -> None:
+        self.file.close()
