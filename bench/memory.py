@@ -139,7 +139,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     plan_s = time.perf_counter() - start
     if gpu_memory is not None:
         # The driver's context is outside PyTorch's limit: a 4 GiB card has that much less for tensors.
-        allowed = gpu_memory - plan.context_bytes
+        allowed = gpu_memory - plan.gpu["cuda_context"]
         torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
     start = time.perf_counter()
     with trimtab.load(plan) as model:
@@ -156,7 +156,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     return {
         "plan_s": round(plan_s, 2), "load_s": round(load_s, 2), "gpu_planned_gib": round(planned, 3),
         "gpu_peak_gib": round(memory["gpu_peak_bytes"] / 2**30, 3),
-        "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu_items), **row,
+        "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu), "peak_phase": plan.peak_phase, **row,
     }  # fmt: skip
 
 

@@ -41,8 +41,8 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 def _gemma4_parts(text: Mapping[str, Any], *, audio: bool, vision: Mapping[str, Any]) -> dict[str, Any]:
     towers: dict[str, Any] = {
         "vision_config": _VISION
-        | {"num_key_value_heads": 2, "head_dim": HEAD, "patch_size": 8, "pooling_kernel_size": 2, "position_embedding_size": 64}
-        | dict(vision)
+        | {"num_key_value_heads": 2, "head_dim": HEAD, "patch_size": 8, "pooling_kernel_size": 2}
+        | {"position_embedding_size": 64, **vision}
     }
     if audio:
         towers["audio_config"] = {
@@ -170,9 +170,8 @@ def _mixtral() -> Any:
 def _qwen3_moe() -> Any:
     from transformers import Qwen3MoeConfig
 
-    return Qwen3MoeConfig(
-        **_TEXT, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=WIDTH, mlp_only_layers=[1], decoder_sparse_step=1
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH}
+    return Qwen3MoeConfig(**_TEXT, **experts, mlp_only_layers=[1], decoder_sparse_step=1)
 
 
 _CONFIGS: Mapping[str, tuple[str, Callable[[], Any]]] = {
@@ -228,9 +227,10 @@ def make_model(family: str, *, seed: int = 0, dtype: str = "bfloat16") -> Any:
     generator = torch.Generator().manual_seed(seed)
     depth = sum(1 for path, _ in model.named_modules() if re.search(r"\.(layers|blocks)\.\d+$", path))
     buffers = [(path, tensor) for path, tensor in model.named_buffers() if path in model.state_dict()]
+    unit_scores = not family.startswith(("gemma4", "gemma3n"))
     with torch.no_grad():
         for path, tensor in (*model.named_parameters(), *buffers):
-            tensor.copy_(_value(path, tensor, depth, generator, unit_scores=not family.startswith(("gemma4", "gemma3n"))))
+            tensor.copy_(_value(path, tensor, depth, generator, unit_scores=unit_scores))
     return model
 
 
@@ -297,3 +297,163 @@ def _patches(generator: torch.Generator, vision: Any) -> tuple[dict[str, Tensor]
     grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     positions = torch.stack([grid[1], grid[0]], dim=-1).reshape(1, -1, 2)
     return {"pixel_values": pixels, "image_position_ids": positions}, columns * rows // vision.pooling_kernel_size**2
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+_PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
+_LANGUAGE = rf"model\.(language_model\.)?layers\.\d+\.(self_attn|mlp)\.{_PROJECTIONS}"
+_TOWERS = r"model\.(vision_tower|visual|audio_tower|embed_vision|embed_audio|multi_modal_projector)\..+"
+
+
+def adapter(
+    base_folder: Path, folder: Path, *, targets: str = "text", rank: int = 4, rslora: bool = False, dora: bool = False,
+    bias: bool = False, embeddings: bool = False, modules_to_save: Sequence[str] = (),
+    rank_pattern: Mapping[str, int] | None = None, alpha_pattern: Mapping[str, int] | None = None, seed: int = 0,
+) -> Path:  # fmt: skip
+    """Write an adapter for a checkpoint with stock PEFT, random and not zero, and return its folder.
+
+    targets: "text" is every attention and MLP projection of the language model; "all" also every Linear of towers and
+    connectors, inside Gemma 4's wrappers by their inner `.linear`. bias: lora_bias. embeddings: LoRA on embed_tokens too.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = _load(base_folder)
+        config = LoraConfig(
+            r=rank, lora_alpha=2 * rank, use_rslora=rslora, use_dora=dora, lora_bias=bias, task_type="CAUSAL_LM",
+            target_modules=_targets(model, targets, embeddings), modules_to_save=list(modules_to_save) or None,
+            rank_pattern=dict(rank_pattern or {}), alpha_pattern=dict(alpha_pattern or {}),
+        )  # fmt: skip
+        torch.manual_seed(seed)
+        peft_model = get_peft_model(model, config)
+        _randomize(peft_model, torch.Generator().manual_seed(seed))
+        peft_model.save_pretrained(folder)
+    return folder
+
+
+def _load(folder: Path) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]).from_pretrained(folder, dtype=config.dtype).eval()
+
+
+def _targets(model: Any, targets: str, embeddings: bool) -> str | list[str]:
+    if not any(re.match(_TOWERS, path) for path, _ in model.named_modules()):
+        # PEFT turns MLP names of a model with fused experts into adapters on 3-D parameters.
+        fused = any(parameter.dim() == 3 for parameter in model.parameters())
+        names = [f"{name}_proj" for name in ("qkvo" if fused else ("q", "k", "v", "o", "gate", "up", "down"))]
+        return [*names, "embed_tokens"] if embeddings else names
+    wanted = {"text": _LANGUAGE, "all": f"{_LANGUAGE}|{_TOWERS}"}[targets]
+    # Exact class: a subclass such as the output projection of nn.MultiheadAttention is read from outside its forward.
+    paths = [path for path, module in model.named_modules() if type(module) is nn.Linear and re.fullmatch(wanted, path)]
+    if embeddings:
+        paths.append(next(path for path, _ in model.named_modules() if path.endswith(".embed_tokens")))
+    numbered = {re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(path)) for path in paths}
+    return "|".join(sorted(numbered))
+
+
+def _randomize(peft_model: Any, generator: torch.Generator) -> None:
+    with torch.no_grad():
+        for path, parameter in peft_model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if "lora_magnitude_vector" in path:
+                parameter.mul_(1 + 0.1 * noise)
+            elif "lora_B" in path or "lora_embedding_B" in path:
+                parameter.copy_(0.03 * noise)
+            elif "lora_embedding_A" in path:
+                parameter.copy_(0.3 * noise)
+            elif "modules_to_save" in path:
+                parameter.add_(0.05 * noise)
+
+
+# Real sizes -----------------------------------------------------------------------------------------------------------
+
+
+def e_series_config(size: str) -> Any:
+    """Return the Gemma 4 configuration with the sizes of the released "e2b" or "e4b"."""
+    from transformers import Gemma4Config
+
+    e2b = {"e2b": True, "e4b": False}[size]
+    layers, every = (35, 5) if e2b else (42, 6)
+    text = {
+        "vocab_size": 262144, "vocab_size_per_layer_input": 262144, "hidden_size": 1536 if e2b else 2560,
+        "intermediate_size": 6144 if e2b else 10240, "num_hidden_layers": layers, "num_attention_heads": 8,
+        "num_key_value_heads": 1 if e2b else 2, "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": 20 if e2b else 18, "sliding_window": 512, "use_double_wide_mlp": e2b,
+        "final_logit_softcapping": 30.0, "layer_types": [_SLIDING if (i + 1) % every else _FULL for i in range(layers)],
+    }  # fmt: skip
+    config = Gemma4Config(
+        text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536}
+    )
+    config.architectures, config.dtype = ["Gemma4ForConditionalGeneration"], torch.bfloat16
+    return config
+
+
+def e_series(size: str, folder: Path) -> Path:
+    """Write the config.json of a real size, without weights, and return the folder."""
+    e_series_config(size).save_pretrained(folder)
+    return folder
+
+
+def big_adapter_header(folder: Path, size: str = "e2b", rank: int = 8) -> Path:
+    """Write an adapter of a real size, its weights a sparse file of zeros, and return its folder.
+
+    For E2B the field's 786 tensors: language 490 (the 80 of k and v in KV-shared layers, which the model does not have,
+    among them), vision 224, audio 72. As there, target_modules are the broad outer names, tower keys carry the inner
+    `.linear`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for path, (rows, columns) in _big_targets(e_series_config(size)).items():
+        for role, shape in (("A", [rank, columns]), ("B", [rows, rank])):
+            nbytes = 4 * math.prod(shape)
+            header[f"base_model.model.{path}.lora_{role}.weight"] = {
+                "dtype": "F32", "shape": shape, "data_offsets": [end, end + nbytes]
+            }  # fmt: skip
+            end += nbytes
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with open(folder / "adapter_model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + end)
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": f"gemma-4-{size}", "r": rank,
+        "lora_alpha": 2 * rank, "lora_dropout": 0.0, "bias": "none", "inference_mode": True, "use_rslora": False,
+        "target_modules": [f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    return folder
+
+
+def _big_targets(config: Any) -> dict[str, tuple[int, int]]:
+    """Return path -> (rows, columns) of every adapted projection, counted from the sizes, not from the model."""
+    text, vision, audio = config.text_config, config.vision_config, config.audio_config
+    found: dict[str, tuple[int, int]] = {}
+    first_shared = text.num_hidden_layers - text.num_kv_shared_layers
+    for layer, kind in enumerate(text.layer_types):
+        head = 512 if kind == _FULL else 256
+        wide = text.intermediate_size * (2 if text.use_double_wide_mlp and layer >= first_shared else 1)
+        stem = f"model.language_model.layers.{layer}"
+        found |= _layer(stem, text.hidden_size, wide, text.num_attention_heads * head, text.num_key_value_heads * head)
+    for layer in range(vision.num_hidden_layers):
+        heads, kv_heads = vision.num_attention_heads * vision.head_dim, vision.num_key_value_heads * vision.head_dim
+        stem = f"model.vision_tower.encoder.layers.{layer}"
+        inner = _layer(stem, vision.hidden_size, vision.intermediate_size, heads, kv_heads)
+        found |= {f"{path}.linear": shape for path, shape in inner.items()}
+    for layer in range(audio.num_hidden_layers):
+        for name in ("q", "k", "v"):
+            path = f"model.audio_tower.layers.{layer}.self_attn.{name}_proj.linear"
+            found[path] = (audio.hidden_size, audio.hidden_size)
+    return found
+
+
+def _layer(stem: str, width: int, wide: int, q_out: int, kv_out: int) -> dict[str, tuple[int, int]]:
+    return {
+        f"{stem}.self_attn.q_proj": (q_out, width), f"{stem}.self_attn.k_proj": (kv_out, width),
+        f"{stem}.self_attn.v_proj": (kv_out, width), f"{stem}.self_attn.o_proj": (width, q_out),
+        f"{stem}.mlp.gate_proj": (wide, width), f"{stem}.mlp.up_proj": (wide, width), f"{stem}.mlp.down_proj": (width, wide),
+    }  # fmt: skip

@@ -41,7 +41,12 @@ def plan_of(folder: Path, device: str = DEVICE, **options):
 
 
 def inputs_of(family: str, config, device: str = DEVICE):
-    return {name: value.to(device) for name, value in pico.inputs(family, config).items()}
+    """Return forward arguments with pixels and sound in the model's dtype, as the chat room prepares them.
+
+    Stock's quantized vision tower computes in the dtype of the pixels it is given, so both routes get the same.
+    """
+    found = pico.inputs(family, config)
+    return {k: v.to(device, torch.bfloat16 if v.is_floating_point() else None) for k, v in found.items()}
 
 
 def forward(model, family: str) -> torch.Tensor:

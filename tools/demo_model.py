@@ -32,7 +32,7 @@ SPECIAL_TOKENS = (*NAMED_TOKENS.values(), *MODEL_TOKENS.values(), "<|video|>")
 WORD_PIECES = 1664
 LAYERS, SHARED = 8, 4
 LAYER_TYPES = ["full_attention" if (layer + 1) % 4 == 0 else "sliding_attention" for layer in range(LAYERS)]
-SHARD_BYTES = "6MB"
+SHARD_BYTES = "7MB"
 
 # Our own words for the form of Gemma 4's template: one marker per medium, trimmed text, a turn per message.
 CHAT_TEMPLATE = """{{- bos_token -}}
@@ -162,7 +162,8 @@ def save_processor(tokenizer: Any, folder: Path) -> None:
     """Write tokenizer, image processor, feature extractor and chat template so that `AutoProcessor` reads the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
-    image, sound = build_image_processor().to_dict(), build_feature_extractor().to_dict()
+    _edit_json(folder / "tokenizer_config.json", lambda config: config.update(extra_special_tokens=["<|video|>"]))
+    image, sound = (json.loads(part.to_json_string()) for part in (build_image_processor(), build_feature_extractor()))
     # The name without a backend: transformers picks the PIL or the torchvision class by what is installed.
     image["image_processor_type"] = "Gemma4ImageProcessor"
     video = {"video_processor_type": "Gemma4VideoProcessor", "patch_size": 8, "pooling_kernel_size": 2}
@@ -181,6 +182,8 @@ def save_base(model: Any, tokenizer: Any, folder: Path) -> None:
         old.unlink()
     exact = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
     model.save_pretrained(folder, state_dict=exact, max_shard_size=SHARD_BYTES)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)
     _edit_json(folder / "config.json", _published_spelling)
     stops = [1, tokenizer.convert_tokens_to_ids("<turn|>")]
     generation = {"bos_token_id": 2, "do_sample": False, "eos_token_id": stops, "pad_token_id": 0}

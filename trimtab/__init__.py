@@ -1,1 +1,3 @@
 """trimtab."""
+
+from trimtab.api import inspect, load, plan

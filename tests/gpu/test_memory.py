@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 import trimtab
 from tests import pico, stock
+from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
 from trimtab.runtime import lora, tiers
 from trimtab.runtime.quant import Packed
@@ -51,7 +52,7 @@ def test_memory_is_given_back(tmp_path):
     for place in ({"*": "resident"}, {"*": "stream"}):
         with trimtab.load(trimtab.plan(folder, context=64, quant="nf4", place=place)) as model:
             assert torch.cuda.memory_allocated() > before
-            stock.logits(model.hf_model, {k: v.to(GPU) for k, v in pico.inputs("gemma4", model.hf_model.config).items()})
+            stock.logits(model.hf_model, inputs_of("gemma4", model.hf_model.config, "cuda:0"))
         del model
         assert torch.cuda.memory_allocated() == before
 

@@ -257,7 +257,7 @@ class _Planner:
         device_bytes = open_host.smallest_device_bytes()
         if device_bytes is None:
             spilled = Search(self.items, _opened(limits, host=True, disk=True)).smallest_device_bytes()
-            needed = sum(b.buffer_bytes for b in self.blocks if "disk" in b.allowed_tiers)
+            needed = sum(b.buffer_bytes for b in self.blocks if b.block_path in self._spilled())
             assert spilled is not None, "with every budget open, the placement asked for always fits"
             return self._error(
                 "disk", needed, limits.disk_budget_bytes or 0, "the spill file has no room", flag="--offload-dir"
@@ -268,6 +268,9 @@ class _Planner:
             f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B",
             flag="--gpu-memory and --host-memory",
         )  # fmt: skip
+
+    def _spilled(self) -> set[str]:
+        return {path for path, asked in self.asked.items() if asked.tier == "disk"}
 
     def _error(self, device: str, needed_bytes: int, budget_bytes: int, reason: str, flag: str = "") -> DoesNotFitError:
         on_device = device not in ("host", "disk")

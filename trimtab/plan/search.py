@@ -127,6 +127,8 @@ class _Destinations:
         """
         leaving = list(self.must)
         yield tuple(leaving)
+        if not self._table_waits(leaving, order):
+            yield from self._one_more_or_less(leaving, order)
         dearest_s = max((self.more_s[number] for number in order), default=0.0)
         for place, number in enumerate(order):
             for _ in range(self.groups[number].count):

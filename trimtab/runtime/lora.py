@@ -2,8 +2,8 @@
 
 `attach` puts a matched adapter on the model, all of it or nothing; `Route` says which adapter each row uses now; layers
 call `apply_linear` and `apply_embedding` on their own output. Same operations in the same order and precision as PEFT
-0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach. Unlike
-PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
+0.19.1 to 0.21.2, so equal bit for bit where the kernels are the same; norms of DoRA are computed once, at attach.
+Unlike PEFT's mixed batches, which round once more, a row here equals the row run alone. Inference only.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,14 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat, lora
-from trimtab.runtime import generate as generation
+from trimtab.runtime import lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.read import read_small
+
+if TYPE_CHECKING:
+    from trimtab.runtime import chat
+    from trimtab.runtime import generate as generation
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 
@@ -149,6 +152,8 @@ class LoadedModel:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> chat.Inputs:  # fmt: skip
         """Return the model inputs of a prompt: text, chat messages, or a list of token ids; image, audio: one or several."""
+        from trimtab.runtime import chat
+
         return chat.prepare(
             self, prompt, images=_several(image), audios=_several(audio), system=system,
             template_kwargs=dict(template_kwargs or {}),
@@ -167,6 +172,8 @@ class LoadedModel:
         return self._pieces(inputs, request, adapter)
 
     def _pieces(self, inputs: chat.Inputs, request: GenerateRequest, adapter: str | None) -> Iterator[str]:
+        from trimtab.runtime import generate as generation
+
         with self._answering(adapter):
             for piece in generation.generate(self, inputs, request):
                 if piece.text:
@@ -184,6 +191,8 @@ class LoadedModel:
         self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: str | None = None
     ) -> generation.Answer:
         """Return the answer to prepared inputs."""
+        from trimtab.runtime import generate as generation
+
         self._check_adapter(adapter)
         with self._answering(adapter):
             return generation.generate_text(self, inputs, request)
@@ -193,6 +202,8 @@ class LoadedModel:
         adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return teacher-forced logits of the prompt: [S, V] float32 on the CPU."""
+        from trimtab.runtime import generate as generation
+
         self._check_adapter(adapter)
         inputs = self.prepare(prompt, image=image, audio=audio, system=system, template_kwargs=template_kwargs)
         with self._answering(adapter):

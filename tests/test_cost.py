@@ -1,0 +1,218 @@
+"""Bytes of packed weights, of torch's allocator, of the KV cache; seconds by tier."""
+
+import pytest
+
+from tests.anatomies import e_series, small
+from trimtab.checkpoint.anatomy import KVLayer
+from trimtab.plan.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
+from trimtab.plan.cost import (
+    Rates,
+    Weights,
+    Work,
+    allocated_bytes,
+    allocator_reserve_bytes,
+    buffer_bytes,
+    packed_bytes,
+    packed_parts,
+    seconds,
+)
+from trimtab.request import LoadRequest
+
+MIB = 2**20
+
+
+def test_nf4_is_half_a_byte_a_weight_and_one_float_a_block():
+    assert packed_parts((128, 64), "nf4", "bfloat16") == {"weight": 4096, "absmax": 4 * 128}
+    assert packed_parts((128, 64), "fp4", "bfloat16") == packed_parts((128, 64), "nf4", "bfloat16")
+
+
+def test_double_quantization_has_byte_scales_nested_scales_and_an_offset():
+    parts = packed_parts((1024, 1024), "nf4-dq", "bfloat16")
+    assert parts == {"weight": 524288, "absmax": 16384, "nested_absmax": 256, "offset": 4}
+
+
+def test_an_odd_number_of_weights_is_padded_to_a_byte_and_a_block():
+    assert packed_parts((1, 65), "nf4", "bfloat16") == {"weight": 33, "absmax": 8}
+    assert packed_parts((1, 65), "nf4-dq", "bfloat16") == {"weight": 33, "absmax": 2, "nested_absmax": 4, "offset": 4}
+
+
+def test_int8_has_one_float_an_output_row():
+    assert packed_parts((7, 5), "int8", "bfloat16") == {"weight": 35, "SCB": 28}
+
+
+def test_experts_are_counted_whole():
+    assert packed_bytes((8, 16, 32), "none", "bfloat16") == 8 * 16 * 32 * 2
+    assert packed_bytes((8, 16, 32), "none", "float32") == 8 * 16 * 32 * 4
+
+
+def test_an_unknown_format_is_refused():
+    with pytest.raises(ValueError, match="nf5"):
+        packed_parts((2, 2), "nf5", "bfloat16")
+
+
+@pytest.mark.parametrize("quant", ["nf4", "nf4-dq", "fp4", "int8"])
+def test_packed_bytes_are_those_of_bitsandbytes(quant):
+    torch = pytest.importorskip("torch")
+    from trimtab.runtime.quant import quantize
+
+    packed = quantize(torch.randn(192, 320, dtype=torch.bfloat16), quant)
+    parts = {name: part.numel() * part.element_size() for name, part in packed.parts.items()}
+    assert parts == packed_parts((192, 320), quant, "bfloat16")
+
+
+def test_parts_in_a_block_buffer_start_at_256_bytes():
+    assert buffer_bytes({"weight": 33, "absmax": 256, "offset": 4}) == 768
+
+
+@pytest.mark.parametrize(
+    ("asked", "counted"),
+    [
+        (0, 0),
+        (1, 512),
+        (513, 1024),
+        (9 * MIB + 1, 9 * MIB + 512),
+        (12 * MIB, 12 * MIB),
+        (12 * MIB + MIB // 2, 12 * MIB + MIB // 2),  # 1.5 MiB of its 14 MiB segment are split off
+        (13 * MIB + MIB // 2, 14 * MIB),  # half a MiB is not
+    ],
+)
+def test_the_allocator_rounds_as_torch_does(asked, counted):
+    assert allocated_bytes(asked) == counted
+
+
+def test_the_reserve_is_a_share_with_a_floor():
+    assert allocator_reserve_bytes(10) == 22 * MIB
+    assert allocator_reserve_bytes(100 * 2**30) == 3 * 2**30
+
+
+def test_kv_cache_counts_both_of_keys_and_values_and_one_copy_of_the_largest_keys():
+    layers = (KVLayer(0, 2, 16, None, None), KVLayer(1, 4, 16, None, None), KVLayer(2, 4, 16, None, 1))
+    one = 3 * 16 * 2  # batch, head_dim, bytes
+    assert kv_cache_bytes(layers, "bfloat16", batch=3, tokens=100, new_tokens=1) == (2 * 100 * (2 + 4) + 99 * 4) * one
+
+
+def test_a_sliding_layer_holds_its_window_and_the_piece_that_came_last():
+    layers = (KVLayer(0, 1, 8, 32, None),)
+    held = kv_cache_bytes(layers, "float32", batch=1, tokens=1000, new_tokens=100)
+    assert held == (2 * (31 + 100) + 31) * 8 * 4
+    assert kv_cache_bytes(layers, "float32", batch=1, tokens=10, new_tokens=10) == 2 * 10 * 8 * 4
+
+
+def test_kv_cache_bytes_are_those_of_transformers():
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, hidden_size=16, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    cache, layers = transformers.DynamicCache(config=config), (KVLayer(0, 2, 8, 16, None), KVLayer(1, 2, 8, None, None))
+    tokens = 0
+    for new_tokens in (40, 30, 1):
+        for layer in range(2):
+            cache.update(*(torch.zeros(3, 2, new_tokens, 8) for _ in range(2)), layer)
+        tokens += new_tokens
+        held = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+        copy = (tokens - new_tokens) * 3 * 2 * 8 * 4
+        assert kv_cache_bytes(layers, "float32", batch=3, tokens=tokens, new_tokens=new_tokens) == held + copy
+
+
+def test_every_coefficient_says_where_it_comes_from():
+    assert all(multiple > 0 and len(origin.split()) > 3 for multiple, origin in COEFFICIENTS.values())
+
+
+def test_a_model_type_takes_the_patches_of_the_longest_name_it_starts_with():
+    assert patches_of("gemma4") == patches_of("gemma4_unified") == (2520, 280)
+    assert patches_of("gemma3n") != patches_of("gemma3")
+    assert patches_of("never seen") == (4096, 1024)
+
+
+def needs(anatomy=None, *, quant="nf4-dq", has_adapters=False, **asked):
+    anatomy = anatomy or e_series("E2B")
+    use = use_of(LoadRequest(model="m", **asked), anatomy, answer_tokens=256)
+    return needs_of(anatomy, use, quant=quant, has_adapters=has_adapters)
+
+
+def total(**asked):
+    found = needs(**asked)
+    return found.kv_cache_bytes + found.activation_bytes
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"context_tokens": 8192}, {"batch": 2}, {"images": 9}, {"audio_s": 600.0}, {"has_adapters": True}, {"quant": "none"}],
+)
+def test_asking_for_more_needs_more(more):
+    least = {"context_tokens": 2048, "images": 1, "audio_s": 1.0, "quant": "nf4-dq"}
+    grown = total(**(least | more))
+    assert grown < total(**least) if more == {"quant": "none"} else grown > total(**least)
+
+
+def test_the_worst_phase_is_named():
+    assert needs(images=0, audio_s=0).phase == "prompt"
+    assert needs(images=40, audio_s=0, context_tokens=64).phase == "pictures"
+    assert needs(images=0, audio_s=600, context_tokens=64).phase == "sound"
+
+
+def test_a_model_without_towers_needs_nothing_for_pictures_and_sound():
+    anatomy = e_series("E2B", towers=False)
+    assert needs(anatomy, images=50, audio_s=3000) == needs(anatomy, images=0, audio_s=0)
+
+
+def test_a_piece_of_the_prompt_holds_every_picture_and_sound():
+    use = use_of(LoadRequest(model="m", images=10, audio_s=30.0), e_series("E2B"), answer_tokens=256)
+    assert use.prefill_tokens == 10 * 280 + 750 + 64
+    assert use_of(LoadRequest(model="m", context_tokens=100), e_series("E2B"), answer_tokens=256).prefill_tokens == 100
+
+
+def test_per_layer_inputs_count_while_they_are_projected_and_normed():
+    asked = {"quant": "none", "images": 0, "audio_s": 0, "context_tokens": 1024}
+    values = 1024 * 42 * 256
+    activations = needs(e_series("E4B"), **asked).activation_bytes
+    # Raw rows and their projection in bfloat16 beside two float32 copies: 12 bytes a value; hidden states come on top.
+    assert 12 * values <= activations < 14 * values
+
+
+def test_experts_count_their_repeated_rows():
+    few, many = needs(small([(64, 64)], experts=0)), needs(small([(64, 64)], experts=4, hidden=64))
+    assert many.activation_bytes >= few.activation_bytes
+
+
+RATES = Rates()
+STEP = Work(passes=1, prompt_rows=512, step_rows=1)
+
+
+def cost(tier, home="host", weights=Weights(nbytes=50_000_000, flops=200_000_000, leaves=9), work=STEP, **machine):
+    machine = {"pinned": True, "on_cpu": False} | machine
+    return seconds(tier, home, weights, work, RATES, **machine)
+
+
+def test_tiers_cost_more_the_farther_the_weights_are():
+    steps = [cost("resident")[1], cost("stream")[1], cost("disk", "disk")[1]]
+    assert steps == sorted(steps) and steps[0] < steps[1] < steps[2]
+    assert cost("host")[1] > cost("resident")[1]
+
+
+def test_a_streamed_block_costs_its_copy_at_the_measured_rate():
+    assert cost("stream")[1] == pytest.approx(50_000_000 / RATES.pinned_h2d_Bps + RATES.transfer_s)
+    assert cost("stream", pinned=False)[1] == pytest.approx(50_000_000 / RATES.pageable_h2d_Bps + RATES.transfer_s)
+    assert cost("stream", on_cpu=True)[1] == pytest.approx(50_000_000 / RATES.host_Bps + RATES.transfer_s)
+
+
+def test_a_tower_costs_nothing_a_token():
+    request_s, step_s = cost("stream", work=Work(passes=1, prompt_rows=2520, step_rows=0))
+    assert request_s > 0 and step_s == 0
+
+
+def test_a_part_that_the_request_does_not_use_costs_nothing():
+    assert cost("disk", "disk", work=Work(passes=0, prompt_rows=0, step_rows=0)) == (0, 0)
+
+
+def test_a_gathered_table_costs_its_rows_and_not_its_size():
+    table = Weights(nbytes=5_637_144_576, flops=0, leaves=1, row_bytes=21504)
+    host, file = cost("gather", "host", table)[1], cost("gather", "file", table)[1]
+    assert host == pytest.approx(RATES.launch_s + RATES.transfer_s + 21504 / RATES.pinned_h2d_Bps)
+    assert file == pytest.approx(host + RATES.disk_access_s + 21504 / RATES.disk_Bps)
+
+
+def test_a_rate_of_zero_is_refused():
+    with pytest.raises(ValueError, match="disk_Bps"):
+        Rates(disk_Bps=0)

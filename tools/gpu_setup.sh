@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Unpack the wheels carried to an offline GPU machine: `. tools/gpu_setup.sh .gpu` puts them and this tree on PYTHONPATH.
+site=${TMPDIR:-/tmp}/trimtab-site
+if [ ! -d "$site" ]; then
+  mkdir -p "$site"
+  for wheel in "$1"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
+fi
+export PYTHONPATH="$site:$PWD" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
