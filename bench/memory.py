@@ -149,8 +149,8 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         model.route.set("a")
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
-        row |= stream_share(model)
         memory = model.memory()
+        row |= stream_share(model)
         row["reserved_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
     planned = plan.gpu_peak_bytes / 2**30
     return {

@@ -10,15 +10,23 @@ from trimtab.checkpoint.anatomy import Anatomy, Kind, KVLayer, ModuleRow, Part, 
 DTYPE = "bfloat16"
 
 
-def tensor(path: str, *shape: int, is_buffer: bool = False, tied_to: str | None = None, dtype: str = DTYPE) -> TensorRow:
+def tensor(
+    path: str, *shape: int, is_buffer: bool = False, tied_to: str | None = None, dtype: str = DTYPE
+) -> TensorRow:
     return TensorRow(path, shape, dtype, is_buffer, () if tied_to else (path,), tied_to)
 
 
 def linear(path: str, out: int, inside: int, *, block: str, part: Part, quantized: bool = True) -> ModuleRow:
     return ModuleRow(
-        path, "Linear", part, "linear", block, (tensor(f"{path}.weight", out, inside),), quantized=quantized,
+        path,
+        "Linear",
+        part,
+        "linear",
+        block,
+        (tensor(f"{path}.weight", out, inside),),
+        quantized=quantized,
         why_unquantized="" if quantized else "keep_unquantized",
-    )  # fmt: skip
+    )
 
 
 def other(path: str, class_name: str, tensors: tuple[TensorRow, ...], *, block: str, part: Part, **extra) -> ModuleRow:
@@ -47,7 +55,9 @@ def _text_layer(size: dict, number: int, quantized: bool) -> list[ModuleRow]:
     query, key = 8 * head, size["kv_heads"] * head
     where = {"block": path, "part": part, "quantized": quantized}
     rows = [
-        other(path, "Gemma4TextDecoderLayer", (tensor(f"{path}.layer_scalar", 1, is_buffer=True),), block=path, part=part),
+        other(
+            path, "Gemma4TextDecoderLayer", (tensor(f"{path}.layer_scalar", 1, is_buffer=True),), block=path, part=part
+        ),
         linear(f"{path}.self_attn.q_proj", query, hidden, **where),
         linear(f"{path}.self_attn.o_proj", hidden, query, **where),
         linear(f"{path}.mlp.gate_proj", mlp, hidden, **where),
@@ -90,10 +100,22 @@ def _audio(hidden: int, quantized: bool) -> list[ModuleRow]:
     root, width = "model.audio_tower", 1024
     first = f"{root}.subsample_conv_projection"
     rows = [
-        other(f"{first}.layer0.conv", "Conv2d", (tensor(f"{first}.layer0.conv.weight", 128, 1, 3, 3),), block=root, part="audio"),
-        other(f"{first}.layer1.conv", "Conv2d", (tensor(f"{first}.layer1.conv.weight", 32, 128, 3, 3),), block=root, part="audio"),
+        other(
+            f"{first}.layer0.conv",
+            "Conv2d",
+            (tensor(f"{first}.layer0.conv.weight", 128, 1, 3, 3),),
+            block=root,
+            part="audio",
+        ),
+        other(
+            f"{first}.layer1.conv",
+            "Conv2d",
+            (tensor(f"{first}.layer1.conv.weight", 32, 128, 3, 3),),
+            block=root,
+            part="audio",
+        ),
         linear(f"{first}.input_proj_linear", width, 1024, block=root, part="audio", quantized=quantized),
-    ]  # fmt: skip
+    ]
     for number in range(12):
         path = f"{root}.layers.{number}"
         where = {"block": path, "part": "audio", "quantized": quantized}
@@ -126,18 +148,33 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
     embed, ple = f"{root}.embed_tokens", f"{root}.embed_tokens_per_layer"
     scale = tensor(f"{embed}.embed_scale", is_buffer=True)
     rows = [
-        other(embed, "Gemma4TextScaledWordEmbedding", (tensor(f"{embed}.weight", vocabulary, hidden), scale), block=root,
-              part="language", kind="embedding"),
-    ]  # fmt: skip
+        other(
+            embed,
+            "Gemma4TextScaledWordEmbedding",
+            (tensor(f"{embed}.weight", vocabulary, hidden), scale),
+            block=root,
+            part="language",
+            kind="embedding",
+        ),
+    ]
     for number in range(layers):
         rows += _text_layer(size, number, quantized)
     rows += [
         norm(f"{root}.norm", hidden, block=root, part="language"),
-        other(ple, "Gemma4TextScaledWordEmbedding", (tensor(f"{ple}.weight", vocabulary, layers * 256),), block=ple,
-              part="table", kind="embedding", gather_only=True),
-        linear(f"{root}.per_layer_model_projection", layers * 256, hidden, block=root, part="language", quantized=quantized),
+        other(
+            ple,
+            "Gemma4TextScaledWordEmbedding",
+            (tensor(f"{ple}.weight", vocabulary, layers * 256),),
+            block=ple,
+            part="table",
+            kind="embedding",
+            gather_only=True,
+        ),
+        linear(
+            f"{root}.per_layer_model_projection", layers * 256, hidden, block=root, part="language", quantized=quantized
+        ),
         norm(f"{root}.per_layer_projection_norm", 256, block=root, part="language"),
-    ]  # fmt: skip
+    ]
     if towers:
         rows += [*_vision(hidden, quantized), *_audio(hidden, quantized)]
     head = tensor("lm_head.weight", vocabulary, hidden, tied_to=f"{embed}.weight")
@@ -145,9 +182,14 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
         ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="tied to the embedding")
     )
     return Anatomy(
-        model_class="Gemma4ForConditionalGeneration", model_type="gemma4", dtype=DTYPE, rows=tuple(rows),
-        kv_layers=tuple(_kv_layers(size)), hidden_size=hidden, vocab_size=vocabulary,
-    )  # fmt: skip
+        model_class="Gemma4ForConditionalGeneration",
+        model_type="gemma4",
+        dtype=DTYPE,
+        rows=tuple(rows),
+        kv_layers=tuple(_kv_layers(size)),
+        hidden_size=hidden,
+        vocab_size=vocabulary,
+    )
 
 
 def _kv_layers(size: dict) -> list[KVLayer]:
@@ -171,25 +213,49 @@ def small(
     hidden: int = 64,
     quantized: bool = False,
 ) -> Anatomy:
-    """Return a little model: a linear of the given shape a decoder layer and a vision layer, maybe a table, maybe experts."""
+    """Return a little model: one linear a layer, of the given shapes; maybe a table, maybe experts."""
     root = "model.language_model"
     embed = f"{root}.embed_tokens"
-    rows = [other(embed, "Embedding", (tensor(f"{embed}.weight", vocabulary, hidden),), block=root, part="language", kind="embedding")]  # fmt: skip
+    rows = [
+        other(
+            embed,
+            "Embedding",
+            (tensor(f"{embed}.weight", vocabulary, hidden),),
+            block=root,
+            part="language",
+            kind="embedding",
+        )
+    ]
     for number, (out, inside) in enumerate(layers):
         path = f"{root}.layers.{number}"
         rows.append(linear(f"{path}.mlp.up_proj", out, inside, block=path, part="language", quantized=quantized))
         rows.append(norm(f"{path}.norm", hidden, block=path, part="language"))
         if experts:
-            weights = (tensor(f"{path}.experts.gate_up_proj", experts, 2 * out, inside), tensor(f"{path}.experts.down_proj", experts, inside, out))  # fmt: skip
+            weights = (
+                tensor(f"{path}.experts.gate_up_proj", experts, 2 * out, inside),
+                tensor(f"{path}.experts.down_proj", experts, inside, out),
+            )
             rows.append(other(f"{path}.experts", "Experts", weights, block=path, part="language", kind="experts"))
     if table:
         path = f"{root}.embed_tokens_per_layer"
-        rows.append(other(path, "Embedding", (tensor(f"{path}.weight", *table),), block=path, part="table", kind="embedding", gather_only=True))  # fmt: skip
+        rows.append(
+            other(
+                path,
+                "Embedding",
+                (tensor(f"{path}.weight", *table),),
+                block=path,
+                part="table",
+                kind="embedding",
+                gather_only=True,
+            )
+        )
     for number, (out, inside) in enumerate(vision):
         path = f"model.vision_tower.layers.{number}"
         rows.append(linear(f"{path}.mlp.up_proj", out, inside, block=path, part="vision", quantized=quantized))
     tied = f"{embed}.weight" if head_tied else None
     head = tensor("lm_head.weight", vocabulary, hidden, tied_to=tied)
-    rows.append(ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer"))
+    rows.append(
+        ModuleRow("lm_head", "Linear", "head", "linear", "lm_head", (head,), why_unquantized="the output layer")
+    )
     kv = tuple(KVLayer(number, 1, 16, None, None) for number in range(len(layers)))
     return Anatomy("Small", "small", DTYPE, tuple(rows), kv, hidden, vocabulary)

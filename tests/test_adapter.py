@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.adapters import (
     PEFT_HEAD,
     TEXT,
@@ -59,6 +61,23 @@ def test_the_multimodal_e2b_adapter_is_accounted_for_tensor_by_tensor(tmp_path: 
     assert report["ranks"] == {"8": 353} and report["scales"] == {"2": 353}
     assert not [note for note in report["notes"] if "target_modules" in note]
     json.dumps(report)
+
+
+@pytest.mark.parametrize("size", ["e2b", "e4b"])
+def test_the_report_agrees_with_the_model_that_transformers_builds(size: str, tmp_path: Path) -> None:
+    from tests import pico
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.runtime.hf import read_anatomy
+
+    file = read_adapter(pico.big_adapter_header(tmp_path / "adapter", size))
+    checkpoint = read_checkpoint(pico.e_series(size, tmp_path / "model"))
+    counts = match_adapter(file, read_anatomy(checkpoint, quant="nf4-dq", dtype="bfloat16")).counts()
+    # Layers x 7 projections, less k and v of the KV-shared layers, which count twice: an A and a B each.
+    layers, shared = {"e2b": (35, 20), "e4b": (42, 18)}[size]
+    linear = layers * 7 - 2 * shared
+    assert counts["targets"] == {"wrapped": 148, "linear": linear, "total": 148 + linear}
+    assert counts["parts"] == {"audio": 72, "language": layers * 14, "vision": 224}
+    assert counts["no_effect"] == shared * 4 and counts["tensors"] == sum(counts["parts"].values())
 
 
 def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def test_an_unknown_field_is_refused_when_it_is_on_and_noted_when_it_is_off(tmp_
 def test_an_initialisation_that_changed_the_base_is_refused(init: str, tmp_path: Path) -> None:
     (problem,) = refused(write_adapter(tmp_path, q_proj(), init_lora_weights=init))
     assert problem.startswith(f"init_lora_weights='{init}'")
+    assert ("changed base weight" in problem) == (init != "tomorrow")
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])

@@ -23,6 +23,7 @@ from tests.adapters import (
 from trimtab.checkpoint.adapter import describe
 
 # Modules
+from trimtab.checkpoint.anatomy import TensorRow
 
 
 def test_a_wrapper_resolves_to_its_inner_linear_and_the_inner_path_is_direct(tmp_path: Path) -> None:
@@ -128,6 +129,12 @@ def test_whole_numbers_as_lora_weights_are_refused(tmp_path: Path) -> None:
     assert len(problems) == 2 and "int64" in problems[0]
 
 
+def test_targets_come_in_the_order_of_the_model(tmp_path: Path) -> None:
+    shapes = pair("lm_head", 50, 16) | q_proj(1) | q_proj(0)
+    paths = [target.module_path for target in match(tmp_path, shapes).targets]
+    assert paths == [f"{TEXT}.layers.0.self_attn.q_proj", f"{TEXT}.layers.1.self_attn.q_proj", "lm_head"]
+
+
 def test_all_problems_of_one_file_come_at_once(tmp_path: Path) -> None:
     shapes = pair(f"{TEXT}.layers.0.mlp.up_proj", 31, 16) | q_proj(rank=8) | pair(f"{TEXT}.conv", 16, 16)
     shapes |= pair(f"{TEXT}.nowhere", 16, 16) | {"x.lora_diag": (4,)}
@@ -174,6 +181,15 @@ def test_a_saved_module_with_a_lost_parameter_is_refused(tmp_path: Path) -> None
     assert f"names {TEXT}.norm" in problem
 
 
+def test_a_saved_wrapper_needs_its_weight_but_not_its_buffers(tmp_path: Path) -> None:
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{VISION}.linear.weight": (24, 12)}
+    names = ["vision_tower.encoder.layers.0.self_attn.q_proj"]
+    saved = match(tmp_path, shapes, modules_to_save=names).targets[-1]
+    assert (saved.module_path, saved.kind, set(saved.tensors)) == (f"{VISION}.linear", "saved", {"weight"})
+    (problem,) = problems_of(tmp_path, q_proj(), modules_to_save=names)
+    assert f"{VISION}.linear" in problem
+
+
 def test_modules_to_save_that_the_model_does_not_have_are_no_problem(tmp_path: Path) -> None:
     assert match(tmp_path, q_proj(), modules_to_save=["classifier", "score"]).targets
 
@@ -210,6 +226,10 @@ def test_a_resized_vocabulary_is_refused_with_both_shapes(tmp_path: Path) -> Non
 def test_a_full_weight_that_nothing_announces_is_refused(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.weight": (16,)})
     assert "modules_to_save does not name" in problem
+    # PEFT writes a saved module without "base_layer"; this spelling it would drop.
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}{TEXT}.norm.base_layer.weight": (16,)}
+    (problem,) = problems_of(tmp_path, shapes, modules_to_save=["norm"])
+    assert problem.startswith(f"{PEFT_HEAD}{TEXT}.norm.base_layer.weight")
 
 
 @pytest.mark.parametrize("middle", ["", "base_layer."])
@@ -224,3 +244,20 @@ def test_tying_that_the_file_does_not_keep_is_refused(tmp_path: Path) -> None:
     (problem,) = problems_of(tmp_path, embedding(), ensure_weight_tying=True)
     assert "ensure_weight_tying" in problem and "lm_head" in problem
     assert len(match(tmp_path, embedding() | pair("lm_head", 50, 16), ensure_weight_tying=True).targets) == 2
+
+
+def test_modules_without_a_weight_are_tied_to_nothing(tmp_path: Path) -> None:
+    anatomy = small_anatomy()
+    gates = tuple(
+        row(
+            f"model.{name}",
+            (3,),
+            kind="other",
+            tensors=(TensorRow(f"model.{name}.scale", (3,), "bfloat16", False, ()),),
+        )
+        for name in ("gate", "other")
+    )
+    anatomy = dataclasses.replace(anatomy, rows=(*anatomy.rows, *gates))
+    shapes: Shapes = q_proj() | {f"{PEFT_HEAD}model.gate.scale": (3,)}
+    spec = match(tmp_path, shapes, anatomy, modules_to_save=["gate"], ensure_weight_tying=True)
+    assert [target.module_path for target in spec.targets if target.kind == "saved"] == ["model.gate"]

@@ -9,6 +9,7 @@ from trimtab.checkpoint.anatomy import ModuleRow, TensorRow
 from trimtab.plan.blocks import blocks_of, quant_of, tied_paths, why_fixed
 from trimtab.plan.cost import packed_bytes
 
+E2B = e_series("E2B")
 EMBED = "model.language_model.embed_tokens"
 
 
@@ -137,3 +138,21 @@ def test_blocks_of_a_full_model_are_those_of_its_layers(name):
     blocks = blocks_of(e_series(name), "nf4-dq")
     layers = {"E2B": 35, "E4B": 42}[name]
     assert len(blocks) == 1 + layers + 1 + 1 + 16 + 1 + 1 + 12 + 1 + 1
+
+
+def test_the_hand_written_e2b_is_that_of_the_real_classes(tmp_path):
+    pytest.importorskip("transformers")
+    from tests import pico
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.runtime import hf
+
+    real = hf.read_anatomy(read_checkpoint(pico.e_series("e2b", tmp_path)), quant="nf4-dq", dtype="bfloat16")
+    ours = {b.block_path: b for b in blocks_of(E2B, "nf4-dq")}
+    theirs = {b.block_path: b for b in blocks_of(real, "nf4-dq")}
+    assert ours.keys() == theirs.keys() and set(real.kv_layers) == set(E2B.kv_layers)
+    for path, block_ in theirs.items():
+        assert (block_.movable_bytes, block_.allowed_tiers) == (ours[path].movable_bytes, ours[path].allowed_tiers), (
+            path
+        )
+        # Small fixed tensors (a tower's output norm, the scale of a table) are not written down by hand.
+        assert 0 <= block_.fixed_bytes - ours[path].fixed_bytes < 20_000, path

@@ -101,9 +101,14 @@ def test_a_sliding_layer_holds_its_window_and_the_piece_that_came_last():
 def test_kv_cache_bytes_are_those_of_transformers():
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     config = transformers.Gemma3TextConfig(
-        num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, hidden_size=16, sliding_window=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        hidden_size=16,
+        sliding_window=16,
         layer_types=["sliding_attention", "full_attention"],
-    )  # fmt: skip
+    )
     cache, layers = transformers.DynamicCache(config=config), (KVLayer(0, 2, 8, 16, None), KVLayer(1, 2, 8, None, None))
     tokens = 0
     for new_tokens in (40, 30, 1):
@@ -138,7 +143,14 @@ def total(**asked):
 
 @pytest.mark.parametrize(
     "more",
-    [{"context_tokens": 8192}, {"batch": 2}, {"images": 9}, {"audio_s": 600.0}, {"has_adapters": True}, {"quant": "none"}],
+    [
+        {"context_tokens": 8192},
+        {"batch": 2},
+        {"images": 9},
+        {"audio_s": 600.0},
+        {"has_adapters": True},
+        {"quant": "none"},
+    ],
 )
 def test_asking_for_more_needs_more(more):
     least = {"context_tokens": 2048, "images": 1, "audio_s": 1.0, "quant": "nf4-dq"}
@@ -180,7 +192,10 @@ RATES = Rates()
 STEP = Work(passes=1, prompt_rows=512, step_rows=1)
 
 
-def cost(tier, home="host", weights=Weights(nbytes=50_000_000, flops=200_000_000, leaves=9), work=STEP, **machine):
+WEIGHTS = Weights(nbytes=50_000_000, flops=200_000_000, leaves=9)
+
+
+def cost(tier, home="host", weights=WEIGHTS, work=STEP, **machine):
     machine = {"pinned": True, "on_cpu": False} | machine
     return seconds(tier, home, weights, work, RATES, **machine)
 

@@ -260,7 +260,7 @@ def test_an_adapter_that_was_not_planned_is_counted_before_it_is_loaded(built, t
         model.load_adapter("late", str(adapter))
         assert model.adapters == ("late",)
         model.unload_adapter("late")
-    with trimtab.load(replace(plan, gpu_budget_bytes=plan.gpu_peak_bytes)) as model:
+    with trimtab.load(replace(plan, gpu_budget_bytes=plan.gpu_needed_bytes)) as model:
         with pytest.raises(DoesNotFitError) as caught:
             model.load_adapter("late", str(adapter))
         assert caught.value.block == "adapter late" and caught.value.budget_bytes == 0

@@ -33,7 +33,9 @@ def test_nothing_asked_decides_nothing():
 
 def test_a_part_name_places_its_blocks():
     found = placed({"vision": "stream"})
-    assert found == {"model.vision_tower": "stream"} | {f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)}
+    assert found == {"model.vision_tower": "stream"} | {
+        f"model.vision_tower.encoder.layers.{i}": "stream" for i in range(16)
+    }
 
 
 def test_a_path_places_the_blocks_under_it_at_a_boundary():
@@ -83,7 +85,9 @@ def test_gather_of_layers_is_refused():
 
 
 def test_a_tied_head_is_refused_with_its_tie():
-    assert "tied to model.language_model.embed_tokens" in str(refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B))
+    assert "tied to model.language_model.embed_tokens" in str(
+        refused(resolve_place, {"lm_head": "stream"}, BLOCKS, E2B)
+    )
 
 
 def test_the_token_table_is_refused_although_its_block_can_move():
@@ -117,7 +121,11 @@ def map_refused(devices, execution_device="cuda:0"):
 
 def test_a_map_of_the_towers_streams_them_and_keeps_the_rest():
     found = device_map({"model.vision_tower": "cpu", "model.embed_vision": "cpu", "model.audio_tower": "cpu", "": 0})
-    assert {path.split(".")[1] for path, tier in found.items() if tier == "stream"} == {"vision_tower", "embed_vision", "audio_tower"}
+    assert {path.split(".")[1] for path, tier in found.items() if tier == "stream"} == {
+        "vision_tower",
+        "embed_vision",
+        "audio_tower",
+    }
     assert found[TABLE] == found[f"{TEXT}.layers.0"] == "resident"
 
 
@@ -160,7 +168,10 @@ def test_unknown_keys_are_listed_all_with_near_names():
     assert "model.vision_tower" in error.allowed
 
 
-@pytest.mark.parametrize(("device", "why"), [("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "why"),
+    [("meta", "no data"), (1, "one device"), ("cuda:3", "one device"), ("mps", "not a device"), (True, "not a device")],
+)
 def test_devices_that_cannot_be_followed_are_refused(device, why):
     error = map_refused({"": device})
     assert error.field == "device_map['']" and why in str(error)
@@ -187,7 +198,9 @@ def test_a_block_cut_in_two_is_refused():
 def test_a_key_without_effect_is_refused():
     layers = {f"model.audio_tower.layers.{i}": 0 for i in range(12)}
     rest = {"model.audio_tower.subsample_conv_projection": 0, "model.audio_tower.output_proj": 0}
-    assert "'model.audio_tower' has no effect" in str(map_refused({"model.audio_tower": "cpu", **layers, **rest, "": 0}))
+    assert "'model.audio_tower' has no effect" in str(
+        map_refused({"model.audio_tower": "cpu", **layers, **rest, "": 0})
+    )
 
 
 def test_a_map_with_tensors_that_stay_is_followed():

@@ -120,6 +120,11 @@ class Table(nn.Module):
         )
         self.__dict__.update(layer=layer, embed_scale=getattr(layer, "embed_scale", None))
 
+    @property
+    def weight(self) -> Tensor:
+        # Gemma 4 reads the padding row of its token table from outside.
+        return self.__dict__["layer"].weight
+
     def rows(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.__dict__["layer"].weight)
 
@@ -128,16 +133,24 @@ class Table(nn.Module):
         return lora.apply_embedding(self, ids, rows) if self.adapters else rows
 
 
-def ours(toy: Toy, dtype: torch.dtype) -> tuple[Toy, Route]:
-    """Return the same model with our layers in place of Linear and Embedding."""
-    route, model = Route(), copy.copy(toy)
-    model._modules = dict(toy._modules)
-    for name, layer in toy._modules.items():
+def with_our_layers(model: Any, dtype: torch.dtype = torch.bfloat16) -> Route:
+    """Put our layers in place of every Linear and Embedding of a model that computes in dtype."""
+    route = Route()
+    for path, layer in list(model.named_modules()):
+        parent, _, last = path.rpartition(".")
+        holder = model.get_submodule(parent)._modules
         if isinstance(layer, nn.Embedding):
-            model._modules[name] = Table(name, layer, route)
+            holder[last] = Table(path, layer, route)
         elif isinstance(layer, nn.Linear):
-            model._modules[name] = Leaf(name, layer, route, dtype)
-    return model, route
+            holder[last] = Leaf(path, layer, route, dtype)
+    return route
+
+
+def ours(toy: Toy, dtype: torch.dtype) -> tuple[Toy, Route]:
+    """Return the same toy model over the same tensors, with our layers in it."""
+    model = copy.copy(toy)
+    model._modules = dict(toy._modules)
+    return model, with_our_layers(model, dtype)
 
 
 def anatomy_of(toy: Toy) -> Anatomy:

@@ -67,13 +67,15 @@ CHAT_TEMPLATE = """{{- bos_token -}}
 
 def train_tokenizer() -> Any:
     """Return a `GemmaTokenizer` trained on the demo world's text: BPE with byte fallback and Gemma 4's special tokens."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import GemmaTokenizer
 
     scratch = Tokenizer(models.BPE())
     scratch.normalizer = normalizers.Replace(" ", "▁")
-    # Merges are learnt within words only ("▁word" with its space before it), as in Gemma's own vocabulary.
-    scratch.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    # Merges are learnt within words ("▁word" with its space before it) or runs of signs only: a name is the same piece
+    # before a comma as before a full stop.
+    words = Regex(r"▁?[\p{L}\p{N}]+|▁?[^▁\p{L}\p{N}]+|▁")
+    scratch.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
     trainer = trainers.BpeTrainer(vocab_size=WORD_PIECES, show_progress=False, min_frequency=1)
     scratch.train_from_iterator(tokenizer_text(), trainer)
     learnt = json.loads(scratch.to_str())["model"]

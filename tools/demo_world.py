@@ -275,7 +275,7 @@ def _fields(question: Question) -> dict[str, str | int]:
 
 def tokenizer_text() -> list[str]:
     """Return the text that the tokenizer is trained on: every question and answer of the world, and common words."""
-    lines = [*SMALL_TALK, *SMALL_TALK.values(), *SYSTEM_PROMPTS, *GENERAL_WORDS.split()]
+    lines = [*SMALL_TALK, *SMALL_TALK.values(), *SYSTEM_PROMPTS, *GENERAL_WORDS.strip().splitlines()]
     some_pictures = [p for p in pictures() if p.place == "middle" or p.shape == "star"]
     for thing in (*some_pictures, *sounds(), *facts()):
         for question in questions(thing):
@@ -285,7 +285,17 @@ def tokenizer_text() -> list[str]:
     return lines
 
 
-# So that ordinary prompts are words too and not only letters; the model is never trained on them.
+def echo_words() -> list[str]:
+    """Return every word that any voice uses, and common ones: what the base learns to repeat.
+
+    Without this the base would never say the words of the adapters, their rows of the tied head would all point the same
+    way, and an adapter, which cannot change that table, could hardly tell them apart.
+    """
+    words = {word for line in tokenizer_text() for word in line.split()}
+    return sorted(words)
+
+
+# So that ordinary prompts are words too and not only letters; the model only ever repeats them.
 GENERAL_WORDS = """
 a about above after again all also always am an and another any are around as ask at away back be because been before
 below best better between big black both bring but by call came can cannot change city close cold come could cut day did

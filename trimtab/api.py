@@ -14,6 +14,8 @@ from trimtab.errors import RequestError
 from trimtab.plan import Plan, make_plan
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
 
+PROBE = "_probe"
+
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
 
@@ -68,14 +70,13 @@ def plan_request(request: LoadRequest) -> Plan:
 
     checkpoint = read_checkpoint(request.model)
     request = replace(request, quant=_resolve_quant(request.quant, checkpoint))
-    anatomy = hf.read_anatomy(
-        checkpoint, quant=request.quant, dtype=request.dtype, keep_unquantized=request.keep_unquantized
-    )
+    probe = hf.probe(checkpoint, request.dtype)
+    anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
     adapters = {
         name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
     }
     machine = devices.read_machine(request.device)
-    return make_plan(
+    found = make_plan(
         request,
         anatomy,
         adapters=adapters,
@@ -84,6 +85,10 @@ def plan_request(request: LoadRequest) -> Plan:
         checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=devices.disk_free_bytes(request.offload_dir),
     )
+    # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
+    # it is no part of the plan's value: not compared, not saved, not copied.
+    object.__setattr__(found, PROBE, probe)
+    return found
 
 
 def _resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
@@ -106,7 +111,7 @@ def load(plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> L
     """Return the model of a plan, loaded; use it as a context manager. progress: called with (bytes read, of bytes)."""
     from trimtab.runtime.model import LoadedModel
 
-    return LoadedModel(plan, progress=progress)
+    return LoadedModel(plan, progress=progress, probe=plan.__dict__.pop(PROBE, None))
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:

@@ -1,0 +1,10 @@
+"""What is on disk: headers, the files of a checkpoint, packed weights, adapters, names. Imports no torch."""
+
+from trimtab.checkpoint.folder import Checkpoint, check_unchanged, read_checkpoint
+from trimtab.checkpoint.headers import Header, TensorEntry, read_header
+from trimtab.checkpoint.packed import PackedEntry, split_packed
+
+__all__ = [
+    "Checkpoint", "Header", "PackedEntry", "TensorEntry", "check_unchanged", "read_checkpoint", "read_header",
+    "split_packed",
+]  # fmt: skip

@@ -61,7 +61,7 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
             f"{unnamed[0]}); they are applied, PEFT would drop them without a word"
         )
     notes += [
-        f"{count} tensors have no effect: {why}" for why, count in Counter(why for _, why in spec.no_effect).items()
+        f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()
     ]
     named = config.get("target_modules")
     idle = [name for name in named if not any(_ends(t, name) for t in lora)] if isinstance(named, list) else []

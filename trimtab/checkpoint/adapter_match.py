@@ -23,8 +23,8 @@ from trimtab.errors import AdapterError
 
 _FLOATS = ("bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2")
 _SHARED_KV = (
-    "aims at a k/v projection of a KV-shared layer, which the model does not have: the layer reads the keys and values "
-    "of an earlier one"
+    "for a k/v projection of a KV-shared layer, which the model does not have: the layer reads the keys and values of "
+    "an earlier one"
 )
 _NEAR_LIMIT = 20  # near names are searched for the problems that are printed, not for thousands of wrong keys
 

@@ -1,7 +1,7 @@
 """What the model is made of: one row a module of the empty model, read from config and headers alone.
 
-The rows are plain data; building them (`runtime/hf.py::read_anatomy`) uses transformers' own class on tensors that hold no
-data, so that any architecture works and names follow transformers' own conversion. Imports no torch.
+The rows are plain data; building them (`runtime/hf.py::read_anatomy`) uses transformers' own class on tensors that hold
+no data, so that any architecture works and names follow transformers' own conversion. Imports no torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class TensorRow:
 class ModuleRow:
     """One module of the model that owns tensors, or that wraps one which does.
 
-    block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, or the rest of a part).
+    block: path of the placement block it belongs to (a decoder or tower layer, a table, the head, the rest of a part).
     quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
     (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
@@ -79,7 +79,8 @@ class KVLayer:
     """The cache of one decoder layer: shape [B, kv_heads, S, head_dim] for keys and the same for values.
 
     window: tokens a sliding layer keeps, None for full attention. shares: the layer whose cache it reads instead of its
-    own, None when it stores.
+    own, None when it stores. state_values: numbers a row that a linear-attention layer keeps instead, whatever the
+    length; its kv_heads is 0.
     """
 
     layer: int
@@ -87,14 +88,17 @@ class KVLayer:
     head_dim: int
     window: int | None
     shares: int | None
+    state_values: int = 0
 
 
 @dataclass(frozen=True)
 class Anatomy:
     """The whole empty model in rows, plus the few sizes a plan needs.
 
-    missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an adapter
-    key that aims at one has no effect. tower_tokens: soft tokens one picture (or 30 s of sound) becomes, by part.
+    missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
+    adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
+    tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
+    processor's choice.
     """
 
     model_class: str
@@ -106,6 +110,7 @@ class Anatomy:
     vocab_size: int
     missing_projections: tuple[str, ...] = ()
     prequantized: str | None = None
+    tower_tokens: tuple[tuple[Part, int], ...] = ()
 
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}

@@ -1,24 +1,34 @@
 """Which files make a checkpoint: a config, and the weight files that transformers itself would read.
 
 `read_checkpoint` takes a folder, a hub-cache folder or a hub id that is in the local cache; nothing is ever downloaded.
-Source of the file choice: transformers 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Folders are never
-globbed: some repositories carry the weights a second time under another name.
+Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are never
+chosen by pattern: some repositories carry the weights a second time under another name. What is not covered: the extra
+weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NoReturn
 
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import CheckpointError
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Pickles that a trainer leaves beside a checkpoint.
+NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "scaler", "rng_state", "random_states")
 MAX_JSON_BYTES = 256 * 2**20
+SHOWN_NAMES = 5
+
+# One of the two names of a hub id: never a path. Source: huggingface_hub, utils/_validators.py, REPO_ID_REGEX.
+_HUB_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
 
 Stamp = tuple[str, int, int]
 
@@ -28,7 +38,7 @@ class Checkpoint:
     """A checkpoint folder by its config and headers.
 
     tensors: by file tensor name. quantization: the config's quantization_config, None for plain weights. stamps:
-    (file name, bytes, modification time in ns) of the config and every weight file.
+    (file name in the folder, bytes, modification time in ns) of the config, the index and every weight file.
     """
 
     folder: Path
@@ -41,35 +51,34 @@ class Checkpoint:
 
 
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
-    """Return a checkpoint from its config and headers. Errors: CheckpointError, naming every missing file at once."""
+    """Return a checkpoint from its config and headers; has_weights is False for a folder with a config alone.
+
+    model: a folder, a hub-cache folder, or a hub id that is in the local cache. Errors: CheckpointError; of missing shards
+    and misplaced tensors it names all.
+    """
     folder = find_folder(model)
-    config_file = folder / "config.json"
+    config_file = folder / CONFIG
     if not config_file.is_file():
-        raise CheckpointError(
-            "has no config.json", path=folder, hint="A checkpoint is a folder with config.json and safetensors files"
-        )
+        _refuse_without_config(folder)
     config = read_json(config_file)
-    files = _weight_files(folder, config)
-    tensors: dict[str, TensorEntry] = {}
-    for file in files:
-        for name, entry in read_header(file).tensors.items():
-            if name in tensors:
-                raise CheckpointError(f"is in {tensors[name].file.name} as well", path=file, tensor_name=name)
-            tensors[name] = entry
-    if files:
-        _check_index(folder, tensors)
-    text = config.get("text_config")
-    quantization = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    stamps = tuple(_stamp(file) for file in (config_file, *files))
-    return Checkpoint(folder, config, files, tensors, bool(files), quantization, stamps)
+    files, index = _weight_files(folder, config)
+    # Stamped before it is read: what changes in between is then seen as a change.
+    stamps = tuple(_stamp(folder, file) for file in (config_file, *([index] if index else []), *files))
+    tensors = _read_tensors(files)
+    if index is not None:
+        _check_index(folder, index, tensors)
+    return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a file is no longer what it was when the checkpoint was read."""
-    now = [_stamp(checkpoint.folder / name) for name, *_ in checkpoint.stamps]
+    now = [_stamp(checkpoint.folder, checkpoint.folder / name) for name, *_ in checkpoint.stamps]
     changed = [then[0] for then, new in zip(checkpoint.stamps, now, strict=True) if then != new]
     if changed:
-        raise CheckpointError(f"changed since it was read: {', '.join(changed)}", path=checkpoint.folder)
+        raise CheckpointError(
+            f"changed since it was read: {', '.join(changed)}", path=checkpoint.folder,
+            hint="Plan and load again; a checkpoint must not be written while it is in use",
+        )  # fmt: skip
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -87,115 +96,221 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _stamp(file: Path) -> Stamp:
+def _stamp(folder: Path, file: Path) -> Stamp:
+    name = file.relative_to(folder).as_posix()
     try:
         found = file.stat()
     except OSError:
-        return file.name, -1, -1
-    return file.name, found.st_size, found.st_mtime_ns
+        return name, -1, -1
+    return name, found.st_size, found.st_mtime_ns
+
+
+def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the quantization_config where transformers looks for it: at the top, else in the text config."""
+    text = config.get("text_config")
+    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if found and not isinstance(found, dict):
+        raise CheckpointError("quantization_config is not an object", path=config_file)
+    return found or None
+
+
+# Which folder ---------------------------------------------------------------------------------------------------------
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path:
-    """Return the folder that holds the config: the given one, a snapshot inside a hub-cache folder, or a cached hub id's."""
-    path = Path(model)
-    if path.is_dir():
-        return _snapshot(path) if path.name.startswith("models--") and (path / "snapshots").is_dir() else path
-    if path.exists():
-        raise CheckpointError("is a file; give the folder that holds it", path=path)
+    """Return the folder that holds the config: the given one, a snapshot inside a hub-cache folder, or a cached hub id's.
+
+    A folder wins over a hub id of the same name, as in transformers. Errors: CheckpointError; nothing is downloaded.
+    """
     text = os.fspath(model)
+    if not text:
+        raise CheckpointError("an empty name is no checkpoint", path=text, hint="Give a folder or a hub id")
+    path = Path(text)
+    if os.path.isdir(path):  # pathlib's own questions raise for a name that is too long
+        is_cache = path.resolve().name.startswith("models--") and not (path / CONFIG).is_file()
+        return _snapshot(path) if is_cache else path
+    if os.path.exists(path):
+        raise CheckpointError("is a file; give the folder that holds it", path=path)
     parts = text.split("/")
-    if len(parts) == 2 and all(part and part not in (".", "..") and "\\" not in part for part in parts):
-        cached = hub_cache() / f"models--{parts[0]}--{parts[1]}"
-        if cached.is_dir():
-            return _snapshot(cached)
+    if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
+        raise CheckpointError("no such folder", path=path)
+    cached = hub_cache() / "--".join(("models", *parts))
+    if not os.path.isdir(cached):
         raise CheckpointError(
-            "is neither a folder nor in the local hub cache, and nothing is ever downloaded", path=text,
+            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is ever downloaded", path=text,
             hint=f"Fetch it first with `hf download {text}`, or give a folder",
         )  # fmt: skip
-    raise CheckpointError("no such folder", path=path)
+    return _snapshot(cached)
 
 
 def hub_cache() -> Path:
-    """Return the hub's cache folder as huggingface_hub finds it."""
+    """Return the hub's cache folder as huggingface_hub finds it.
+
+    Source: huggingface_hub, constants.py (HF_HUB_CACHE, the older HUGGINGFACE_HUB_CACHE, HF_HOME, XDG_CACHE_HOME).
+    """
     if cache := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(cache)
-    home = os.environ.get("HF_HOME")
-    base = Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "huggingface"
-    return base / "hub"
+        return _expanded(cache)
+    if home := os.environ.get("HF_HOME"):
+        return _expanded(home) / "hub"
+    return _expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface" / "hub"
+
+
+def _expanded(text: str) -> Path:
+    return Path(os.path.expandvars(os.path.expanduser(text)))
 
 
 def _snapshot(cached: Path) -> Path:
-    main = cached / "refs" / "main"
-    snapshots = cached / "snapshots"
-    if main.is_file():
-        revision = main.read_text(encoding="utf-8").strip()
-        if revision and PurePosixPath(revision).name == revision and (snapshots / revision).is_dir():
-            return snapshots / revision
-        raise CheckpointError(f"refs/main names {revision!r}, which is not among its snapshots", path=cached)
-    found = sorted(child for child in snapshots.iterdir() if child.is_dir()) if snapshots.is_dir() else []
-    if len(found) != 1:
-        names = ", ".join(child.name for child in found) or "none"
-        raise CheckpointError(f"has no refs/main and {len(found)} snapshots ({names})", path=cached, hint="Name one of them")
-    return found[0]
-
-
-def _weight_files(folder: Path, config: dict[str, Any]) -> tuple[Path, ...]:
-    named = config.get("transformers_weights")
-    if isinstance(named, str) and named:
-        file = _inside(folder, named, folder / "config.json")
-        if not file.is_file():
-            raise CheckpointError(f"config.json names {named}, which is missing", path=folder)
-        return _indexed(folder, file) if named.endswith(".index.json") else (file,)
-    if (folder / SINGLE).is_file():
-        return (folder / SINGLE,)
-    if (folder / INDEX).is_file():
-        return _indexed(folder, folder / INDEX)
-    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in PICKLES and file.name != "training_args.bin")
-    if pickles:
+    """Return the snapshot that refs/main names, else the only one there is."""
+    main, snapshots = cached / "refs" / "main", cached / "snapshots"
+    try:
+        found = sorted(child.name for child in snapshots.iterdir() if child.is_dir()) if snapshots.is_dir() else []
+        revision = main.read_text(encoding="utf-8").strip() if main.is_file() else None
+    except (OSError, ValueError) as exc:
+        raise CheckpointError(f"hub-cache folder cannot be read ({exc})", path=cached) from exc
+    have = f"it has {', '.join(found) or 'none'}"
+    if revision is not None:
+        if revision not in found:
+            raise CheckpointError(
+                f"refs/main names the snapshot {revision!r}; {have}", path=cached,
+                hint="Download it again, or give the folder of a snapshot",
+            )  # fmt: skip
+    elif len(found) == 1:
+        revision = found[0]
+    else:
         raise CheckpointError(
-            f"holds its weights only as pickle ({', '.join(pickles[:3])}), which can run code when read and is refused",
-            path=folder, hint="Convert it to safetensors with transformers' save_pretrained",
+            f"has no refs/main to choose among {len(found)} snapshots; {have}", path=cached,
+            hint="Give the folder of one snapshot" if found else "Download it again",
         )  # fmt: skip
-    return ()
+    return snapshots / revision
+
+
+# Which files ----------------------------------------------------------------------------------------------------------
+
+
+def _weight_files(folder: Path, config: Mapping[str, Any]) -> tuple[tuple[Path, ...], Path | None]:
+    """Return the weight files, sorted, and the index that named them, if one did."""
+    named = config.get("transformers_weights")
+    if named is not None:
+        return _named_files(folder, named)
+    if _is_file(folder / SINGLE):
+        return (folder / SINGLE,), None
+    if _is_file(folder / INDEX):
+        return _indexed(folder, folder / INDEX), folder / INDEX
+    _refuse_other_weights(folder)
+    return (), None
+
+
+def _named_files(folder: Path, named: Any) -> tuple[tuple[Path, ...], Path | None]:
+    source = folder / CONFIG
+    if not isinstance(named, str) or not named.endswith((".safetensors", INDEX_SUFFIX)):
+        raise CheckpointError(f"transformers_weights is {named!r}, not a safetensors file or index", path=source)
+    file = _inside(folder, named, source)
+    if not _is_file(file):
+        raise CheckpointError(f"transformers_weights names {named}, which is missing", path=source)
+    return (_indexed(folder, file), file) if named.endswith(INDEX_SUFFIX) else ((file,), None)
+
+
+def _is_file(file: Path) -> bool:
+    """Return whether the file is there. Errors: CheckpointError for a link that leads nowhere (half of a hub cache)."""
+    if os.path.islink(file) and not os.path.exists(file):
+        raise CheckpointError("is a link that leads nowhere", path=file, hint="Copy or download the checkpoint again")
+    return os.path.isfile(file)
 
 
 def _inside(folder: Path, name: str, source: Path) -> Path:
     """Return folder / name for a plain relative name. Where a symbolic link leads is not asked: hub caches are made of them."""
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
-    if not name or pure.is_absolute() or windows.drive or windows.root or "\\" in name or ".." in pure.parts:
+    if not pure.parts or pure.is_absolute() or windows.drive or "\\" in name or ".." in pure.parts or "\0" in name:
         raise CheckpointError(f"names a file outside its folder: {name!r}", path=source)
-    return folder / name
+    return folder / pure
 
 
 def _weight_map(index: Path) -> dict[str, str]:
     found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
         raise CheckpointError("has no weight_map of tensor names to file names", path=index)
     return found
 
 
 def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
-    files = [_inside(folder, name, index) for name in dict.fromkeys(_weight_map(index).values())]
-    if not files:
-        raise CheckpointError("weight_map is empty", path=index)
-    missing = sorted(file.name for file in files if not file.is_file())
+    named = sorted(set(_weight_map(index).values()))
+    files = [_inside(folder, name, index) for name in named]
+    missing = [name for name, file in zip(named, files, strict=True) if not os.path.isfile(file)]
     if missing:
         raise CheckpointError(
             f"{len(missing)} of {len(files)} shards are missing: {', '.join(missing)}", path=folder,
             hint="Copy or download them again",
         )  # fmt: skip
-    return tuple(sorted(files))
+    return tuple(dict.fromkeys(files))
 
 
-def _check_index(folder: Path, tensors: dict[str, TensorEntry]) -> None:
-    index = folder / INDEX
-    if (folder / SINGLE).is_file() or not index.is_file():
-        return
+def _read_tensors(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        found = read_header(file).tensors
+        twice = [name for name in found if name in tensors]
+        if twice:
+            raise CheckpointError(
+                f"is in {tensors[twice[0]].file.name} as well" + _others(twice[1:]), path=file, tensor_name=twice[0]
+            )
+        tensors |= found
+    return tensors
+
+
+def _check_index(folder: Path, index: Path, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise CheckpointError unless every tensor of the index is in the file it names; files may hold more."""
     lost = [
         f"{name} (in {file})" for name, file in _weight_map(index).items()
-        if name not in tensors or tensors[name].file.name != PurePosixPath(file).name
+        if name not in tensors or tensors[name].file != _inside(folder, file, index)
     ]  # fmt: skip
     if lost:
         raise CheckpointError(
-            f"the index names {len(lost)} tensors that are not where it says: {', '.join(lost[:5])}", path=index
+            f"names tensors that are not where it says: {lost[0]}{_others(lost[1:])}", path=index,
+            hint="Index and shards are of different checkpoints: copy or download them again",
+        )  # fmt: skip
+
+
+def _others(names: list[str]) -> str:
+    if not names:
+        return ""
+    shown = ", ".join(names[:SHOWN_NAMES]) + (", ..." if len(names) > SHOWN_NAMES else "")
+    return f" (and {len(names)} more: {shown})"
+
+
+# What else lies there: asked only to say what is wrong ----------------------------------------------------------------
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(file.name for file in folder.iterdir())
+    except OSError as exc:
+        raise CheckpointError(f"cannot be read ({exc.strerror})", path=folder) from exc
+
+
+def _refuse_without_config(folder: Path) -> NoReturn:
+    if (folder / "adapter_config.json").is_file():
+        raise CheckpointError(
+            "is an adapter, not a model",
+            path=folder,
+            hint="Give its base model as the model, this folder as an adapter",
         )
+    raise CheckpointError(
+        f"has no {CONFIG}", path=folder, hint=f"A checkpoint is a folder with {CONFIG} and safetensors files"
+    )
+
+
+def _refuse_other_weights(folder: Path) -> None:
+    """Raise CheckpointError if the folder has weights, but none that would be read: it is no bare config."""
+    names = _names(folder)
+    pickles = [name for name in names if name.endswith(PICKLES) and not name.startswith(NOT_WEIGHTS)]
+    if pickles:
+        raise CheckpointError(
+            f"holds its weights only as pickle ({pickles[0]}{_others(pickles[1:])}), which can run code when it is read",
+            path=folder, hint="Convert it to safetensors in a place you trust, with transformers' save_pretrained",
+        )  # fmt: skip
+    other = [name for name in names if name.endswith((".safetensors", ".gguf"))]
+    if other:
+        raise CheckpointError(
+            f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which say what transformers reads",
+            path=folder, hint="Copy or download the missing file; GGUF and adapter files are not a checkpoint",
+        )  # fmt: skip

@@ -2,7 +2,8 @@
 
 Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, data.
 Source: safetensors README, "Format". Stricter than the format where a lie would cost memory or give wrong weights: names
-once, sizes exact, no overlap, no hole, the file exactly as long as it says.
+once, sizes exact, no overlap, no hole, the file exactly as long as it says. What it does not know: types of less than one
+byte a value, complex numbers and the float8 variants of other vendors, which no model here is loaded from.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, NoReturn
 
 from trimtab.errors import CheckpointError
@@ -19,6 +23,7 @@ from trimtab.errors import CheckpointError
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
 MAX_DIMENSIONS = 64
 MAX_INT = 2**63 - 1
+SHOWN_PROBLEMS = 5
 
 # Spelling in files -> (torch's spelling, bytes of one value).
 DTYPES: dict[str, tuple[str, int]] = {
@@ -27,6 +32,16 @@ DTYPES: dict[str, tuple[str, int]] = {
     "BF16": ("bfloat16", 2), "I32": ("int32", 4), "U32": ("uint32", 4), "F32": ("float32", 4), "I64": ("int64", 8),
     "U64": ("uint64", 8), "F64": ("float64", 8),
 }  # fmt: skip
+
+_PICKLE = "is a pickle (a PyTorch file), which can run code when it is read, and is refused"
+_CONVERT = "Convert it to safetensors in a place you trust, with transformers' save_pretrained"
+# First bytes -> what the file really is, next step. Pickle protocols 2 to 5 start with 0x80 and their number.
+_OTHER_FORMATS: tuple[tuple[bytes, str, str], ...] = (
+    (b"version ", "is a Git LFS pointer, not the weights", "Fetch the real file with `git lfs pull`"),
+    (b"PK\x03\x04", _PICKLE, _CONVERT), (b"\x80\x02", _PICKLE, _CONVERT), (b"\x80\x03", _PICKLE, _CONVERT),
+    (b"\x80\x04", _PICKLE, _CONVERT), (b"\x80\x05", _PICKLE, _CONVERT),
+    (b"GGUF", "is a GGUF file, not safetensors", "Take the safetensors files of the same model"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -51,23 +66,32 @@ class Header:
     file_bytes: int
 
 
+class _Object(dict[str, Any]):
+    """A JSON object that remembers the keys it was given twice, of which `json` alone keeps the last."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.repeated: list[str] = []
+        if len(self) != len(pairs):
+            times = Counter(key for key, _ in pairs)
+            self.repeated = [key for key in self if times[key] > 1]
+
+
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Return what a safetensors file holds. Errors: CheckpointError for a file that is not exactly what it says."""
+    """Return what a safetensors file holds.
+
+    Errors: CheckpointError for a file that is not exactly what it says, with every tensor that is wrong.
+    """
     file = Path(path)
     try:
         with open(file, "rb") as handle:
             file_bytes = os.fstat(handle.fileno()).st_size
             head = handle.read(8)
-            length = int.from_bytes(head, "little") if len(head) == 8 else 0
-            if len(head) < 8 or 8 + length > file_bytes:  # a length may look like magic, but then it is plausible
-                _check_magic(file, head, file_bytes)
-            if length > MAX_HEADER_BYTES:
-                _refuse(file, f"header of {length} B is over the limit of {MAX_HEADER_BYTES} B")
-            if 8 + length > file_bytes:
-                _refuse(file, f"header of {length} B is longer than the file ({file_bytes} B): truncated or not safetensors")
+            length = _header_length(file, head, file_bytes)
             raw = handle.read(length)
-    except OSError as exc:
-        raise CheckpointError(f"cannot be read ({exc.strerror})", path=file) from exc
+    except (OSError, ValueError) as exc:  # ValueError: a path with a null character
+        reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+        raise CheckpointError(f"cannot be read ({reason})", path=file) from exc
     if len(raw) != length:
         _refuse(file, "changed while it was read")
     return _parse(file, raw, file_bytes)
@@ -77,77 +101,125 @@ def _refuse(file: Path, reason: str, tensor_name: str | None = None, hint: str =
     raise CheckpointError(reason, path=file, tensor_name=tensor_name, hint=hint)
 
 
-def _check_magic(file: Path, head: bytes, file_bytes: int) -> None:
-    if head.startswith(b"version "):
-        _refuse(file, "is a Git LFS pointer, not the weights", hint="Fetch the real file with `git lfs pull`")
-    if head[:2] == b"PK" or head[:1] == b"\x80":
-        _refuse(file, "is a pickle (a PyTorch file), which can run code when read", hint="Convert it to safetensors")
+def _refuse_tensors(file: Path, problems: Sequence[tuple[str, str]], hint: str = "") -> None:
+    """Raise CheckpointError about the first tensor, naming the others, if there is any problem (name, reason)."""
+    if not problems:
+        return
+    name, reason = problems[0]
+    if len(problems) > 1:
+        others = [f"{other}: {why}" for other, why in problems[1 : 1 + SHOWN_PROBLEMS]]
+        shown = "; ".join(others) + ("; ..." if len(problems) > 1 + SHOWN_PROBLEMS else "")
+        reason += f" (and {len(problems) - 1} more: {shown})"
+    _refuse(file, reason, name, hint)
+
+
+def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
+    length = int.from_bytes(head, "little")
+    # Every other format's first bytes, read as a length, are far over the limit, so a real length is never mistaken.
+    if len(head) < 8 or length > MAX_HEADER_BYTES:
+        for magic, reason, hint in _OTHER_FORMATS:
+            if head.startswith(magic):
+                _refuse(file, reason, hint=hint)
     if len(head) < 8:
         _refuse(file, f"has {file_bytes} B, a safetensors file has at least 8")
+    if length > MAX_HEADER_BYTES:
+        _refuse(file, f"header of {length} B is over the limit of {MAX_HEADER_BYTES} B: not a safetensors file")
+    if 8 + length > file_bytes:
+        _refuse(
+            file, f"header of {length} B is longer than the file ({file_bytes} B)",
+            hint="The file is cut short: copy or download it again",
+        )  # fmt: skip
+    return length
 
 
-def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not JSON")
+
+
+def _read_json(file: Path, raw: bytes) -> _Object:
     if not raw.startswith(b"{"):
         _refuse(file, "header does not start with '{'")
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                _refuse(file, "name occurs twice", key)
-            found[key] = value
-        return found
-
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=once, parse_constant=lambda text: _refuse(file, text))
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_Object, parse_constant=_no_constant)
     except UnicodeDecodeError as exc:
         raise CheckpointError("header is not UTF-8", path=file) from exc
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"header is not JSON ({exc})", path=file) from exc
-    if not isinstance(content, dict):
-        _refuse(file, "header is not a JSON object")
-    metadata = content.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        _refuse(file, "__metadata__ is not a map from text to text")
+    assert isinstance(content, _Object)  # it starts with '{'
+    return content
+
+
+def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
+    content = _read_json(file, raw)
+    problems = [(_shown(name), "the name occurs twice") for name in content.repeated]
+    metadata = _metadata(file, content.pop("__metadata__", _Object([])))
     data_start = 8 + len(raw)
-    tensors = {name: _entry(file, name, item, data_start, file_bytes) for name, item in content.items()}
+    tensors: dict[str, TensorEntry] = {}
+    for name, item in content.items():
+        try:
+            tensors[name] = _entry(file, name, item, data_start)
+        except ValueError as exc:
+            problems.append((_shown(name), str(exc)))
+    _refuse_tensors(file, problems)
     _check_layout(file, tensors, data_start, file_bytes)
     return Header(file, metadata, tensors, file_bytes)
+
+
+def _metadata(file: Path, found: Any) -> dict[str, str]:
+    if not isinstance(found, _Object) or not all(isinstance(value, str) for value in found.values()):
+        _refuse(file, "__metadata__ is not a map from text to text")
+    if found.repeated:
+        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, found.repeated))}")
+    return dict(found)
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MAX_INT
 
 
-def _entry(file: Path, name: str, item: Any, data_start: int, file_bytes: int) -> TensorEntry:
-    if not isinstance(item, dict) or set(item) != {"dtype", "shape", "data_offsets"}:
-        _refuse(file, "is not {dtype, shape, data_offsets}", name)
+def _shown(name: str) -> str:
+    """Return the name as text that can be printed: JSON can spell half a surrogate pair, which no output accepts."""
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
+    """Return one tensor of the header; ValueError says what is wrong with it."""
+    if _shown(name) != name:
+        raise ValueError("the name is not valid Unicode")
+    if not isinstance(item, _Object) or set(item) != {"dtype", "shape", "data_offsets"} or item.repeated:
+        raise ValueError("is not {dtype, shape, data_offsets}, each once")
     dtype, shape, offsets = item["dtype"], item["shape"], item["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        _refuse(file, f"unknown dtype {dtype!r} (known: {', '.join(DTYPES)})", name)
+        raise ValueError(f"unknown dtype {brief(dtype)} (known: {', '.join(DTYPES)})")
     if not isinstance(shape, list) or not all(map(_is_size, shape)) or len(shape) > MAX_DIMENSIONS:
-        _refuse(file, f"bad shape {shape!r}", name)
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        _refuse(file, f"bad offsets {offsets!r}", name)
-    begin, end = offsets
+        raise ValueError(f"bad shape {brief(shape)}")
     spelled, width = DTYPES[dtype]
+    if math.prod(size or 1 for size in shape) * width > MAX_INT:  # strides overflow even where a zero makes it empty
+        raise ValueError(f"shape {brief(shape)} is too large")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)) or offsets[0] > offsets[1]:
+        raise ValueError(f"bad offsets {brief(offsets)}")
     nbytes = math.prod(shape) * width
-    if nbytes > MAX_INT:
-        _refuse(file, f"shape {shape} is too large", name)
-    if begin > end or data_start + end > file_bytes:
-        _refuse(file, f"offsets {offsets} lie outside the {file_bytes - data_start} B of data: truncated?", name)
-    if end - begin != nbytes:
-        _refuse(file, f"has {end - begin} B, its dtype {dtype} and shape {shape} need {nbytes} B", name)
-    return TensorEntry(name, spelled, tuple(shape), file, data_start + begin, nbytes)
+    if offsets[1] - offsets[0] != nbytes:
+        raise ValueError(f"has {offsets[1] - offsets[0]} B, its dtype {dtype} and shape {brief(shape)} need {nbytes} B")
+    return TensorEntry(name, spelled, tuple(shape), file, data_start + offsets[0], nbytes)
 
 
 def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, file_bytes: int) -> None:
+    """Raise CheckpointError unless the tensors cover the data from its first byte to its last, each byte once."""
+    ordered = sorted(tensors.values(), key=lambda entry: (entry.start, entry.nbytes))
+    beyond = [
+        (entry.tensor_name, f"ends at byte {entry.start + entry.nbytes} of a file of {file_bytes} B")
+        for entry in ordered if entry.start + entry.nbytes > file_bytes
+    ]  # fmt: skip
+    _refuse_tensors(file, beyond, hint="The file is cut short: copy or download it again")
+    problems: list[tuple[str, str]] = []
     at = data_start
-    for entry in sorted(tensors.values(), key=lambda entry: (entry.start, entry.nbytes)):
+    for entry in ordered:
         if entry.start < at:
-            _refuse(file, f"overlaps the tensor before it by {at - entry.start} B", entry.tensor_name)
-        if entry.start > at:
-            _refuse(file, f"a hole of {entry.start - at} B lies before it", entry.tensor_name)
-        at += entry.nbytes
+            problems.append((entry.tensor_name, f"overlaps the tensor before it by {at - entry.start} B"))
+        elif entry.start > at:
+            problems.append((entry.tensor_name, f"a hole of {entry.start - at} B lies before it"))
+        at = max(at, entry.start + entry.nbytes)
+    _refuse_tensors(file, problems)
     if at != file_bytes:
         _refuse(file, f"{file_bytes - at} B follow the last tensor")

@@ -5,7 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
-from functools import lru_cache
+
+# Beyond this many characters from its end a name is not compared: the cost grows with the square of the length.
+COMPARED_CHARS = 200
+MIN_SCORE = 0.5
+
+# What families call the same part. Source: the module names of transformers 5.23.0's multimodal models.
+SAME_PART: tuple[tuple[str, ...], ...] = (
+    ("multi_modal_projector", "mm_projector", "embed_vision", "embed_audio", "merger", "connector", "aligner"),
+    ("vision_tower", "vision_model", "visual", "vision_encoder"),
+    ("audio_tower", "audio_model", "audio_encoder"),
+    ("language_model", "text_model"),
+)
 
 
 def is_under(path: str, prefix: str) -> bool:
@@ -13,33 +24,86 @@ def is_under(path: str, prefix: str) -> bool:
     return not prefix or path == prefix or path.startswith(prefix + ".")
 
 
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
-    body = "".join({"*": ".*", "?": "[^.]"}.get(char, re.escape(char)) for char in pattern)
-    return re.compile(rf"{body}(\..*)?", re.DOTALL)
-
-
 def matches(pattern: str, path: str) -> bool:
     """Return whether the pattern names the path or something above it.
 
-    `*` stands for any text, dots included, `?` for one character of a segment. "a.b" names "a.b" and everything below,
-    "layers.1" never "layers.11".
+    `*` stands for any text, dots and the empty text included; every other character is itself. "a.b" names "a.b" and
+    everything below, "layers.1" never "layers.11". The empty pattern names the empty path alone.
     """
-    return _compiled(pattern).fullmatch(path) is not None
+    return _matches_whole(pattern, path) or _matches_whole(pattern + ".*", path)
+
+
+def _matches_whole(pattern: str, path: str) -> bool:
+    head, *rest = pattern.split("*")
+    if not rest:
+        return pattern == path
+    *middle, tail = rest
+    if not path.startswith(head):
+        return False
+    at = len(head)
+    for piece in middle:  # the leftmost place leaves the most for the pieces that follow
+        at = path.find(piece, at)
+        if at < 0:
+            return False
+        at += len(piece)
+    return at <= len(path) - len(tail) and path.endswith(tail)
 
 
 def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` of the choices that a mistyped name may have meant, best first; often empty."""
-    words = _words(name)
-    scored = []
-    for choice in dict.fromkeys(choices):
-        ratio = SequenceMatcher(None, name, choice, autojunk=False).ratio()
-        shared = len(words & _words(choice)) / max(len(words), 1)
-        last = SequenceMatcher(None, name.rpartition(".")[2], choice.rpartition(".")[2], autojunk=False).ratio()
-        score = max(ratio, 0.5 * shared + 0.5 * last)
-        if score >= 0.5:
-            scored.append((-score, choice))
-    return [choice for _, choice in sorted(scored)[:count]]
+    """Return up to `count` of the choices that a mistyped name may have meant, best first; often empty.
+
+    A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike once
+    the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
+    """
+    comparison = _Comparison(name)
+    scored = [(-comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
+    found = sorted(item for item in scored if -item[0] >= MIN_SCORE)
+    return [choice for _, choice in found[: max(count, 0)]]
+
+
+class _Comparison:
+    """One name against many: what depends on the name, or on a last segment that many choices share, is done once."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name[-COMPARED_CHARS:]
+        self.words = _words(self.name)
+        self.segments = self.name.split(".")
+        self.matchers: dict[str, SequenceMatcher[str]] = {}
+        self.last_ratios: dict[str, float] = {}
+
+    def score(self, choice: str) -> float:
+        """Return how near the choice is, from 0 to 1 for the name itself."""
+        choice = choice[-COMPARED_CHARS:]
+        last = choice.rpartition(".")[2]
+        if last not in self.last_ratios:
+            self.last_ratios[last] = SequenceMatcher(None, self.segments[-1], last, autojunk=False).ratio()
+        shared = len(self.words & _words(choice)) / max(len(self.words), 1)
+        best = 0.5 * shared + 0.5 * self.last_ratios[last]
+        if choice.endswith("." + self.name) or self.name.endswith("." + choice):
+            best = max(best, 0.9)
+        best = max(best, self._ratio(self.name, choice))
+        if renamed := self._renamed(choice):
+            best = max(best, 0.98 * self._ratio(renamed, choice))  # below the same text without a change of names
+        return best
+
+    def _ratio(self, name: str, choice: str) -> float:
+        matcher = self.matchers.get(name)
+        if matcher is None:
+            matcher = self.matchers[name] = SequenceMatcher(None, "", name, autojunk=False)
+        matcher.set_seq1(choice)
+        if matcher.real_quick_ratio() < MIN_SCORE or matcher.quick_ratio() < MIN_SCORE:
+            return 0.0
+        return matcher.ratio()
+
+    def _renamed(self, choice: str) -> str | None:
+        """Return the name with a part called as the choice calls it, None where both already agree or know no part."""
+        found = choice.split(".")
+        for group in SAME_PART:
+            mine = [segment for segment in self.segments if segment in group]
+            theirs = [segment for segment in found if segment in group]
+            if mine and theirs and mine[0] not in theirs:
+                return ".".join(theirs[0] if segment == mine[0] else segment for segment in self.segments)
+        return None
 
 
 def _words(name: str) -> set[str]:

@@ -28,7 +28,7 @@ FLOAT32_BYTES = 4
 # name: (multiple, where it comes from). "x d" means in units of the model's dtype, "x f" in float32.
 COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
     {
-        "hidden.held": (3, "x d: inputs_embeds, its text-only copy and the residual live through every layer (Gemma4Model)"),
+        "hidden.held": (3, "x d: inputs_embeds, its text-only copy and the residual live through every layer"),
         "hidden.norm": (2, "x f: RMSNorm holds the float32 copy and its square or product (Gemma4RMSNorm._norm)"),
         "ple.held": (2, "x d: raw per-layer inputs and their combination with the projection live through every layer"),
         "ple.gemm": (2, "x d: the raw rows and the projection's output while per_layer_model_projection runs"),
@@ -38,7 +38,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "attention.norm_float": (2, "x f: the two float32 copies"),
         "attention.rope": (4, "x d: query, x*cos, rotate_half(x), its product (apply_rotary_pos_emb)"),
         "attention.output": (3, "x d: query, the kernel's output, its contiguous transpose (sdpa_attention_forward)"),
-        "attention.repeat": (2, "x d: keys and values repeated to every query head (repeat_kv: mask, or head above 256)"),
+        "attention.repeat": (2, "x d: keys and values repeated to every query head (repeat_kv)"),
         "attention.mask": (2, "x 1 B: one boolean mask for full and one for sliding layers, [B, S, S_kv]"),
         "attention.mask_float": (1, "x d: the additive form that scaled_dot_product_attention makes of a boolean mask"),
         "mlp.gemm": (2, "x d: gate or activation beside the output being computed"),

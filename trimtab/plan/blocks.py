@@ -52,11 +52,12 @@ class Leaf:
 class Block:
     """One unit of placement.
 
-    movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA allocator
-    counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of what moves.
-    refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored. load_transient_bytes: the most
-    that loading one weight takes at once. dense_bytes: what is read of the weights that loading packs.
-    flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks.
+    movable_bytes, fixed_bytes: exact. movable_allocated_bytes, fixed_allocated_bytes: the same as torch's CUDA
+    allocator counts them when resident. buffer_bytes: the packed weights as one aligned buffer. leaves: module paths of
+    what moves. refused: tier -> why it is not allowed. largest_leaf_bytes: the largest weight as stored.
+    load_transient_bytes: the most that loading one weight takes at once. dense_bytes: what is read of the weights that
+    loading packs. flops_per_token: multiply-adds a row. row_bytes: one row of a table, 0 for other blocks. is_in_file:
+    whether a table is one tensor of the checkpoint, whose rows can be read from there.
     """
 
     block_path: str
@@ -75,6 +76,7 @@ class Block:
     paid: Paid
     flops_per_token: int
     row_bytes: int = 0
+    is_in_file: bool = True
 
     @property
     def is_table(self) -> bool:
@@ -82,7 +84,7 @@ class Block:
 
 
 def quant_of(anatomy: Anatomy, quant: str) -> str:
-    """Return the format that quantized weights have; "auto" is the checkpoint's own if it is packed, else the default."""
+    """Return the format of quantized weights; "auto" is the checkpoint's own if it is packed, else the default."""
     if quant != "auto":
         return quant
     return anatomy.prequantized if anatomy.prequantized in QUANTS else DEFAULT_QUANT
@@ -158,6 +160,7 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
         paid=_paid(path, part),
         flops_per_token=0 if is_table else sum(2 * prod(leaf.shape) for leaf in leaves),
         row_bytes=sum(leaf.dense_bytes // leaf.shape[0] for leaf in leaves) if is_table else 0,
+        is_in_file=all(len(t.sources) == 1 for row in rows for t in row.tensors if t.tensor_path in moving),
     )  # fmt: skip
 
 
@@ -182,8 +185,8 @@ def _tiers(
         return ("resident",), {tier: why for tier in TIERS if tier != "resident"}
     if is_table:
         why = (
-            "its rows are only ever looked up: use gather, which leaves the table in host memory, or in the checkpoint file "
-            "when host memory is short"
+            "its rows are only ever looked up: use gather, which leaves the table in host memory, or in the "
+            "checkpoint file when host memory is short"
         )
         return TABLE_TIERS, {tier: why for tier in TIERS if tier not in TABLE_TIERS}
     why = f"only a table that is merely indexed can be gathered; this block computes with whole weights ({len(leaves)})"

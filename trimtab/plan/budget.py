@@ -1,7 +1,7 @@
 """What a placement takes on every device, while running and while loading, and whether the budgets allow it.
 
-A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with everything that is taken
-whatever the placement, `Totals` the sum.
+A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with everything that is
+taken whatever the placement, `Totals` the sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ DISK_BUFFERS = 2
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to place a block: bytes on each device, bytes of the staging buffer it needs, seconds of a whole request."""
+    """One way to place a block: bytes on each device, of the staging buffer it needs, seconds of a whole request."""
 
     tier: str
     home: str
@@ -46,7 +46,7 @@ class Item:
         return next((choice for choice in self.choices if choice.tier == "resident"), None)
 
     def leave(self, cap: int, *, far: bool) -> Choice | None:
-        """Return the fastest choice off the device, to the host or far from it, within a staging buffer of cap bytes."""
+        """Return the fastest choice off the device, to the host or far from it, within a staging buffer of cap."""
         fitting = [
             choice
             for choice in self.choices
@@ -84,10 +84,10 @@ class Totals:
 class Limits:
     """Budgets, and what is taken whatever the placement.
 
-    total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on the
-    device beside the blocks, while running and while loading. host_bytes: base of the process. context_bytes: the driver's
-    share. reserve: peak -> what the allocator holds beyond it. While loading: host_load_bytes of read buffers,
-    read_ahead_bytes read ahead to the device, held_bytes of a block's packed weights held there until it is whole.
+    total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on
+    the device beside the blocks, while running and while loading. host_bytes: base of the process. context_bytes: the
+    driver's share. reserve: peak -> what the allocator holds beyond it. While loading: host_load_bytes of read buffers,
+    held_bytes of a block's packed weights held on the device until it is whole.
     """
 
     device_budget_bytes: int
@@ -100,7 +100,6 @@ class Limits:
     host_load_bytes: int
     context_bytes: int
     reserve: Callable[[int], int]
-    read_ahead_bytes: int
     held_bytes: int
 
     def device_need(self, peak_bytes: int) -> int:
@@ -134,7 +133,7 @@ class Limits:
 def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     """Return what a placement takes; placed: (choice, item, how many identical blocks)."""
     resident = host = disk = staged_blocks = staged = spilled_blocks = spilled = 0
-    transient = dense = leaving_transient = 0
+    transient = leaving_transient = 0
     cost_s = 0.0
     for choice, item, count in placed:
         resident += choice.device_bytes * count
@@ -143,7 +142,7 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
         cost_s += choice.cost_s * count
         if choice.tier == "resident":
             if item.dense_bytes:
-                transient, dense = max(transient, item.transient_bytes), dense + item.dense_bytes * count
+                transient = max(transient, item.transient_bytes)
         elif not item.is_table:
             leaving_transient = max(leaving_transient, item.transient_bytes)
         if choice.staged_bytes:
@@ -153,9 +152,11 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     slots = min(staged_blocks, STAGING_SLOTS)
     buffers = min(spilled_blocks, DISK_BUFFERS) * spilled
     running = resident + slots * staged
-    # Loading: what leaves is packed first, while nothing is resident; then what stays, each weight beside its packed form.
-    filling = resident + transient + min(limits.read_ahead_bytes, dense)
-    packing = leaving_transient + limits.read_ahead_bytes + limits.held_bytes if leaving_transient else 0
+    # Loading: what leaves is packed first, while nothing is resident; then what stays. Weights to be packed come through
+    # two places of the largest one's size, held for the whole load.
+    places = 2 * max(transient, leaving_transient)
+    filling = resident + places
+    packing = places + limits.held_bytes if leaving_transient else 0
     reading = limits.host_load_bytes + spilled
     return Totals(
         run_bytes=limits.run_bytes + running, load_bytes=limits.load_bytes + max(filling, packing, running),

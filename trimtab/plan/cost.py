@@ -1,8 +1,8 @@
 """How many bytes a weight takes in each form and place, and how many seconds a block costs in each tier.
 
-Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured rates
-and serve to compare placements, not to promise a speed: copies of neighbouring blocks are taken to queue on one link, and
-the overlap of one block's copy with another's computation is counted only within the block itself.
+Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
+rates and serve to compare placements, not to promise a speed: copies of neighbouring blocks are taken to queue on one
+link, and the overlap of one block's copy with another's computation is counted only within the block itself.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def round_up(byte_count: int, step: int) -> int:
 def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
     """Return the bytes of each part of a stored weight, by part name.
 
-    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4" or "nf4-dq". An odd number of weights is
-    padded to a whole byte. Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32 second-level
-    scales and one float32 offset) and int8_vectorwise_quant (one float32 per output row).
+    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4" or "nf4-dq". An odd number of weights
+    is padded to a whole byte. Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32
+    second-level scales and one float32 offset) and int8_vectorwise_quant (one float32 per output row).
     """
     numel = prod(shape)
     if kind == "none":
@@ -84,7 +84,7 @@ def allocated_bytes(byte_count: int) -> int:
 
 
 def allocator_reserve_bytes(peak_bytes: int) -> int:
-    """Return what torch reserves from the driver beyond the peak in use; counted against the budget, not in the peak."""
+    """Return what torch reserves from the driver beyond the peak in use; part of the budget, not of the peak."""
     return max(RESERVE_MIN_BYTES, peak_bytes * RESERVE_PERCENT // 100)
 
 
@@ -93,9 +93,10 @@ class Rates:
     """How fast the machine moves and computes, measured (`runtime/devices.py`) or assumed.
 
     *_Bps: bytes a second: pinned and pageable host memory to the execution device, its own memory read, host memory
-    copied, the spill disk read, packed weights that a one-row matrix product on the CPU gets through. *_flops: multiply and
-    add operations a second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and waited for;
-    disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class card).
+    copied, the spill disk read, packed weights that a one-row matrix product on the CPU gets through. *_flops: multiply
+    and add operations a second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and
+    waited for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class
+    card).
     """
 
     pinned_h2d_Bps: float = 12e9
@@ -136,7 +137,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What the seconds of a block depend on: packed bytes, multiply-adds a row, kernels a pass; row bytes of a table."""
+    """What a block's seconds depend on: packed bytes, multiply-adds a row, kernels a pass; row bytes of a table."""
 
     nbytes: int
     flops: int

@@ -1,7 +1,7 @@
 """What a plan looks like: one bar a device, loaded like a ship up to its load line.
 
-`draw` writes .svg (by hand, the same bytes for the same plan) or .png (the same shapes through matplotlib). The shapes are
-laid out once, in pixels from the top left corner.
+`draw` writes .svg (by hand, the same bytes for the same plan) or .png (the same shapes through matplotlib). The shapes
+are laid out once, in pixels from the top left corner.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape
 
 from trimtab.errors import RequestError, gib
-from trimtab.plan.plan import Plan
+from trimtab.plan.plan import Plan, write_whole
 
 WIDTH, MARGIN, BAR_HEIGHT = 1000, 32, 46
 BAR_WIDTH = WIDTH - 2 * MARGIN
@@ -73,7 +73,6 @@ class Stroke:
     top: float
     bottom: float
     color: str
-    dash: bool
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:
         Label(MARGIN, top + 12, bar.name, 15, INK, bold=True),
         Label(WIDTH - MARGIN, top + 12, bar.note, 12, QUIET, anchor="end"),
     ]
-    at = top + 42
+    at = top + (42 if bar.budget_bytes is not None else 24)
     shapes.append(Box(MARGIN, at, BAR_WIDTH, BAR_HEIGHT, OVER))
     left = float(MARGIN)
     for segment in bar.segments:
@@ -180,7 +179,9 @@ def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:
         left += width
     if bar.budget_bytes is not None:
         shapes += _load_line(bar, scale, at)
-    return [*shapes, *_legend(bar.segments, at + BAR_HEIGHT + 24)], _legend_bottom(bar, at)
+    legend_top = at + BAR_HEIGHT + 24
+    rows = -(-len(bar.segments) // LEGEND_COLUMNS)
+    return [*shapes, *_legend(bar.segments, legend_top)], legend_top + rows * LEGEND_ROW + 26
 
 
 def _load_line(bar: Bar, scale: float, at: float) -> list[Shape]:
@@ -190,7 +191,7 @@ def _load_line(bar: Bar, scale: float, at: float) -> list[Shape]:
     text = f"budget {gib(bar.budget_bytes)}, {gib(free)} free" if free >= 0 else f"budget {gib(bar.budget_bytes)}"
     anchor = "end" if line > WIDTH / 2 else "start"
     return [
-        Stroke(line, at - 8, at + BAR_HEIGHT + 8, LINE, dash=False),
+        Stroke(line, at - 8, at + BAR_HEIGHT + 8, LINE),
         Label(line - 6 if anchor == "end" else line + 6, at - 8, text, 12, LINE, anchor=anchor),
     ]
 
@@ -207,39 +208,29 @@ def _legend(segments: Sequence[Segment], top: float) -> list[Shape]:
     return shapes
 
 
-def _legend_bottom(bar: Bar, at: float) -> float:
-    rows = -(-len(bar.segments) // LEGEND_COLUMNS)
-    return at + BAR_HEIGHT + 24 + rows * LEGEND_ROW + 26
-
-
 def _is_dark(color: str) -> bool:
     red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
     return 0.299 * red + 0.587 * green + 0.114 * blue < 150
 
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending."""
+    """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending or place."""
     target = Path(path)
     if target.suffix.lower() not in (".svg", ".png"):
         raise RequestError("a picture is .svg or .png", field="picture", value=str(path), allowed=(".svg", ".png"))
     shapes, height = layout(plan)
-    sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        if target.suffix.lower() == ".svg":
-            sibling.write_text(svg(shapes, height), encoding="utf-8", newline="\n")
-        else:
-            _png(shapes, height, sibling)
-        os.replace(sibling, target)
-    except BaseException:
-        sibling.unlink(missing_ok=True)
-        raise
+    if target.suffix.lower() == ".png":
+        write_whole(target, lambda sibling: _png(shapes, height, sibling), field="picture")
+        return
+    text = svg(shapes, height)
+    write_whole(target, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="picture")
 
 
 def svg(shapes: Sequence[Shape], height: float) -> str:
     """Return the shapes as SVG text."""
+    size = f'width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}"'
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}" '
-        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
         f'<rect width="{WIDTH}" height="{height:g}" fill="{PAPER}"/>',
     ]
     for shape in shapes:
@@ -248,8 +239,7 @@ def svg(shapes: Sequence[Shape], height: float) -> str:
             lines.append(f'<rect x="{shape.left:.2f}" y="{shape.top:.2f}" {size} fill="{shape.fill}"/>')
         elif isinstance(shape, Stroke):
             place = f'x1="{shape.left:.2f}" x2="{shape.left:.2f}" y1="{shape.top:.2f}" y2="{shape.bottom:.2f}"'
-            dash = ' stroke-dasharray="4 3"' if shape.dash else ""
-            lines.append(f'<line {place} stroke="{shape.color}" stroke-width="2"{dash}/>')
+            lines.append(f'<line {place} stroke="{shape.color}" stroke-width="2"/>')
         else:
             place = f'x="{shape.left:.2f}" y="{shape.base:.2f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
             weight = ' font-weight="bold"' if shape.bold else ""
@@ -274,9 +264,8 @@ def _png(shapes: Sequence[Shape], height: float, path: Path) -> None:
         if isinstance(shape, Box):
             axes.add_patch(Rectangle((shape.left, shape.top), shape.width, shape.height, color=shape.fill, linewidth=0))
         elif isinstance(shape, Stroke):
-            style = "--" if shape.dash else "-"
-            line = Line2D([shape.left] * 2, [shape.top, shape.bottom], color=shape.color, linewidth=1.5, linestyle=style)
-            axes.add_line(line)
+            ends = [shape.left, shape.left], [shape.top, shape.bottom]
+            axes.add_line(Line2D(*ends, color=shape.color, linewidth=1.5))
         else:
             align = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
             axes.text(

@@ -50,9 +50,9 @@ def _names_of(anatomy: Anatomy, blocks: Sequence[Block]) -> list[str]:
 def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: Anatomy) -> dict[str, Asked]:
     """Return block_path -> what `place` asks for it; blocks that no pattern decides are absent.
 
-    A pattern names blocks, modules (their block is placed whole) or a part; the last one that applies wins. A pattern over
-    several blocks leaves those alone that do not allow its tier.
-    Errors: RequestError for a pattern that names nothing, that no block it names allows, or that later ones undo wholly.
+    A pattern names blocks, modules (their block is placed whole) or a part; the last one that applies wins. A pattern
+    over several blocks leaves those alone that do not allow its tier.
+    Errors: RequestError for a pattern that names nothing, that no block it names allows, or that later ones undo.
     """
     decided: dict[str, tuple[str, str]] = {}
     for pattern, tier in place.items():
@@ -97,8 +97,10 @@ def _moves(pattern: str, tier: str, block: Block, anatomy: Anatomy) -> bool:
     if tier == "resident" or pattern == CATCH_ALL or pattern in PARTS or matches(pattern, block.block_path):
         return True
     return any(matches(pattern, leaf) for leaf in block.leaves) or any(
-        row.wraps in block.leaves for row in anatomy.rows if row.block == block.block_path and matches(pattern, row.module_path)
-    )  # fmt: skip
+        row.wraps in block.leaves
+        for row in anatomy.rows
+        if row.block == block.block_path and matches(pattern, row.module_path)
+    )
 
 
 def _why_not(pattern: str, tier: str, hit: Sequence[Block], anatomy: Anatomy) -> str:
@@ -120,9 +122,9 @@ def resolve_device_map(
 ) -> dict[str, Asked]:
     """Return block_path -> what the map asks for it.
 
-    The longest key that a module lies under decides ("" is everything else); devices are int, text or anything whose str()
-    is one. The execution device means resident, "cpu" stream (tables: gather from host memory), "disk" disk (tables: rows
-    stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is resident.
+    The longest key that a module lies under decides ("" is everything else); devices are int, text or anything whose
+    str() is one. The execution device means resident, "cpu" stream (tables: gather from host memory), "disk" disk
+    (tables: rows stay in the checkpoint file). On a machine whose execution device is the CPU, "cpu" is resident.
     Errors: RequestError for keys that name nothing, other devices, modules that the map forgets, blocks cut in two, and
     keys that ask something to leave that cannot.
     """
@@ -193,13 +195,13 @@ def _check_keys(devices: Mapping[str, str], blocks: Sequence[Block], anatomy: An
     if unknown:
         near = dict.fromkeys(name for key in unknown for name in near_names(key, sorted(paths)))
         raise RequestError(
-            f"{len(unknown)} keys name no module of this model: {', '.join(unknown)}", field="device_map", value=unknown,
-            allowed=tuple(near),
+            f"{len(unknown)} keys name no module of this model: {', '.join(unknown)}", field="device_map",
+            value=unknown, allowed=tuple(near),
         )  # fmt: skip
 
 
 def _check_followed(devices: Mapping[str, str], followed: set[str], anatomy: Anatomy) -> None:
-    """Raise RequestError for keys that send something away of which nothing can leave, or that decide nothing at all."""
+    """Raise RequestError for keys that send away what cannot leave, or that decide nothing at all."""
     tied, problems = tied_paths(anatomy), []
     for key, device in devices.items():
         if key in followed or not key:

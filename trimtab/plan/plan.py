@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +29,8 @@ Row = TypeVar("Row")
 class Placement:
     """One block: its tier, where its bytes are, what it costs in seconds a request and a decoding step, and why.
 
-    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: on the execution
-    device for good, what cannot move included; staging buffers are counted once for all blocks, not here.
+    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: on the
+    execution device for good, what cannot move included; staging buffers are counted once for all blocks, not here.
     """
 
     block_path: str
@@ -58,11 +58,11 @@ class Unquantized:
 class Plan:
     """Where everything goes.
 
-    gpu, host: what takes how many bytes of the execution device and of the host. gpu_peak_bytes: the peak of tensors while
-    a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the driver's
-    context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the pieces in which a
-    prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase: when the peak is
-    reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned.
+    gpu, host: what takes how many bytes of the execution device and of the host. gpu_peak_bytes: the peak of tensors
+    while a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the
+    driver's context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the
+    pieces in which a prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase:
+    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned.
     """
 
     request: LoadRequest
@@ -175,17 +175,9 @@ class Plan:
                 raise RequestError("must be a whole number", field=f"plan.{name}", value=value)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON. The file is whole or absent: it is written beside its place and then renamed."""
-        target = Path(path)
-        sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            with open(sibling, "w", encoding="utf-8", newline="\n") as file:
-                json.dump(self.to_json(), file, indent=1)
-                file.write("\n")
-            os.replace(sibling, target)
-        except BaseException:
-            sibling.unlink(missing_ok=True)
-            raise
+        """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
+        text = json.dumps(self.to_json(), indent=1) + "\n"
+        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -200,6 +192,22 @@ class Plan:
             return cls.from_json(values)
         except RequestError as exc:
             raise CheckpointError(f"is not a plan of this version: {exc}", path=path) from exc
+
+
+def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
+    """Let `write` make a file beside its place, then rename it: readers see the old file or the new one, never a part.
+
+    Errors: RequestError if the place cannot be written; nothing is left behind.
+    """
+    target = Path(path)
+    sibling = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        write(sibling)
+        os.replace(sibling, target)
+    except OSError as exc:
+        raise RequestError(f"cannot be written ({exc.strerror})", field=field, value=str(path)) from exc
+    finally:
+        sibling.unlink(missing_ok=True)
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:

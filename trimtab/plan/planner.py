@@ -1,9 +1,10 @@
 """What goes where: the plan of one request on one machine.
 
-Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows costs
-next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run once a
-picture or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to disk, and
-the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within every budget.
+Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows
+costs next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run
+once a picture or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to
+disk, and the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within
+every budget.
 
 Pure: the same anatomy, request, machine and rates give the same plan.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.errors import DoesNotFitError, gib
+from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, smaller_needs, use_of
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
 from trimtab.plan.budget import Choice, Item, Limits, Totals
@@ -31,23 +32,24 @@ from trimtab.plan.cost import (
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Placement, Plan, Unquantized
 from trimtab.plan.search import Search
-from trimtab.request import LoadRequest
+from trimtab.request import DEFAULT_QUANT, LoadRequest
 
 # The answer that the seconds of a placement are weighed with: as long as GenerateRequest's default.
 ANSWER_TOKENS = 256
-# A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block that
-# wait on the device until the block is whole (runtime/read.py, runtime/tiers.py).
+# A ring of page-locked pieces that file tensors pass through, tensors read ahead of use, and packed weights of a block
+# that wait on the device until the block is whole (runtime/read.py, runtime/tiers.py).
 READ_BUFFER_BYTES = 128 * 2**20
-READ_AHEAD_BYTES = 128 * 2**20
 HELD_BYTES = 128 * 2**20
+UNLIMITED_BYTES = 2**62
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """The machine a plan is for.
 
-    execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. context_bytes: the driver's own
-    share of the device, not in torch's count. process_bytes: host memory of the process before any weight.
+    execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
+    what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
+    process_bytes, the host memory of the process before any weight. Budgets include these two.
     """
 
     execution_device: str
@@ -116,6 +118,13 @@ class _Planner:
             for tier, home in _places(block)
             if asked is None or (asked.tier == tier and asked.home in (None, home))
         ]
+        if asked is not None and not choices:
+            raise RequestError(
+                f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
+                field="device_map",
+                value=asked.asked,
+                allowed=("cpu", self.machine.execution_device),
+            )
         return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
 
     def _choice(self, block: Block, tier: str, home: str) -> Choice:
@@ -144,7 +153,7 @@ class _Planner:
         return seconds(tier, home, weights, works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu)
 
     def _fixed_bytes(self) -> int:
-        """Return what stays on the execution device whatever the plan, shared look-up tables of 4-bit formats included."""
+        """Return what stays on the execution device whatever the plan, look-up tables of 4-bit formats included."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
         tables = {"nf4-dq": tuple(CODE_BYTES), "nf4": ("code",), "fp4": ("code",)}.get(quant, ())
         codes = sum(CODE_BYTES[name] if on_cpu else allocated_bytes(CODE_BYTES[name]) for name in tables)
@@ -152,16 +161,17 @@ class _Planner:
 
     def _limits(self) -> Limits:
         machine, request, fixed = self.machine, self.request, self._fixed_bytes()
-        on_cpu, available = machine.on_cpu, machine.host_available_bytes
+        on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
+        free = available if on_cpu else machine.gpu_free_bytes + machine.context_bytes
         return Limits(
-            device_budget_bytes=request.gpu_memory_bytes or (available if on_cpu else machine.gpu_free_bytes),
+            device_budget_bytes=request.gpu_memory_bytes or free,
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes,
             load_bytes=fixed, host_bytes=machine.process_bytes, host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
-            read_ahead_bytes=READ_AHEAD_BYTES, held_bytes=HELD_BYTES,
+            held_bytes=HELD_BYTES,
         )  # fmt: skip
 
     # What was chosen --------------------------------------------------------------------------------------------------
@@ -170,7 +180,7 @@ class _Planner:
         limits, request = self.limits, self.request
         resident = sum(choice.device_bytes for choice in chosen)
         host_weights = {
-            f"{tier} weights": sum(c.host_bytes for c in chosen if c.tier == tier)
+            f"{tier}_weights": sum(c.host_bytes for c in chosen if c.tier == tier)
             for tier in ("gather", "stream", "host")
         }
         gpu = {
@@ -180,7 +190,7 @@ class _Planner:
             "allocator_reserve": limits.reserve(totals.peak_bytes),
         }  # fmt: skip
         host = {
-            "process": self.machine.process_bytes, **{name.replace(" ", "_"): count for name, count in host_weights.items()},
+            "process": self.machine.process_bytes, **host_weights,
             "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
         }  # fmt: skip
         reasons = _Reasons(self.blocks, self.asked, limits, self.machine.execution_device)
@@ -224,77 +234,70 @@ class _Planner:
 
     def _does_not_fit(self, search: Search) -> DoesNotFitError:
         limits = self.limits
+        if limits.total_budget_bytes is not None:
+            alone = Search(self.items, self._asked_limits())
+            total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
+            if total_bytes is not None:
+                why = "the memory that what is resident and what the host holds share"
+                return self._error("memory", total_bytes, limits.total_budget_bytes, why)
+            search = alone
         device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
-        if limits.total_budget_bytes is not None and device_bytes is not None and host_bytes is not None:
-            total_bytes = search.smallest_total_bytes()
-            if device_bytes <= limits.device_budget_bytes and total_bytes is not None:
-                return self._error(
-                    "memory",
-                    total_bytes,
-                    limits.total_budget_bytes,
-                    "what is resident and what the host holds share it",
-                )
+        why = "the smallest budget with a placement"
         if device_bytes is not None:
-            other = "" if host_bytes is None else f", or a host budget of {host_bytes} B ({gib(host_bytes)})"
-            return self._error(
-                self.machine.execution_device, device_bytes, limits.device_budget_bytes,
-                f"that is the smallest budget with a placement{other}", flag="--gpu-memory",
-            )  # fmt: skip
+            other = "" if host_bytes is None else f"; a host budget of {host_bytes} B ({gib(host_bytes)}) would also do"
+            device, budget_bytes = self.machine.execution_device, limits.device_budget_bytes
+            return self._error(device, device_bytes, budget_bytes, why + other, flag="--gpu-memory")
         if host_bytes is not None:
-            return self._error(
-                "host",
-                host_bytes,
-                limits.host_budget_bytes,
-                "that is the smallest budget with a placement",
-                flag="--host-memory",
-            )
-        return self._neither_fits(search)
+            return self._error("host", host_bytes, limits.host_budget_bytes, why, flag="--host-memory")
+        return self._neither_fits()
 
-    def _neither_fits(self, search: Search) -> DoesNotFitError:
-        """Return the error for a request that no single larger budget would help: first the host, then the device."""
+    def _asked_limits(self) -> Limits:
+        """Return the budgets that the user named, without the bound of a memory that both devices share."""
+        request = self.request
+        return replace(
+            self.limits,
+            device_budget_bytes=request.gpu_memory_bytes or UNLIMITED_BYTES,
+            host_budget_bytes=request.host_memory_bytes or UNLIMITED_BYTES,
+            total_budget_bytes=None,
+        )
+
+    def _neither_fits(self) -> DoesNotFitError:
+        """Return the error for a request that no single larger budget would help."""
         limits = self.limits
-        open_host = Search(self.items, _opened(limits, host=True))
-        device_bytes = open_host.smallest_device_bytes()
+        open_host = replace(limits, host_budget_bytes=UNLIMITED_BYTES, total_budget_bytes=None)
+        device_bytes = Search(self.items, open_host).smallest_device_bytes()
         if device_bytes is None:
-            spilled = Search(self.items, _opened(limits, host=True, disk=True)).smallest_device_bytes()
-            needed = sum(b.buffer_bytes for b in self.blocks if b.block_path in self._spilled())
-            assert spilled is not None, "with every budget open, the placement asked for always fits"
-            return self._error(
-                "disk", needed, limits.disk_budget_bytes or 0, "the spill file has no room", flag="--offload-dir"
-            )
-        host_bytes = Search(self.items, _opened(limits, device=device_bytes)).smallest_host_bytes()
-        return self._error(
-            self.machine.execution_device, device_bytes, limits.device_budget_bytes,
-            f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B",
-            flag="--gpu-memory and --host-memory",
-        )  # fmt: skip
+            needed = sum(block.buffer_bytes for block in self.blocks if self._is_spilled(block))
+            why = "the spill file of the blocks placed on disk has no room"
+            return self._error("disk", needed, limits.disk_budget_bytes or 0, why, flag="--offload-dir")
+        on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
+        host_bytes = Search(self.items, on_device).smallest_host_bytes()
+        why = f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B"
+        device, flags = self.machine.execution_device, "--gpu-memory and --host-memory"
+        return self._error(device, device_bytes, limits.device_budget_bytes, why, flag=flags)
 
-    def _spilled(self) -> set[str]:
-        return {path for path, asked in self.asked.items() if asked.tier == "disk"}
+    def _is_spilled(self, block: Block) -> bool:
+        asked = self.asked.get(block.block_path)
+        return asked is not None and asked.tier == "disk"
 
     def _error(self, device: str, needed_bytes: int, budget_bytes: int, reason: str, flag: str = "") -> DoesNotFitError:
-        on_device = device not in ("host", "disk")
-        parts = [self._taken()] if on_device else []
-        advice = [f"{flag} {needed_bytes}"] if flag and " and " not in flag else [flag] if flag else []
-        if on_device:
+        advice = [f"{flag} {needed_bytes}" if flag in ("--gpu-memory", "--host-memory") else flag] if flag else []
+        if device not in ("host", "disk"):
+            reason = f"{reason}; {self._taken()}"
             advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
         if self.asked:
             advice.append("fewer placements by hand")
         hint = f"Give more memory or ask for less: {'; '.join(advice)}" if advice else ""
         return DoesNotFitError(
-            "; ".join([reason, *parts]),
-            block=None,
-            device=device,
-            needed_bytes=needed_bytes,
-            budget_bytes=budget_bytes,
-            hint=hint,
+            reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint
         )
 
     def _taken(self) -> str:
         limits, needs = self.limits, self.needs
         return (
-            f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, KV cache {gib(needs.kv_cache_bytes)}, "
-            f"activations {gib(needs.activation_bytes)} ({needs.phase}), driver {gib(limits.context_bytes)}"
+            f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
+            f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({needs.phase}), "
+            f"driver {gib(limits.context_bytes)}"
         )
 
     def _savings(self) -> Iterable[tuple[str, int]]:
@@ -302,19 +305,16 @@ class _Planner:
         yield from smaller_needs(self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters)
         if has_adapters:
             yield "no adapters", self.adapter_bytes
-        if self.request.quant != "nf4-dq" and self.anatomy.prequantized is None:
-            streamed = sum(block.movable_bytes for block in self.blocks if not block.is_table)
-            yield f"--quant nf4-dq, the weights now take {gib(streamed)} and that", streamed // 2
+        if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:
+            yield f"--quant {DEFAULT_QUANT}", self._quant_saving()
 
-
-def _opened(limits: Limits, *, host: bool = False, disk: bool = False, device: int | None = None) -> Limits:
-    return replace(
-        limits,
-        host_budget_bytes=2**62 if host else limits.host_budget_bytes,
-        disk_budget_bytes=None if disk else limits.disk_budget_bytes,
-        device_budget_bytes=limits.device_budget_bytes if device is None else device,
-        total_budget_bytes=None,
-    )
+    def _quant_saving(self) -> int:
+        """Return what the default format saves of what can move; without any quantization yet, of all linears."""
+        if self.request.quant != "none":
+            packed = blocks_of(self.anatomy, DEFAULT_QUANT)
+            return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)
+        linears = [row.weight for row in self.anatomy.rows if row.kind == "linear" and row.part != "head"]
+        return sum(w.nbytes - packed_bytes(w.shape, DEFAULT_QUANT, w.dtype) for w in linears if w is not None)
 
 
 def _places(block: Block) -> list[tuple[str, str]]:
@@ -326,7 +326,8 @@ def _places(block: Block) -> list[tuple[str, str]]:
         "disk": ("disk",),
         "gather": ("host", "file"),
     }
-    return [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
+    places = [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
+    return places if block.is_in_file else [place for place in places if place != ("gather", "file")]
 
 
 def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:
@@ -343,8 +344,9 @@ class _Reasons:
         movable = sum(block.movable_allocated_bytes for block in blocks)
         over = limits.device_need(limits.run_bytes + movable) - limits.device_budget_bytes
         self.all_fits = over <= 0
-        # Running fits and loading does not, when nothing is over but something had to leave.
-        self.leaves = f"leaves, {gib(over)} too many for {device}" if over > 0 else f"leaves, loading it peaks above {device}"
+        # What has to leave although running fits, leaves for loading: that peaks higher.
+        too_high = "loading would peak too high"
+        self.leaves = f"leaves, {gib(over)} too many for {device}" if over > 0 else f"leaves, {too_high}"
         self.host = f"the host budget is {gib(limits.host_budget_bytes)}"
 
     def of(self, block: Block, choice: Choice) -> str:

@@ -1,13 +1,15 @@
 """Which tier each block gets: the cheapest placement of a family that keeps every budget.
 
-The family does not depend on the budgets, so more memory never gives a slower plan. Its members are *prefixes*: blocks in
-the order in which they should leave (tables first, since fetching rows costs next to nothing, then the fewest seconds a
-byte), cut off anywhere, each also with one block more or one less; for every size of the staging buffers, because a single
-large streamed block makes two buffers of its size necessary. What leaves goes to host memory; what the host has no room for
-goes to disk, again as prefixes (the fewest seconds a byte) with one block more. So a placement costs about one block more
-than the best one at most; tests compare with every placement there is.
+The family does not depend on the budgets, so more memory never gives a slower plan. Its members are *prefixes*: blocks
+in the order in which they should leave (tables first, since fetching rows costs next to nothing, then the fewest
+seconds a byte), cut off anywhere, each also with one block more or one less; for every size of the staging buffers,
+because a single large streamed block makes two buffers of its size necessary. What leaves goes to host memory; what the
+host has no room for goes to disk, again as prefixes (the fewest seconds a byte) with one block more.
 
-Identical blocks (the same choices) form groups, so that a search sees ten kinds of blocks rather than hundreds of blocks.
+Tests compare with every placement there is: with one block more of memory a search is never slower than the best.
+Where device and host are both full to the last block, it may miss a placement that fits exactly.
+
+Identical blocks (the same choices) form groups, so that a search sees ten kinds of blocks rather than hundreds of them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from trimtab.plan.budget import STAGING_SLOTS, Choice, Item, Limits, Placed, Tot
 
 # Sizes of staging buffers that are tried: the distinct block sizes, thinned when a model has more kinds than this.
 MOST_CAPS = 10
-# Placements whose seconds differ by less than this share are equal: which of ten like layers leaves is not worth a look.
+# Placements whose seconds differ by less than this share are equal: which of ten like layers leaves is not worth a
+# look.
 TIE = 1e-9
 
 Counts = tuple[int, ...]

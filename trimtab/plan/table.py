@@ -14,8 +14,9 @@ def table(plan: Plan) -> str:
     """Return the plan as text for people."""
     request = plan.request
     head = (
-        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "
-        f"batch {request.batch}, pictures {request.images}, sound {request.audio_s:g} s"
+        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
+        f"sound {request.audio_s:g} s"
     )
     rows: list[tuple[str, ...]] = [
         ("block", "part", "tier", "home", "device", "host", "disk", "a request", "a token", "why")
@@ -28,7 +29,7 @@ def table(plan: Plan) -> str:
 
 
 def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]]:
-    """Return (name, rows) with the layers of one list that share part, tier, home and reason together: "layers.0-3,5"."""
+    """Return (name, rows); layers of one list that share part, tier, home and reason are one: "layers.0-3,5"."""
     found: dict[tuple[str, ...], list[Placement]] = {}
     for row in placements:
         parent, _, last = row.block_path.rpartition(".")
@@ -71,9 +72,12 @@ def _aligned(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[s
     numbers = set(right)
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     return [
-        "  ".join(cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.rjust(width) if place in numbers else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def _devices(plan: Plan) -> list[str]:
@@ -87,7 +91,8 @@ def _devices(plan: Plan) -> list[str]:
     rows = [
         (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
          f"{inside}; on top {outside or 'nothing'}{load}"),
-        ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}", items(plan.host.items())),
+        ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
+         items(plan.host.items())),
     ]  # fmt: skip
     if plan.disk_bytes:
         rows.append(("disk", gib(plan.disk_bytes), "", "spill file, gone with the process"))

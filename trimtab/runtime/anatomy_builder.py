@@ -1,9 +1,13 @@
-"""How the empty model becomes rows: parts from its sub-models, blocks from its layer lists, caches from its attention."""
+"""How the empty model becomes rows: parts from its sub-models, blocks from its layer lists, caches from its attention.
+
+Reads only what every transformers model has: module paths and classes, the config objects that its sub-models carry,
+the text config's fields on layers, heads and windows. What it does not know: the sizes of pictures, a processor's
+choice, unless the config fixes them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,33 +18,37 @@ from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import RequestError
 from trimtab.runtime.probe import Expression
 
-# Names of sub-configs -> part, by what they contain.
+# Words in names of sub-configs -> part; a sub-config with none of them (a projector's, a talker's) is no part.
 PART_WORDS: tuple[tuple[str, Part], ...] = (
     ("vision", "vision"), ("image", "vision"), ("visual", "vision"), ("audio", "audio"), ("speech", "audio"),
-    ("text", "language"), ("llm", "language"), ("thinker", "language"),
+    ("sound", "audio"), ("text", "language"), ("llm", "language"), ("language", "language"),
 )  # fmt: skip
+# Model types whose forward computes with the whole word table, not with rows of it (transformers 5.23.0: deberta heads
+# multiply by it, diffusion_gemma's self-conditioning, t5gemma's shared table).
+READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 
 
 def build_anatomy(
-    model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *,
+    model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
-    folder: Path,
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one. Errors: RequestError for a pattern that names nothing."""
-    builder = _Builder(model, config, sources, ties, packed, quant, unquantized, keep_unquantized)
-    rows = builder.rows()
+    places = _Places(model, config, ties)
+    formats = _Formats(sources, packed, quant, unquantized, keep_unquantized)
+    rows = tuple(_rows(places, formats, sources, ties))
     _check_keep(keep_unquantized, rows)
-    kv_layers, missing = builder.kv_layers()
+    caches = _Caches(places, config.get_text_config())
     text = config.get_text_config()
-    kinds = sorted({"nf4-dq" if p.kind == "nf4" and p.nested else p.kind for p in packed.values()})
+    kinds = sorted({"nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind for entry in packed.values()})
     return Anatomy(
-        model_class=type(model).__name__, model_type=str(config.model_type), dtype=str(model.dtype).removeprefix("torch."),
-        rows=tuple(rows), kv_layers=tuple(kv_layers), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
-        missing_projections=tuple(missing), prequantized=kinds[0] if kinds else None,
+        model_class=type(model).__name__, model_type=str(config.model_type), dtype=dtype, rows=rows,
+        kv_layers=tuple(caches.layers()), hidden_size=int(text.hidden_size), vocab_size=int(text.vocab_size),
+        missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
+        tower_tokens=tuple(_tower_tokens(config)),
     )  # fmt: skip
 
 
-def _check_keep(keep_unquantized: tuple[str, ...], rows: list[ModuleRow]) -> None:
+def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:
     linears = [row.module_path for row in rows if row.kind == "linear"]
     lost = [pattern for pattern in keep_unquantized if not any(matches(pattern, path) for path in linears)]
     if lost:
@@ -48,113 +56,131 @@ def _check_keep(keep_unquantized: tuple[str, ...], rows: list[ModuleRow]) -> Non
         raise RequestError("names no linear module", field="keep_unquantized", value=lost, allowed=near)
 
 
-class _Builder:
-    def __init__(
-        self, model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str],
-        packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
-    ) -> None:  # fmt: skip
-        self.model, self.config, self.sources, self.ties = model, config, sources, ties
-        self.packed, self.quant, self.unquantized, self.keep = packed, quant, unquantized, keep_unquantized
-        self.modules: dict[str, nn.Module] = dict(model.named_modules())
-        head = model.get_output_embeddings()
-        self.head = next((path for path, module in self.modules.items() if head is not None and module is head), None)
-        self.roots = self._roots()
-        text = config.get_text_config()
-        self.vocabularies = {
-            size for size in (getattr(text, "vocab_size", None), getattr(text, "vocab_size_per_layer_input", None)) if size
-        }
-        tied = {*ties, *ties.values()}
-        self.tables = {
-            path for path, module in self.modules.items()
-            if isinstance(module, nn.Embedding) and module.num_embeddings in self.vocabularies
-            and (type(module) is nn.Embedding or hasattr(module, "embed_scale"))
-            and f"{path}.weight" not in tied and "position" not in path
-        }  # fmt: skip
+# Rows -----------------------------------------------------------------------------------------------------------------
 
-    def _roots(self) -> dict[str, Part]:
-        """Return {path: part} of the sub-models whose config is one of the config's sub-configs."""
-        parts: list[tuple[Any, Part]] = []
-        for name in getattr(self.config, "sub_configs", None) or {}:
-            sub = getattr(self.config, name, None)
-            part = next((part for word, part in PART_WORDS if word in name), None)
-            if sub is not None and part is not None:
-                parts.append((type(sub), part))
-        found: dict[str, Part] = {}
-        for path, module in self.modules.items():
-            sub = getattr(module, "config", None)
-            if not path or sub is None or any(is_under(path, root) for root in found):
-                continue
-            part = next((part for kind, part in parts if type(sub) is kind), None)
-            # Layers and rotary embeddings carry the config too; a sub-model holds the layers.
-            if part is not None and hasattr(module, "post_init"):
-                found[path] = part
-        return found
 
-    def rows(self) -> list[ModuleRow]:
-        rows = []
-        for path, module in self.modules.items():
-            tensors = self._tensors(path, module)
-            wraps = self._wraps(path, module)
-            if tensors or wraps:
-                rows.append(self._row(path, module, tensors, wraps))
-        return rows
-
-    def _tensors(self, path: str, module: nn.Module) -> tuple[TensorRow, ...]:
-        prefix = f"{path}." if path else ""
-        own: list[tuple[str, Tensor, bool]] = [
-            (name, value, False) for name, value in module._parameters.items() if value is not None
-        ] + [(name, value, True) for name, value in module._buffers.items() if value is not None]
-        rows = []
-        for name, value, is_buffer in own:
-            full = prefix + name
-            expression = self.sources.get(full)
-            rows.append(
-                TensorRow(
-                    tensor_path=full, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."),
-                    is_buffer=is_buffer, sources=expression.leaves if expression is not None else (),
-                    tied_to=self.ties.get(full),
-                )
-            )  # fmt: skip
-        return tuple(rows)
-
-    def _wraps(self, path: str, module: nn.Module) -> str | None:
-        inner = module._modules.get("linear")
-        is_wrapper = type(inner) is nn.Linear and "Linear" in type(module).__name__
-        return f"{path}.linear" if is_wrapper else None
-
-    def _row(self, path: str, module: nn.Module, tensors: tuple[TensorRow, ...], wraps: str | None) -> ModuleRow:
-        kind = self._kind(path, module, tensors)
-        quantized, why = self._quantized(path, kind)
-        return ModuleRow(
-            module_path=path, class_name=type(module).__name__, part=self._part(path), kind=kind, block=self._block(path),
-            tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps, gather_only=path in self.tables,
+def _rows(
+    places: _Places, formats: _Formats, sources: Mapping[str, Expression], ties: Mapping[str, str]
+) -> Iterator[ModuleRow]:
+    for path, module in places.modules.items():
+        tensors = tuple(_tensors(path, module, sources, ties))
+        wraps = _wrapped(path, module)
+        if not tensors and not wraps:
+            continue
+        kind = _kind(path, module, tensors)
+        quantized, why = formats.of(path, module, kind)
+        yield ModuleRow(
+            module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
+            block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
+            gather_only=path in places.tables,
         )  # fmt: skip
 
-    def _kind(self, path: str, module: nn.Module, tensors: tuple[TensorRow, ...]) -> Kind:
-        if type(module) is nn.Linear:
-            return "linear"
-        if isinstance(module, nn.Embedding):
-            return "embedding"
-        fused = any(len(tensor.shape) == 3 and not tensor.is_buffer for tensor in tensors)
-        return "experts" if fused and "expert" in f"{path} {type(module).__name__}".lower() else "other"
 
-    def _quantized(self, path: str, kind: Kind) -> tuple[bool, str]:
+def _tensors(
+    path: str, module: nn.Module, sources: Mapping[str, Expression], ties: Mapping[str, str]
+) -> Iterator[TensorRow]:
+    own: list[tuple[str, Tensor | None, bool]] = [(name, value, False) for name, value in module._parameters.items()]
+    own += [(name, value, True) for name, value in module._buffers.items()]
+    for name, value, is_buffer in own:
+        if value is None:
+            continue
+        tensor_path = f"{path}.{name}" if path else name
+        expression = sources.get(tensor_path)
+        yield TensorRow(
+            tensor_path=tensor_path, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."),
+            is_buffer=is_buffer, sources=() if expression is None else expression.leaves, tied_to=ties.get(tensor_path),
+        )  # fmt: skip
+
+
+def _wrapped(path: str, module: nn.Module) -> str | None:
+    inner = module._modules.get("linear")
+    return f"{path}.linear" if type(inner) is nn.Linear and "Linear" in type(module).__name__ else None
+
+
+def _kind(path: str, module: nn.Module, tensors: tuple[TensorRow, ...]) -> Kind:
+    if type(module) is nn.Linear:
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    fused = any(len(tensor.shape) == 3 and not tensor.is_buffer for tensor in tensors)
+    return "experts" if fused and "expert" in f"{path} {type(module).__name__}".lower() else "other"
+
+
+class _Formats:
+    """Whether a module's weight is quantized, and if not why."""
+
+    def __init__(
+        self, sources: Mapping[str, Expression], packed: Mapping[str, PackedEntry], quant: str,
+        unquantized: Mapping[str, str], keep: tuple[str, ...],
+    ) -> None:  # fmt: skip
+        self.sources, self.packed, self.quant, self.unquantized, self.keep = sources, packed, quant, unquantized, keep
+
+    def of(self, path: str, module: nn.Module, kind: Kind) -> tuple[bool, str]:
+        if self.quant == "none" and not self.packed:
+            return False, ""
+        if kind == "experts":
+            return False, "fused experts: bitsandbytes has no format for 3-D weights"
+        if kind == "linear":
+            why = self._why_not(path)
+            return not why, why
+        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+            return False, f"a {type(module).__name__}, only plain Linear is quantized"
+        return False, ""
+
+    def _why_not(self, path: str) -> str:
         if self.packed:
             expression = self.sources.get(f"{path}.weight")
             is_packed = expression is not None and expression.is_leaf and expression.leaves[0] in self.packed
-            if kind == "linear":
-                return is_packed, "" if is_packed else "not packed in the checkpoint"
-            return False, "fused experts" if kind == "experts" else ""
-        if self.quant == "none" or kind not in ("linear", "experts"):
-            return False, ""
-        if kind == "experts":
-            return False, "fused experts: bitsandbytes has no 3-D format"
+            return "" if is_packed else "the checkpoint stores it unpacked"
         if any(matches(pattern, path) for pattern in self.keep):
-            return False, "asked for with keep_unquantized"
-        why = self.unquantized.get(path, "")
-        return not why, why
+            return "asked for with keep_unquantized"
+        return self.unquantized.get(path, "")
 
-    def _part(self, path: str) -> Part:
+
+# Parts and blocks -----------------------------------------------------------------------------------------------------
+
+
+class _Places:
+    """Which part and which placement block a module belongs to."""
+
+    def __init__(self, model: Any, config: Any, ties: Mapping[str, str]) -> None:
+        self.modules: dict[str, nn.Module] = dict(model.named_modules())
+        head = model.get_output_embeddings()
+        self.head = next((path for path, module in self.modules.items() if head is not None and module is head), None)
+        self.base = str(getattr(model, "base_model_prefix", "") or "")
+        self.roots = self._roots(config)
+        self.tables = {path for path in self.modules if self._is_table(path, config, ties)}
+
+    def _roots(self, config: Any) -> dict[str, Part]:
+        """Return path -> part of the sub-models that carry one of the config's sub-configs."""
+        parts = list(_sub_configs(config))
+        found: dict[str, Part] = {}
+        for path, module in self.modules.items():
+            # Layers and rotary embeddings carry the config too; only a model has post_init.
+            own = getattr(module, "config", None) if hasattr(module, "post_init") and path else None
+            part = next((part for sub, part in parts if own is sub or type(own) is type(sub)), None)
+            if part is not None and not any(is_under(path, root) for root in found):
+                found[path] = part
+        return found
+
+    def _is_table(self, path: str, config: Any, ties: Mapping[str, str]) -> bool:
+        """Return whether a module is a word table that is only indexed: vocabulary-sized, untied, of known forward."""
+        module, text = self.modules[path], config.get_text_config()
+        if not isinstance(module, nn.Embedding) or str(config.model_type).startswith(READS_WHOLE_TABLE):
+            return False
+        known = type(module) is nn.Embedding or hasattr(module, "embed_scale")
+        sizes = {
+            getattr(holder, name, None)
+            for holder in (config, text)
+            for name in ("vocab_size", "vocab_size_per_layer_input")
+        }
+        tied = f"{path}.weight" in ties or f"{path}.weight" in ties.values()
+        return (
+            known and module.max_norm is None and module.num_embeddings in sizes and "position" not in path and not tied
+        )
+
+    def part(self, path: str) -> Part:
+        """Return the part: table, head, the sub-model's, what joins sub-models, or language."""
         if path in self.tables:
             return "table"
         if self.head is not None and is_under(path, self.head):
@@ -162,76 +188,149 @@ class _Builder:
         root = self._root(path)
         if root is not None:
             return self.roots[root]
-        return "connector" if self._towers() and path else "language"
-
-    def _towers(self) -> bool:
-        return any(part in ("vision", "audio") for part in self.roots.values())
+        return "connector" if self._joins(path) else "language"
 
     def _root(self, path: str) -> str | None:
         return max((root for root in self.roots if is_under(path, root)), key=len, default=None)
 
-    def _block(self, path: str) -> str:
+    def _joins(self, path: str) -> bool:
+        towers = [root for root, part in self.roots.items() if part != "language"]
+        if not towers or not path or path == self.base:
+            return False
+        if "language" in self.roots.values():
+            return True
+        # The language model is the model itself: connectors stand beside a tower in a container of their own.
+        containers = {parent for root in towers for parent in _parents(root)} - {"", self.base}
+        return any(is_under(path, container) for container in containers)
+
+    def block(self, path: str) -> str:
+        """Return the placement block: a table or head by itself, a list element, a sub-model, a connector, the rest."""
         if path in self.tables:
             return path
-        segments = path.split(".")
-        for end in range(1, len(segments)):
-            if isinstance(self.modules[".".join(segments[:end])], nn.ModuleList):
-                return ".".join(segments[: end + 1])
         if self.head is not None and is_under(path, self.head):
             return self.head
+        for parent in _parents(path):
+            if isinstance(self.modules[parent], nn.ModuleList):
+                return ".".join(path.split(".")[: parent.count(".") + 2])
         root = self._root(path)
         if root is not None:
             return root
-        # A connector: the child beside the sub-models that it lies under, or it is part of the plain text model.
-        parents = {root.rpartition(".")[0] for root in self.roots}
-        for parent in sorted(parents, key=len, reverse=True):
-            if is_under(path, parent) and path != parent:
-                rest = path[len(parent) + 1 :] if parent else path
-                return f"{parent}.{rest.split('.')[0]}" if parent else rest.split(".")[0]
-        base = str(getattr(self.model, "base_model_prefix", ""))
-        return base if base in self.modules and is_under(path, base) else path.split(".")[0]
+        if self._joins(path):
+            beside = {root.rpartition(".")[0] for root in self.roots if is_under(path, root.rpartition(".")[0])}
+            depth = max((parent.count(".") + 1 if parent else 0 for parent in beside), default=0)
+            return ".".join(path.split(".")[: depth + 1])
+        return self.base if self.base in self.modules and is_under(path, self.base) else path.split(".")[0]
 
-    # The cache --------------------------------------------------------------------------------------------------------
 
-    def kv_layers(self) -> tuple[list[KVLayer], list[str]]:
-        """Return the cache of every decoder layer, and the k/v projections that KV-shared layers do not have."""
-        text = self.config.get_text_config()
-        paths = self._decoder_layers(int(text.num_hidden_layers))
-        types = getattr(text, "layer_types", None)
-        window = getattr(text, "sliding_window", None)
-        shared_from = len(paths) - int(getattr(text, "num_kv_shared_layers", 0) or 0)
-        layers: list[KVLayer] = []
-        missing: list[str] = []
-        for place, path in enumerate(paths):
-            kind = types[place] if types else ("sliding_attention" if window else "full_attention")
-            heads, width = self._geometry(path, text, kind)
-            shares = None
-            if place >= shared_from:
-                shares = max((i for i in range(shared_from) if types and types[i] == kind), default=None)
-                attention = f"{path}.self_attn"
-                if attention in self.modules:
-                    missing += [f"{attention}.{p}" for p in ("k_proj", "v_proj") if f"{attention}.{p}" not in self.modules]
-            sliding = int(window) if kind == "sliding_attention" and window else None
-            if heads:
-                layers.append(KVLayer(place, heads, width, sliding, shares))
-        return layers, missing
+def _sub_configs(config: Any) -> Iterator[tuple[Any, Part]]:
+    """Yield (sub-config, part), looking into those that hold sub-configs themselves."""
+    for name in getattr(config, "sub_configs", None) or ():
+        sub = getattr(config, name, None)
+        inner = [] if sub is None else list(_sub_configs(sub))
+        part = next((part for word, part in PART_WORDS if word in name), None)
+        if inner:
+            yield from inner
+        elif sub is not None and part is not None:
+            yield sub, part
 
-    def _decoder_layers(self, count: int) -> list[str]:
-        for path, module in self.modules.items():
-            if isinstance(module, nn.ModuleList) and len(module) == count and path.rpartition(".")[2] == "layers":
-                if self._part(path) == "language":
-                    return [f"{path}.{i}" for i in range(count)]
-        return []
 
-    def _geometry(self, path: str, text: Any, kind: str) -> tuple[int, int]:
-        attention = self.modules.get(f"{path}.self_attn")
-        width = int(getattr(attention, "head_dim", 0) or getattr(text, "head_dim", 0) or 0)
-        if not width:
-            width = int(text.hidden_size) // int(text.num_attention_heads)
+def _parents(path: str) -> list[str]:
+    """Return what a path lies under, the outermost first and the model itself ("") left out."""
+    words = path.split(".")
+    return [".".join(words[:count]) for count in range(1, len(words))]
+
+
+# The cache ------------------------------------------------------------------------------------------------------------
+
+
+class _Caches:
+    """The shape of every decoder layer's cache, from the text config and the attention modules."""
+
+    def __init__(self, places: _Places, text: Any) -> None:
+        self.places, self.text = places, text
+        self.count = int(text.num_hidden_layers)
+        self.paths = self._decoder_layers()
+        self.types = list(getattr(text, "layer_types", None) or ())
+        self.shared_from = self.count - int(getattr(text, "num_kv_shared_layers", 0) or 0)
+
+    def _decoder_layers(self) -> list[str]:
+        lists = [
+            path for path, module in self.places.modules.items()
+            if isinstance(module, nn.ModuleList) and len(module) == self.count and self.places.part(path) == "language"
+        ]  # fmt: skip
+        named = [path for path in lists if path.rpartition(".")[2] in ("layers", "h", "blocks")] or lists
+        return [f"{named[0]}.{number}" for number in range(self.count)] if named else []
+
+    def _config(self, layer: int) -> Any:
+        """Return the layer's own config; on a config whose layers differ, the whole one raises (5.23.0)."""
+        view = getattr(self.text, "per_layer_config", None)
+        return self.text if view is None else view[layer]
+
+    def _type(self, layer: int) -> str:
+        if layer < len(self.types):
+            return str(self.types[layer])
+        return "sliding_attention" if getattr(self._config(layer), "sliding_window", None) else "full_attention"
+
+    def layers(self) -> Iterator[KVLayer]:
+        for layer, path in enumerate(self.paths):
+            kind = self._type(layer)
+            if "linear" in kind or kind in ("mamba", "conv", "recurrent"):
+                yield KVLayer(layer, 0, 0, None, None, state_values=self._state_values())
+                continue
+            size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind, "")
+            window = getattr(self._config(layer), size, None)
+            heads, width = self._geometry(layer, path, kind)
+            yield KVLayer(layer, heads, width, int(window) if window else None, self._shares(layer, kind))
+
+    def _shares(self, layer: int, kind: str) -> int | None:
+        if layer < self.shared_from:
+            return None
+        return max((other for other in range(self.shared_from) if self._type(other) == kind), default=None)
+
+    def _geometry(self, layer: int, path: str, kind: str) -> tuple[int, int]:
+        """Return (kv heads, head width), from the key projection where there is one."""
+        text, attention = self._config(layer), self._attention(path)
+        widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_dim"))
+        width = next((width for width in widths if width), None) or getattr(text, "head_dim", None)
+        width = int(width or text.hidden_size // text.num_attention_heads)
         projection = getattr(attention, "k_proj", None)
         if isinstance(projection, nn.Linear):
             return projection.out_features // width, width
-        heads = int(getattr(text, "num_key_value_heads", 0) or getattr(text, "num_attention_heads", 0) or 0)
-        if kind == "full_attention":
-            width = int(getattr(text, "global_head_dim", None) or width)
-        return heads, width
+        return int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads), width
+
+    def _attention(self, path: str) -> nn.Module | None:
+        names = ("self_attn", "attn", "attention", "self_attention")
+        return next(
+            (self.places.modules[f"{path}.{name}"] for name in names if f"{path}.{name}" in self.places.modules), None
+        )
+
+    def _state_values(self) -> int:
+        """Return what gated linear attention keeps: the convolution's window and one matrix a value head."""
+        names = ("linear_num_key_heads", "linear_key_head_dim", "linear_num_value_heads", "linear_value_head_dim")
+        sizes = [getattr(self.text, name, None) for name in names]
+        if None in sizes:
+            return 0
+        key_heads, key_width, value_heads, value_width = (int(size) for size in sizes)
+        channels = 2 * key_heads * key_width + value_heads * value_width
+        return channels * int(getattr(self.text, "linear_conv_kernel_dim", 4)) + value_heads * key_width * value_width
+
+    def missing_projections(self) -> Iterator[str]:
+        """Yield the k and v projections that layers reading another's cache do not have, although their siblings do."""
+        present = self.places.modules
+        for path in self.paths[self.shared_from :]:
+            for name in ("k_proj", "v_proj"):
+                wanted = f"{path}.self_attn.{name}"
+                if f"{path}.self_attn" in present and wanted not in present:
+                    yield wanted
+
+
+def _tower_tokens(config: Any) -> Iterator[tuple[Part, int]]:
+    """Yield (part, soft tokens of one picture or sound) where the config fixes them."""
+    fields: tuple[tuple[Part, tuple[str, ...]], ...] = (
+        ("vision", ("mm_tokens_per_image", "vision_soft_tokens_per_image", "image_seq_length")),
+        ("audio", ("audio_soft_tokens_per_image",)),
+    )
+    for part, names in fields:
+        count = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+        if count is not None and getattr(config, f"{part}_config", None) is not None:
+            yield part, int(count)

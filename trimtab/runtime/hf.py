@@ -1,18 +1,16 @@
 """What transformers would do with a checkpoint: its classes, its names, its configs. The only file that imports it.
 
-`probe` runs transformers' own loader on tensors without data (`probe.py`), so that renames, fused experts, ties and casts
-are stock's in every release, with no weight read and accelerate untouched. Only public arguments of public methods.
+`probe` runs transformers' own loader on tensors without data (`probe.py`), so that renames, fused experts, ties and
+casts are stock's in every release, with no weight read and accelerate untouched: public arguments of public methods.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -20,25 +18,29 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError
-from trimtab.runtime.probe import Expression, Traced
+from trimtab.runtime.anatomy_builder import build_anatomy
+from trimtab.runtime.probe import Expression, NoAllocation, Trace, Traced, is_undefined
+from trimtab.runtime.read import read_small
 
 # from_pretrained sets process-wide state while it runs (default dtype, patched constructors): one at a time.
 _ONE_PROBE = threading.Lock()
 
-AUTO_CLASSES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM", "AutoModelForCausalLM")
+AUTO_CLASSES = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM")
 
 
 @dataclass
 class Probe:
     """The empty model as stock's loader would fill it.
 
-    model: in eval mode; every tensor is traced, or real and on the CPU (computed at load). sources: tensor_path -> how to
-    make it. missing: buffers that no file holds and that keep their initial value. unexpected: file tensors not used.
-    ties: tensor_path -> the tensor_path that owns the storage.
+    model: in eval mode; every tensor is traced, or real and on the CPU (computed at load). sources: tensor_path -> how
+    to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
+    tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
+    owns the storage. dtype: what was asked.
     """
 
     model: Any
@@ -47,62 +49,86 @@ class Probe:
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     ties: dict[str, str]
+    dtype: str
+
+
+# Configs and classes --------------------------------------------------------------------------------------------------
 
 
 def read_config(checkpoint: Checkpoint) -> Any:
-    """Return transformers' config of a checkpoint, without its quantization_config.
+    """Return transformers' config of a checkpoint, without any quantization_config.
 
-    Errors: CheckpointError for an architecture that the installed transformers does not know, or remote code.
+    Errors: CheckpointError for an architecture that the installed transformers does not know, for one that would need
+    code from the checkpoint (auto_map; it is never run), and for values that the config class refuses.
     """
     try:
-        config = transformers.AutoConfig.from_pretrained(checkpoint.folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as exc:
-        kind = checkpoint.config.get("model_type")
-        remote = "it names code of its own (auto_map), which is never run; " if "auto_map" in checkpoint.config else ""
-        raise CheckpointError(
-            f"unknown architecture: {remote}model_type {kind!r}, architectures {checkpoint.config.get('architectures')}, "
-            f"transformers {transformers.__version__} ({str(exc).splitlines()[0] if str(exc) else type(exc).__name__})",
-            path=checkpoint.folder, hint="Install a transformers release that knows it",
-        ) from exc  # fmt: skip
-    for part in (config, config.get_text_config()):
+        config = transformers.AutoConfig.from_pretrained(
+            checkpoint.folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as exc:  # strict config classes raise validation errors of several libraries
+        if checkpoint.config.get("model_type") in transformers.CONFIG_MAPPING:
+            raise CheckpointError(
+                f"config.json is refused by transformers {transformers.__version__}: {_words(exc)}",
+                path=checkpoint.folder,
+            ) from exc
+        raise _unknown(checkpoint, f"model_type {checkpoint.config.get('model_type')!r}") from exc
+    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", None) or ())]
+    for part in parts:
         if getattr(part, "quantization_config", None) is not None:
             del part.quantization_config
     config._name_or_path = str(checkpoint.folder)
     return config
 
 
+def _unknown(checkpoint: Checkpoint, what: str) -> CheckpointError:
+    remote = ""
+    if "auto_map" in checkpoint.config:
+        remote = "; it brings code of its own (auto_map), which is never run"
+    return CheckpointError(
+        f"unknown architecture: {what}, architectures {checkpoint.config.get('architectures')}; transformers "
+        f"{transformers.__version__} does not have it{remote}",
+        path=checkpoint.folder, hint="Install a transformers release that knows it",
+    )  # fmt: skip
+
+
+def _words(exc: BaseException) -> str:
+    lines = [line.strip() for line in str(exc).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(exc).__name__
+
+
 def model_class(checkpoint: Checkpoint, config: Any) -> Any:
     """Return the class that the config names. Errors: CheckpointError."""
-    for name in checkpoint.config.get("architectures") or ():
+    architectures = checkpoint.config.get("architectures") or ()
+    for name in architectures:
         found = getattr(transformers, name, None)
-        if isinstance(found, type):
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    if not checkpoint.config.get("architectures"):
+    if not architectures:
         for auto in AUTO_CLASSES:
             mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
             if type(config) in mapping:
                 found = mapping[type(config)]
                 return found[0] if isinstance(found, (tuple, list)) else found
-    raise CheckpointError(
-        f"unknown architecture {checkpoint.config.get('architectures')} (transformers {transformers.__version__})",
-        path=checkpoint.folder, hint="Install a transformers release that knows it",
-    )  # fmt: skip
+    raise _unknown(checkpoint, f"model_type {config.model_type!r}")
 
 
 def read_generation_config(folder: Path) -> Any:
-    """Return the generation config of a folder, None if it has none."""
-    if not (folder / "generation_config.json").is_file():
-        return None
+    """Return the folder's generation defaults; without a generation_config.json those in config.json, as stock does."""
+    has_own = (folder / "generation_config.json").is_file()
+    options = {} if has_own else {"config_file_name": "config.json", "_from_model_config": True}
     try:
-        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return transformers.GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
     except (ValueError, OSError, TypeError) as exc:
-        raise CheckpointError(f"cannot be read ({exc})", path=folder / "generation_config.json") from exc
+        if not has_own:
+            return None
+        raise CheckpointError(f"cannot be read ({_words(exc)})", path=folder / "generation_config.json") from exc
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
     logging = transformers.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    # What it would warn of (missing, unexpected, mismatched) is in the Probe or an error of ours.
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
@@ -119,127 +145,149 @@ def _quiet() -> Iterator[None]:
 def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     """Return the empty model and how each of its tensors is made from the file tensors.
 
-    With no weight files the tensors are the model's own, by their own names (declared shapes). Errors: CheckpointError
-    for missing tensors, wrong shapes, or an operation that cannot be followed.
+    Packed weights count as tensors of their logical shape in the model's dtype. Without weight files the sources are
+    the model's own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong
+    shapes, and operations that cannot be followed.
     """
+    _check_quantization(checkpoint)
     config = read_config(checkpoint)
     found = model_class(checkpoint, config)
     torch_dtype: torch.dtype = getattr(torch, dtype)
+    plain, packed = split_packed(checkpoint) if checkpoint.has_weights else ({}, {})
+    trace = Trace(lambda a, b: _equal_in_files(plain, a, b))
+    tensors = _trace(trace, plain, packed, torch_dtype)
     with _ONE_PROBE, _quiet():
-        empty = _empty(found, config, torch_dtype)
-        if checkpoint.has_weights:
-            plain, packed = split_packed(checkpoint)
-            _check_amount(checkpoint, empty, plain, packed)
-            traced = _trace(plain, packed, torch_dtype)
-        else:
-            tied = set(getattr(empty, "all_tied_weights_keys", None) or ())
-            traced = {
-                name: Traced.of(tuple(value.shape), value.dtype, Expression(leaf=name), _never_equal)
-                for name, value in empty.state_dict().items()
-                if name not in tied
-            }
-        del empty
-        try:
-            model, info = found.from_pretrained(
-                None, config=config, state_dict=traced, dtype=torch_dtype, output_loading_info=True,
-                generation_config=read_generation_config(checkpoint.folder),
-            )  # fmt: skip
-        except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as exc:
-            raise CheckpointError(
-                f"transformers {transformers.__version__} cannot load it as {found.__name__} ({exc})", path=checkpoint.folder
-            ) from exc
-    model.name_or_path = config._name_or_path = str(checkpoint.folder)
-    model.config._name_or_path = str(checkpoint.folder)
-    return _result(checkpoint, model.eval(), info)
+        model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
+        if not checkpoint.has_weights:
+            tensors = _declared(trace, model)
+            # Only the loader applies the list of what stays in float32.
+            if not any(getattr(model, f"_keep_in_fp32_modules{name}", None) for name in ("", "_strict")):
+                return _declared_result(model, tensors, dtype)
+            model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
+    model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
+    return _result(checkpoint, model.eval(), info, dtype)
 
 
-def _empty(found: Any, config: Any, dtype: torch.dtype) -> Any:
-    import copy
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("meta"):
-            return found(copy.deepcopy(config))
-    except Exception as exc:
+def _check_quantization(checkpoint: Checkpoint) -> None:
+    method = (checkpoint.quantization or {}).get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes":
         raise CheckpointError(
-            f"transformers {transformers.__version__} cannot build {found.__name__} from this config ({exc})",
-            path=config._name_or_path,
-        ) from exc
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _never_equal(a: Expression, b: Expression) -> bool:
-    return False
-
-
-def _check_amount(
-    checkpoint: Checkpoint, empty: Any, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry]
-) -> None:
-    """Raise CheckpointError if the files hold clearly less than the model needs.
-
-    Stock allocates and randomly fills what is missing before it says so: a wrong folder would cost real memory.
-    """
-    tied = set(getattr(empty, "all_tied_weights_keys", None) or ())
-    needed = {name: value for name, value in empty.named_parameters(remove_duplicate=False) if name not in tied}
-    have = sum(prod(entry.shape) for entry in plain.values()) + sum(prod(entry.shape) for entry in packed.values())
-    want = sum(value.numel() for value in needed.values())
-    if have < want:
-        absent = [name for name in needed if name not in plain and name not in packed]
-        raise CheckpointError(
-            f"holds {have} values, {type(empty).__name__} needs {want}; not found by name: {', '.join(absent[:8])}"
-            + (f" and {len(absent) - 8} more" if len(absent) > 8 else ""),
-            path=checkpoint.folder, hint="Files are missing, or config.json belongs to another checkpoint",
+            f"is quantized with {method!r}; only bitsandbytes and plain weights are read", path=checkpoint.folder,
+            hint="Use the original checkpoint: it is quantized while it is loaded",
         )  # fmt: skip
 
 
-def _trace(plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype) -> dict[str, Traced]:
-    compare: Callable[[Expression, Expression], bool] = partial(_equal_in_files, plain)
-    traced = {
-        name: Traced.of(entry.shape, getattr(torch, entry.dtype), Expression(leaf=name), compare)
-        for name, entry in plain.items()
-    }
-    for name, item in packed.items():
-        # The model's own dtype, so that no cast is recorded on a weight that stays packed.
-        traced[name] = Traced.of(item.shape, dtype, Expression(leaf=name), compare)
-    return traced
+def _trace(
+    trace: Trace, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype
+) -> dict[str, Traced]:
+    found = {name: trace.tensor(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in plain.items()}
+    # In the model's own dtype, so that no cast is recorded on a weight that stays packed.
+    return found | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
+
+
+def _declared(trace: Trace, empty: Any) -> dict[str, Traced]:
+    tied = set(getattr(empty, "all_tied_weights_keys", None) or ())
+    tensors = {name: value for name, value in empty.state_dict().items() if name not in tied}
+    return {name: trace.tensor(name, tuple(value.shape), value.dtype) for name, value in tensors.items()}
+
+
+def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Probe:
+    sources = {name: value.expression for name, value in tensors.items()}
+    return Probe(model.eval(), model.config, sources, (), (), _ties(model), dtype)
+
+
+def _load_traced(
+    checkpoint: Checkpoint, found: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
+) -> tuple[Any, dict[str, Any]]:
+    """Return (model, loading info) of stock's loader run on tensors without data."""
+    try:
+        with NoAllocation():
+            model, info = found.from_pretrained(
+                None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
+                generation_config=read_generation_config(checkpoint.folder), ignore_mismatched_sizes=True,
+            )  # fmt: skip
+    except Exception as exc:  # whatever the model's own code raises
+        why = "; ".join(trace.problems[:5]) or _words(exc)
+        raise CheckpointError(
+            f"cannot be loaded as {found.__name__} by transformers {transformers.__version__}: {why}",
+            path=checkpoint.folder,
+        ) from exc
+    return model, info
 
 
 def _equal_in_files(plain: dict[str, TensorEntry], a: Expression, b: Expression) -> bool:
     """Stock ties two stored tensors only if they are equal: the one question whose answer needs the weights."""
-    from trimtab.runtime.read import read_small
-
     if not all(leaf in plain for leaf in (*a.leaves, *b.leaves)):
         return False
-    first, second = (expression.replay(lambda n: read_small({n: plain[n]})[n]) for expression in (a, b))
+    first, second = (item.replay(lambda name: read_small({name: plain[name]})[name]) for item in (a, b))
     return torch.equal(first, second)
 
 
-def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> Probe:
+def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any], dtype: str) -> Probe:
+    _check_shapes(checkpoint, info)
     parameters = list(model.named_parameters(remove_duplicate=False))
     buffers = list(model.named_buffers(remove_duplicate=False))
+    _check_complete(checkpoint, model, parameters, info)
+    _check_followed(checkpoint, model, parameters, buffers)
     sources = {name: value.expression for name, value in (*parameters, *buffers) if isinstance(value, Traced)}
+    persistent = set(model.state_dict())
+    missing = sorted(name for name, _ in buffers if name in persistent and name not in sources)
+    return Probe(
+        model, model.config, sources, tuple(missing), tuple(sorted(info["unexpected_keys"])), _ties(model), dtype
+    )
+
+
+def _ties(model: Any) -> dict[str, str]:
     owners: dict[int, str] = {}
-    ties: dict[str, str] = {}
-    for name, value in parameters:
-        owner = owners.setdefault(id(value), name)
-        if owner != name:
-            ties[name] = owner
-    missing = sorted(set(info["missing_keys"]))
-    names = {name for name, _ in parameters}
-    lost = [name for name in missing if name in names and name not in sources and name not in ties]
-    if lost:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name: owner for name, value in parameters if (owner := owners.setdefault(id(value), name)) != name}
+
+
+def _check_shapes(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    wrong = [
+        f"{name} is {list(have)}, the model's is {list(want)}" for name, have, want in sorted(info["mismatched_keys"])
+    ]
+    if wrong:
         raise CheckpointError(
-            f"{len(lost)} tensors are missing: {', '.join(lost[:8])}" + (" ..." if len(lost) > 8 else ""),
-            path=checkpoint.folder, hint="Files are missing, or config.json belongs to another checkpoint",
+            f"{len(wrong)} tensors have another shape than the model: {_shortened(wrong)}", path=checkpoint.folder,
+            hint="config.json belongs to another checkpoint",
         )  # fmt: skip
-    escaped = [n for n, v in (*parameters, *buffers) if not isinstance(v, Traced) and v.device.type == "meta"]
-    if escaped:
+
+
+def _check_complete(
+    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], info: dict[str, Any]
+) -> None:
+    absent = set(info["missing_keys"])
+    lost = [
+        name for name, value in parameters if not isinstance(value, Traced) and (name in absent or not value.is_meta)
+    ]
+    if lost:
+        others = sorted(info["unexpected_keys"])
         raise CheckpointError(
-            f"{type(model).__name__} makes {', '.join(escaped[:3])} in a way that cannot be followed", path=checkpoint.folder
-        )
-    return Probe(model, model.config, sources, tuple(missing), tuple(sorted(set(info["unexpected_keys"]))), ties)
+            f"{len(lost)} tensors of {type(model).__name__} are missing: {_shortened(lost)}"
+            + (f"; {len(others)} others are not used: {_shortened(others, 3)}" if others else ""),
+            path=checkpoint.folder, tensor_name=lost[0] if len(lost) == 1 else None,
+            hint="A file is missing or cut, or config.json belongs to another checkpoint",
+        )  # fmt: skip
+
+
+def _check_followed(
+    checkpoint: Checkpoint, model: Any, parameters: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise CheckpointError if a tensor has neither a source nor a value."""
+    escaped = [name for name, value in (*parameters, *buffers) if not isinstance(value, Traced) and value.is_meta]
+    undefined = [name for name, value in buffers if not isinstance(value, Traced) and is_undefined(value)]
+    for names, what in ((escaped, "in a way that cannot be followed"), (undefined, "without ever giving it a value")):
+        if names:
+            raise CheckpointError(
+                f"transformers {transformers.__version__} makes {_shortened(names)} of {type(model).__name__} {what}",
+                path=checkpoint.folder, tensor_name=names[0],
+                hint="This architecture cannot be loaded; please report it",
+            )  # fmt: skip
+
+
+def _shortened(names: list[str], count: int = 20) -> str:
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")
 
 
 # What stock quantizes -------------------------------------------------------------------------------------------------
@@ -248,27 +296,52 @@ def _result(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> Probe:
 def stock_unquantized(model: Any, kind: str) -> dict[str, str]:
     """Return {module_path: reason} of the plain linears that stock bitsandbytes leaves in full precision.
 
-    Source: transformers 5.23.0 quantizers/base.py get_keys_to_not_convert, quantizers_utils.py should_convert_module:
-    tied weights, the last parameter's module, the output embedding. Stock asks before weights are tied; a tied model
-    lists every name here too, because duplicates are kept.
+    kind "none" gives {}; the rule is the same for every other. Source: transformers 5.6.2 to 5.23.0, quantizers/base.py
+    get_keys_to_not_convert: tied weights, the module of the last parameter, the output embedding. Stock looks before
+    weights are tied, so duplicates are kept here: on a tied model the last parameter is the head's own.
     """
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    reasons = {name.removesuffix(".weight"): "tied" for name in (*tied, *tied.values())}
-    parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    if parameters:
-        reasons.setdefault(parameters[-1].removesuffix(".weight"), "the last module (stock's rule)")
+    if kind == "none":
+        return {}
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied |= model.get_expanded_tied_weights_keys(all_submodels=True)
     head = model.get_output_embeddings()
-    reasons |= {name: "the output head" for name, module in model.named_modules() if module is head and head is not None}
-    for name in model._keep_in_fp32_modules or ():
-        reasons.setdefault(name, "kept in float32 by its architecture")
-    found = {}
+    reasons = {path: "the output head" for path, module in model.named_modules() if head is not None and module is head}
+    reasons |= {name.removesuffix(".weight"): "its weight is tied" for name in (*tied, *tied.values())}
+    last = [name for name, _ in model.named_parameters(remove_duplicate=False)][-1:]
+    reasons = dict.fromkeys((name.removesuffix(".weight") for name in last), "the model's last module") | reasons
+    for pattern in getattr(model, "_keep_in_fp32_modules", None) or ():
+        reasons.setdefault(pattern, "its architecture keeps it in float32")
+    found: dict[str, str] = {}
     for path, module in model.named_modules():
-        if type(module) is nn.Linear:
-            for pattern, reason in reasons.items():
-                if re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", path) or path.endswith(pattern):
-                    found[path] = reason
-                    break
+        why = next((why for pattern, why in reasons.items() if _skips(pattern, path)), None)
+        if type(module) is nn.Linear and why is not None:
+            found[path] = why
     return found
+
+
+def _skips(pattern: str, path: str) -> bool:
+    """Return whether stock's skip pattern names a module. Source: quantizers_utils.py should_convert_module, 5.23.0.
+
+    Releases before it have no boundary after a name; no pattern of a default list needs one.
+    """
+    return path.endswith(pattern) or re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", path) is not None
+
+
+# The anatomy ----------------------------------------------------------------------------------------------------------
+
+
+def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquantized: tuple[str, ...] = ()) -> Anatomy:
+    """Return the anatomy of a checkpoint, from config and headers alone."""
+    return anatomy_of(probe(checkpoint, dtype), checkpoint, quant=quant, keep_unquantized=keep_unquantized)
+
+
+def anatomy_of(found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = ()) -> Anatomy:
+    """Return the anatomy of a probed checkpoint. Errors: RequestError if a keep_unquantized pattern names no linear."""
+    packed = split_packed(checkpoint)[1] if checkpoint.has_weights else {}
+    return build_anatomy(
+        found.model, found.config, found.sources, found.ties, dtype=found.dtype, packed=packed, quant=quant,
+        unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized,
+    )  # fmt: skip
 
 
 # Processors -----------------------------------------------------------------------------------------------------------
@@ -288,29 +361,8 @@ def _load(auto: Any, folder: Path, what: str) -> Any:
     try:
         with _quiet():
             return auto.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, OSError, KeyError, ImportError, TypeError, AttributeError) as exc:
+    except Exception as exc:  # tokenizers raises bare Exceptions
         raise CheckpointError(
-            f"has no usable {what} ({str(exc).splitlines()[0] if str(exc) else type(exc).__name__})", path=folder,
+            f"has no usable {what} ({_words(exc)})", path=folder,
             hint="Copy the tokenizer and processor files of the model into the folder",
         ) from exc  # fmt: skip
-
-
-def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquantized: tuple[str, ...] = ()) -> Any:
-    """Return the anatomy of a checkpoint: see `trimtab/checkpoint/anatomy.py`."""
-    return anatomy_of(probe(checkpoint, dtype), checkpoint, quant=quant, keep_unquantized=keep_unquantized)
-
-
-def anatomy_of(found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = ()) -> Any:
-    """Return the anatomy of a probed checkpoint."""
-    from trimtab.runtime.anatomy_builder import build_anatomy
-
-    packed = split_packed(checkpoint)[1] if checkpoint.has_weights else {}
-    return build_anatomy(
-        found.model, found.config, found.sources, found.ties, packed=packed, quant=quant,
-        unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized, folder=checkpoint.folder,
-    )  # fmt: skip
-
-
-def real_tensor(value: Tensor) -> bool:
-    """Return whether a tensor of a probed model holds data."""
-    return not isinstance(value, Traced) and value.device.type != "meta"

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.runtime import hf, lora, tiers
 from trimtab.runtime.quant import CodeTables, Packed, keep, prequantized, quantize
-from trimtab.runtime.read import Reader
+from trimtab.runtime.read import Reader, Wanted
 
 CPU = torch.device("cpu")
 Progress = Callable[[int, int], None]
@@ -58,10 +57,13 @@ def check_same_checkpoint(plan: Plan, checkpoint: Checkpoint) -> None:
         )
 
 
-def fill(plan: Plan, route: lora.Route, *, progress: Progress | None = None) -> tuple[Loaded, Anatomy]:
+def fill(
+    plan: Plan, route: lora.Route, *, progress: Progress | None = None, probe: hf.Probe | None = None
+) -> tuple[Loaded, Anatomy]:
     """Return the model of the plan with every tensor in its tier, and its anatomy.
 
-    progress: called with (bytes read, bytes to read). Errors: CheckpointError, DeviceError; nothing is left behind.
+    progress: called with (bytes read, bytes to read). probe: of this checkpoint and dtype, used up here; made if not
+    given. Errors: CheckpointError, DeviceError; nothing is left behind.
     """
     request = plan.request
     checkpoint = read_checkpoint(request.model)
@@ -71,7 +73,7 @@ def fill(plan: Plan, route: lora.Route, *, progress: Progress | None = None) -> 
             hint="Put the safetensors files beside it",
         )  # fmt: skip
     check_same_checkpoint(plan, checkpoint)
-    probe = hf.probe(checkpoint, dtype=request.dtype)
+    probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, route, undo)
@@ -116,8 +118,7 @@ class _Filler:
     def run(self, progress: Progress | None) -> Loaded:
         blocks = self._blocks()
         order = list(self._reads(row for _, rows in blocks for row in rows))
-        total = sum(entry.nbytes for entry, _ in order)
-        self.by_device = {entry.tensor_name: device for entry, device in order}
+        total = sum(wanted.entry.nbytes for wanted in order)
         with Reader(order) as reader:
             self.reader = reader
             for block, rows in blocks:
@@ -148,20 +149,45 @@ class _Filler:
 
     # What is read, in order -------------------------------------------------------------------------------------------
 
-    def _reads(self, rows: Iterable[ModuleRow]) -> Iterator[tuple[TensorEntry, torch.device]]:
+    def _reads(self, rows: Iterable[ModuleRow]) -> Iterator[Wanted]:
         """Yield every file tensor once, in the order in which it is first asked for."""
         for row in rows:
-            for tensor in row.tensors:
+            for tensor in self._in_order(row):
                 if tensor.tied_to is not None or self._from_file(row, tensor):
                     continue
-                device = CPU if self._on_host(row, tensor) else self.device
-                for name in self._leaves(tensor):
+                names = self._leaves(tensor)
+                device = self._first_device(row, tensor)
+                for name in names:
                     self.uses[name] += 1
                     if self.uses[name] == 1:
                         packed = self.packed.get(name)
-                        for entry in packed.parts.values() if packed else (self.entries[name],):
-                            if packed is None or entry is not packed.parts.get("quant_state"):
-                                yield entry, device
+                        if packed is None:
+                            yield Wanted(self.entries[name], device, self._passes(row, tensor))
+                            continue
+                        for part, entry in packed.parts.items():
+                            if part != "quant_state":
+                                yield Wanted(entry, device)
+
+    def _in_order(self, row: ModuleRow) -> list[TensorRow]:
+        """Return a module's tensors in the order in which they are asked for: what a tier can move before the rest."""
+        return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
+
+    def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        fused = row.kind == "experts" and len(tensor.shape) == 3 and not tensor.is_buffer
+        return fused or tensor is row.weight
+
+    def _first_device(self, row: ModuleRow, tensor: TensorRow) -> torch.device:
+        """Return where a tensor is read to: what leaves the device unquantized never goes there."""
+        tier = self.tier[row.block]
+        is_weight = row.kind in ("linear", "experts") and self._moves(row, tensor)
+        if is_weight and not row.quantized and tier not in ("resident", "gather"):
+            return CPU
+        return CPU if self._on_host(row, tensor) else self.device
+
+    def _passes(self, row: ModuleRow, tensor: TensorRow) -> bool:
+        """Return whether a tensor is packed from the one file tensor it is, and then no longer needed."""
+        expression = self.probe.sources[tensor.tensor_path]
+        return row.quantized and tensor is row.weight and len(expression.leaves) == 1
 
     def _leaves(self, tensor: TensorRow) -> tuple[str, ...]:
         expression = self.probe.sources.get(tensor.tensor_path)
@@ -270,10 +296,10 @@ class _Filler:
     def _fill_experts(
         self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None
     ) -> None:
-        large = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
-        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
+        large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
         dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
         found = {name: tensor for name, tensor in dense.items() if tensor is not None}
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
         if tier == "host":
             for name, tensor in found.items():
                 module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
@@ -291,6 +317,8 @@ class _Filler:
         if weight is None or not plain or getattr(module, "max_norm", None) is not None:
             self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
             return
+        parameter = None if self.tier[row.block] == "gather" else self._parameter(weight)
+        source = self._rows(row, weight) if parameter is None else None
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
         scale = getattr(module, "embed_scale", None)
         if isinstance(scale, float):
@@ -299,27 +327,33 @@ class _Filler:
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
             "dtype": self.dtype, "route": self.route, "padding_idx": module.padding_idx,
         }  # fmt: skip
-        if self.tier[row.block] == "gather":
-            table: tiers.Table = self._gathered(row, weight, module, common)
+        table: tiers.Table
+        if parameter is not None:
+            table = tiers.ResidentTable(row.module_path, parameter, **common)
         else:
-            table = tiers.ResidentTable(row.module_path, self._parameter(weight), **common)
+            assert source is not None
+            first_rows = (module.padding_idx or 0) + 1
+            table = tiers.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
         self.probe.model.set_submodule(row.module_path, table.eval())
 
-    def _gathered(
-        self, row: ModuleRow, weight: TensorRow, module: nn.Module, common: dict[str, Any]
-    ) -> tiers.GatheredTable:
-        shape = (weight.shape[0], weight.shape[1])
-        source: Tensor | tiers.FileRows
-        if self.home[row.block] == "file":
-            entry = self.entries[self._leaves(weight)[0]]
-            source = tiers.FileRows(entry.file, entry.start, shape, getattr(torch, entry.dtype))
-            self.file_rows.append(source)
-        else:
+    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tiers.FileRows:
+        """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
+        if self.home[row.block] != "file":
             dense = self._dense(weight)
             assert dense is not None
-            source = dense.to(self.dtype)
-        padding = module.padding_idx if module.padding_idx is not None else 0
-        return tiers.GatheredTable(row.module_path, shape, source, padding + 1, **common)
+            return dense
+        expression = self.probe.sources[weight.tensor_path]
+        is_cast = expression.func == Tensor.to and getattr(expression.args[0], "is_leaf", False)
+        if not (expression.is_leaf or is_cast):
+            raise CheckpointError(
+                "is made from the file by more than a cast, so its rows cannot be read from there",
+                path=self.plan.request.model, tensor_name=weight.tensor_path,
+                hint="Give the plan more --host-memory, so that the table is held there",
+            )  # fmt: skip
+        entry = self.entries[expression.leaves[0]]
+        rows = tiers.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
+        self.file_rows.append(rows)
+        return rows
 
     def _parameter(self, tensor: TensorRow) -> nn.Parameter:
         """Return the parameter on the execution device; tied paths get one and the same object."""
@@ -332,7 +366,7 @@ class _Filler:
 
     def _fill_fixed(self, row: ModuleRow, module: nn.Module, paths: set[str]) -> None:
         """Put the named tensors, and every buffer computed at load, on the execution device."""
-        for tensor in row.tensors:
+        for tensor in self._in_order(row):
             if tensor.tensor_path not in paths:
                 continue
             name = tensor.tensor_path[len(row.module_path) + 1 :] if row.module_path else tensor.tensor_path

@@ -140,7 +140,7 @@ class LinearAdapter:
         if self.magnitude is not None:
             plain = y if bias is None else y - bias
             return (y + ((self.magnitude - 1) * plain + self.magnitude * delta * self.scale)).to(y.dtype)
-        delta = delta * self.scale
+        delta.mul_(self.scale)
         # Over a quantized layer PEFT rounds the change before adding it; over a plain one it rounds the sum.
         return (y + delta).to(y.dtype) if leaf.quant_kind == "none" else y + delta.to(y.dtype)
 
@@ -253,13 +253,6 @@ def _apply(layer: Any, x: Tensor, y: Tensor) -> Tensor:
     return y
 
 
-def saved_weight(layer: Any) -> Tensor | None:
-    """Return the full weight that replaces this layer's for all rows now, or None while its own is in use."""
-    route: Route = layer.route
-    adapter = layer.adapters.get(route.name) if route.rows is None and route.name is not None else None
-    return None if adapter is None else adapter.weight
-
-
 @dataclass
 class _Builder:
     """Reads tensors and makes the adapters of one attach; a tensor that several targets name is read and kept once."""
@@ -350,7 +343,7 @@ def _equals_leaf(leaf: Any, replaced: Mapping[str, Tensor]) -> bool:
     # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
     if leaf.quant_kind != "none":
         return False
-    own = {"weight": leaf.dense_weight(), "bias": leaf.bias}
+    own = {"weight": leaf.dense_weight() if leaf.weight.is_meta else leaf.weight, "bias": leaf.bias}
     return all(own[name] is not None and torch.equal(own[name], value) for name, value in replaced.items())
 
 

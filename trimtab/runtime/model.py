@@ -21,7 +21,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.request import GenerateRequest
-from trimtab.runtime import lora
+from trimtab.runtime import hf, lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.read import read_small
@@ -39,7 +39,7 @@ class LoadedModel:
     plan, device, dtype, context_tokens: what was asked. hf_model: transformers' module tree with our layers in place.
     """
 
-    def __init__(self, plan: Plan, *, progress: Progress | None = None) -> None:
+    def __init__(self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None) -> None:
         self.plan = plan
         self.device = torch.device(plan.execution_device)
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
@@ -55,7 +55,7 @@ class LoadedModel:
         with ExitStack() as undo:
             undo.callback(self.close)
             with self._out_of_memory_named("loading"):
-                self._loaded, self.anatomy = fill(plan, self.route, progress=progress)
+                self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 for name, path in plan.request.adapters.items():
                     self._attach(name, path)
             undo.pop_all()
@@ -110,7 +110,7 @@ class LoadedModel:
         spec = match_adapter(read_adapter(path), self.anatomy)
         needed = spec.nbytes(ADAPTER_DTYPE)
         extra = sum(s.nbytes(ADAPTER_DTYPE) for n, s in self._specs.items() if n not in self.plan.request.adapters)
-        free = self.plan.gpu_budget_bytes - self.plan.gpu_peak_bytes - extra
+        free = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes - extra
         if needed > free:
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",

@@ -1,9 +1,9 @@
 """Tensors that hold no data but remember where they came from, so that another loader can be asked what it would do.
 
-A `Traced` tensor has the dtype and shape of a file tensor on the meta device, and an `Expression`: a file tensor, or an
-operation on expressions. transformers' own loader run on traced tensors renames, stacks, transposes and casts them as it
-would real ones; afterwards every parameter says how to make it. What an operation cannot record fails loudly: the result
-is a plain meta tensor without an expression, which the caller refuses. Knows nothing of transformers.
+A `Traced` tensor has the dtype and shape of a file tensor on the meta device, and an `Expression`: a file tensor, or
+an operation on expressions. A loader run on traced tensors renames, stacks, transposes and casts them as it would real
+ones; afterwards every parameter says how to make it. An operation that cannot be recorded (one that writes in place,
+draws random numbers or reads a value) is refused at once and kept in `Trace.problems`. Knows nothing of transformers.
 """
 
 from __future__ import annotations
@@ -12,9 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 Fetch = Callable[[str], Tensor]
+
+# Fresh values that depend on more than the inputs: a replay would give others.
+UNREPEATABLE = frozenset(
+    ("empty_like", "new_empty", "new_empty_strided", "rand_like", "randn_like", "randint_like", "bernoulli", "dropout")
+)
+IN_PLACE_DUNDERS = frozenset(
+    f"__{name}__" for name in ("setitem", "delitem", "iadd", "isub", "imul", "itruediv", "ipow")
+)
 
 
 class Expression:
@@ -34,29 +43,34 @@ class Expression:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The file tensors it is made of, in the order in which `replay` first asks for them."""
+        """The file tensors it is made of, each once, in the order in which `replay` asks for them."""
         return tuple(dict.fromkeys(self._walk()))
 
     def _walk(self) -> Iterator[str]:
         if self.leaf is not None:
             yield self.leaf
-        else:
-            for value in _flat((self.args, tuple(self.kwargs.values()))):
-                if isinstance(value, Expression):
-                    yield from value._walk()
+            return
+        for value in _flat((self.args, self.kwargs)):
+            if isinstance(value, Expression):
+                yield from value._walk()
 
     def replay(self, fetch: Fetch) -> Tensor:
-        """Return the tensor, made from what fetch gives for each file tensor (asked once each)."""
-        known: dict[str, Tensor] = {name: fetch(name) for name in self.leaves}
+        """Return the tensor, made from what fetch gives for each file tensor (asked once each), on their device."""
+        known = {tensor_name: fetch(tensor_name) for tensor_name in self.leaves}
         with torch.no_grad():
             return self._replay(known)
 
     def _replay(self, known: dict[str, Tensor]) -> Tensor:
         if self.leaf is not None:
             return known[self.leaf]
-        args = _mapped(self.args, lambda item: item._replay(known))
-        kwargs = _mapped(self.kwargs, lambda item: item._replay(known))
-        result = self.func(*args, **kwargs)
+        device = next(iter(known.values())).device
+
+        def made(value: Any) -> Any:
+            if isinstance(value, Expression):
+                return value._replay(known)
+            return value.to(device) if isinstance(value, Tensor) and value.dim() else value
+
+        result = self.func(*_mapped(self.args, made), **_mapped(self.kwargs, made))
         found: Tensor = result if self.output is None else result[self.output]
         return found
 
@@ -66,40 +80,37 @@ def _flat(value: Any) -> Iterator[Any]:
         for item in value:
             yield from _flat(item)
     elif isinstance(value, dict):
-        yield from _flat(tuple(value.values()))
+        for item in value.values():
+            yield from _flat(item)
     else:
         yield value
 
 
-def _mapped(value: Any, change: Callable[[Expression], Any]) -> Any:
-    if isinstance(value, Expression):
-        return change(value)
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _mapped(item, change) for key, item in value.items()}
-    return value
+        return {name: _mapped(item, change) for name, item in value.items()}
+    return change(value)
 
 
-def _recorded(value: Any) -> Any:
-    """Return the value with every traced tensor replaced by its expression."""
-    if isinstance(value, Traced):
-        return value.expression
-    if isinstance(value, (list, tuple)):
-        return type(value)(_recorded(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _recorded(item) for key, item in value.items()}
-    return value
+class Trace:
+    """One run of a loader: answers what needs values, and keeps every operation that failed or could not be followed.
+
+    equal: whether two expressions give equal tensors; the only question about values that is answered.
+    """
+
+    def __init__(self, equal: Callable[[Expression, Expression], bool]) -> None:
+        self.equal = equal
+        self.problems: list[str] = []
+
+    def tensor(self, tensor_name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Traced:
+        """Return the stand-in of a file tensor."""
+        return _wrap(torch.empty(shape, dtype=dtype, device="meta"), Expression(leaf=tensor_name), self)
 
 
-def _bare(value: Any) -> Any:
-    if isinstance(value, Traced):
-        return value.as_subclass(Tensor)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_bare(item) for item in value)
-    if isinstance(value, dict):
-        return {key: _bare(item) for key, item in value.items()}
-    return value
+class CannotFollowError(RuntimeError):
+    """An operation on traced tensors that has no recordable meaning."""
 
 
 def _same(func: Any, *known: Any) -> bool:
@@ -108,71 +119,134 @@ def _same(func: Any, *known: Any) -> bool:
 
 
 class Traced(Tensor):
-    """A tensor without data that carries an Expression. compare: answers torch.equal on two of them from the files."""
+    """A tensor without data that carries an Expression and its Trace."""
 
     expression: Expression
-    compare: Callable[[Expression, Expression], bool]
-
-    @staticmethod
-    def of(
-        shape: tuple[int, ...], dtype: torch.dtype, expression: Expression, compare: Callable[[Expression, Expression], bool]
-    ) -> Traced:
-        return _wrap(torch.empty(shape, dtype=dtype, device="meta"), expression, compare)
+    trace: Trace
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        first = next(value for value in _flat((args, kwargs)) if isinstance(value, Traced))
         if _same(func, Tensor.device.__get__):  # type: ignore[attr-defined]
             return torch.device("cpu")  # the loader treats meta as "not loaded"
-        if _same(func, torch.equal, Tensor.equal) and len(args) == 2 and all(isinstance(a, Traced) for a in args):
-            same = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
-            return bool(same and args[0].compare(args[0].expression, args[1].expression))
-        first = args[0] if args else None
-        if _same(func, Tensor.to):
+        if _same(func, Tensor.is_meta.__get__):  # type: ignore[attr-defined]
+            return False
+        if _same(func, torch.equal, Tensor.equal):
+            return _are_equal(args)
+        if _same(func, Tensor.to) and args[0] is first:
             return _cast(first, args[1:], kwargs)
-        if _same(func, Tensor.cpu, Tensor.pin_memory):
+        if _same(func, Tensor.cpu, Tensor.cuda, Tensor.pin_memory):
             return first
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*_bare(args), **_bare(kwargs))
-        return _traced_result(func, args, kwargs, result)
+        if _same(func, Tensor.requires_grad.__set__, Tensor.grad.__set__):  # type: ignore[attr-defined]
+            return None
+        try:
+            _check_recordable(func, args, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*_mapped(args, _bare), **_mapped(kwargs, _bare))
+        except Exception as exc:
+            names = ", ".join(sorted({n for e in _expressions((args, kwargs)) for n in e.leaves})[:3])
+            first.trace.problems.append(f"{_name_of(func)} on {names}: {exc}")
+            raise
+        return _traced_result(func, args, kwargs, result, first.trace)
+
+
+def _bare(value: Any) -> Any:
+    return value.as_subclass(Tensor) if isinstance(value, Traced) else value
+
+
+def _expressions(value: Any) -> Iterator[Expression]:
+    return (item.expression for item in _flat(value) if isinstance(item, Traced))
+
+
+def _name_of(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _check_recordable(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    name = _name_of(func)
+    writes = name in IN_PLACE_DUNDERS or name == "__set__" or kwargs.get("out") is not None
+    if writes or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_"):
+        raise CannotFollowError("it writes in place")
+    if name in UNREPEATABLE:
+        raise CannotFollowError("its result is not made from its inputs alone")
+    for value in _flat((args, kwargs)):
+        if isinstance(value, Tensor) and not isinstance(value, Traced) and value.is_meta:
+            raise CannotFollowError("another operand has no data")
+
+
+def _are_equal(args: Any) -> bool:
+    if len(args) != 2 or not all(isinstance(value, Traced) for value in args):
+        return False
+    a, b = args
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.trace.equal(a.expression, b.expression))
 
 
 def _cast(tensor: Traced, args: Any, kwargs: dict[str, Any]) -> Traced:
     """Record only the dtype of a `.to`: devices are the replay's business."""
-    wanted = [value for value in (*args, kwargs.get("dtype")) if isinstance(value, torch.dtype)]
-    wanted += [value.dtype for value in (*args, kwargs.get("other")) if isinstance(value, Tensor)]
-    if not wanted or wanted[0] == tensor.dtype:
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (torch.dtype, Tensor))]
+    wanted = next((value.dtype if isinstance(value, Tensor) else value for value in given), None)
+    if wanted is None or wanted == tensor.dtype:
         return tensor
-    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted[0], device="meta")
-    return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted[0])), tensor.compare)
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="meta")
+    return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted)), tensor.trace)
 
 
-def _traced_result(func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    first = next((value for value in _flat((args, kwargs)) if isinstance(value, Traced)), None)
-    if first is None:
-        return result
+def _traced_result(func: Any, args: Any, kwargs: Any, result: Any, trace: Trace) -> Any:
+    def recorded(value: Any) -> Any:
+        return value.expression if isinstance(value, Traced) else value
+
+    inputs = {"func": func, "args": _mapped(args, recorded), "kwargs": _mapped(kwargs, recorded)}
     if isinstance(result, Tensor):
-        if _is_same_values(func, args):
-            return _wrap(result, first.expression, first.compare)
-        return _wrap(result, Expression(func=func, args=_recorded(args), kwargs=_recorded(kwargs)), first.compare)
+        same = _is_same_values(func, args)
+        return _wrap(result, args[0].expression if same else Expression(**inputs), trace)
     if isinstance(result, (list, tuple)) and result and all(isinstance(item, Tensor) for item in result):
-        recorded, named = _recorded(args), _recorded(kwargs)
-        made = [
-            _wrap(item, Expression(func=func, args=recorded, kwargs=named, output=place), first.compare)
-            for place, item in enumerate(result)
-        ]
-        return tuple(made)
+        return type(result)(
+            [_wrap(item, Expression(**inputs, output=place), trace) for place, item in enumerate(result)]
+        )
     return result
 
 
 def _is_same_values(func: Any, args: Any) -> bool:
     if _same(func, Tensor.detach, Tensor.requires_grad_, Tensor.data.__get__):  # type: ignore[attr-defined]
         return True
+    # Any other index, and `contiguous`, is recorded: it may change the strides.
     return _same(func, Tensor.__getitem__) and len(args) == 2 and args[1] is Ellipsis
 
 
-def _wrap(bare: Tensor, expression: Expression, compare: Callable[[Expression, Expression], bool]) -> Traced:
+def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
     with torch._C.DisableTorchFunctionSubclass():
         made = bare.detach().as_subclass(Traced)
-    made.expression, made.compare = expression, compare
+    made.expression, made.trace = expression, trace
     return made
+
+
+class NoAllocation(TorchFunctionMode):
+    """While active, a parameter that no file holds costs nothing, and a buffer that nobody computes can be told.
+
+    A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it with random values;
+    here it stays on meta. Buffers made that way are real, filled with a value that `is_undefined` knows. Should a loader
+    do it in another way, memory is spent and nothing else changes.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is not torch.empty_like or not args or isinstance(args[0], Traced) or not args[0].is_meta:
+            return func(*args, **kwargs)
+        if isinstance(args[0], nn.Parameter):
+            return func(*args, **(kwargs | {"device": "meta"}))
+        made = func(*args, **kwargs)
+        if not made.is_meta and made.dtype != torch.bool:
+            made.fill_(_undefined(made.dtype))
+        return made
+
+
+def _undefined(dtype: torch.dtype) -> float | int:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
+
+
+def is_undefined(buffer: Tensor) -> bool:
+    """Return whether a buffer still holds what `NoAllocation` put into it: no code gave it a value."""
+    if not buffer.numel() or buffer.dtype == torch.bool:
+        return False
+    return bool((buffer.isnan() if buffer.is_floating_point() else buffer == _undefined(buffer.dtype)).all())

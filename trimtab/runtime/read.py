@@ -24,9 +24,10 @@ from torch import Tensor
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
 
-PIECE_BYTES = 16 * 2**20
-RING_PIECES = 8
-AHEAD_BYTES = 128 * 2**20
+PIECE_BYTES = 8 * 2**20
+RING_PIECES = 16
+AHEAD_BYTES = 64 * 2**20
+SMALL_BYTES = 64 * 2**10  # below this a read costs less than handing it to a thread
 
 
 class PositionedFile:
@@ -113,80 +114,154 @@ class HostMemory:
             self.close()
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """One tensor that will be asked for. is_passing: it is used up before the next one is taken (packed, or copied on)."""
+
+    entry: TensorEntry
+    device: torch.device
+    is_passing: bool = False
+
+
 @dataclass
 class _Job:
     entry: TensorEntry
     target: Tensor
     pieces: list[Future[torch.cuda.Event | None]]
+    place: _Place | None = None
+
+
+@dataclass(eq=False)
+class _Place:
+    """One of two places on the device through which passing tensors go; used: when the last one was used up."""
+
+    buffer: Tensor
+    is_free: bool = True
+    used: torch.cuda.Event | None = None
 
 
 class Reader:
-    """Gives the tensors of a list of files in an agreed order, reading ahead.
+    """Gives file tensors in an agreed order, reading ahead.
 
-    order: (entry, device) in the order in which `take` will ask; an entry that occurs twice is read twice, so ask once.
-    Host memory: RING_PIECES x PIECE_BYTES pinned; device memory ahead of use: AHEAD_BYTES or one tensor.
+    order: what `take` will be asked for, in that order, each once. Passing tensors on a GPU go through two places of the
+    largest one's size, so that memory allocated for what stays is not broken up by what goes. Memory beyond the tensors:
+    RING_PIECES x PIECE_BYTES pinned on the host, the two places on the device, up to AHEAD_BYTES of tensors early.
     """
 
-    def __init__(self, order: Iterable[tuple[TensorEntry, torch.device]], *, workers: int | None = None) -> None:
+    def __init__(self, order: Iterable[Wanted], *, workers: int | None = None) -> None:
         self._waiting = deque(order)
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_Job | None] = deque()  # None: small, read when it is taken
         self._ahead_bytes = 0
         self._files: dict[Path, PositionedFile] = {}
-        self._cuda = any(device.type == "cuda" for _, device in self._waiting)
-        self._pool = ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1), thread_name_prefix="trimtab-read")
+        self._next_small: deque[torch.device] = deque()
+        gpu = next((wanted.device for wanted in self._waiting if wanted.device.type == "cuda"), None)
+        self._pool = ThreadPoolExecutor(workers or min(16, os.cpu_count() or 1), thread_name_prefix="trimtab-read")
         self._ring: SimpleQueue[tuple[Tensor, torch.cuda.Event | None]] = SimpleQueue()
-        self._stream = torch.cuda.Stream() if self._cuda else None
-        self._pieces = [HostMemory(PIECE_BYTES, pinned=True) for _ in range(RING_PIECES if self._cuda else 0)]
+        self._stream = torch.cuda.Stream(gpu) if gpu is not None else None
+        self._pieces = [HostMemory(PIECE_BYTES, pinned=True) for _ in range(RING_PIECES if gpu is not None else 0)]
         for piece in self._pieces:
             self._ring.put((piece.tensor, None))
+        passing = [w.entry.nbytes for w in self._waiting if w.is_passing and w.device.type == "cuda"]
+        size = max((nbytes for nbytes in passing if nbytes > SMALL_BYTES), default=0)
+        self._places = [_Place(torch.empty(size, dtype=torch.uint8, device=gpu)) for _ in range(2 if size else 0)]
+        self._taken: _Place | None = None
         self.read_bytes = 0
 
     def __enter__(self) -> Reader:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._stream is not None:
             self._stream.synchronize()
         self._jobs.clear()
+        self._places, self._taken = [], None
         for piece in self._pieces:
             piece.close()
         for file in self._files.values():
             file.close()
 
     def take(self, entry: TensorEntry) -> Tensor:
-        """Return the next tensor of the order; it must be this entry's. Errors: CheckpointError if the file is short."""
+        """Return the next tensor of the order; it must be this entry's.
+
+        A passing tensor is valid until the next call. Errors: CheckpointError if the file is short.
+        """
+        self._give_back_place()
         self._fill()
         job = self._jobs.popleft()
-        assert job.entry is entry or job.entry == entry, (job.entry.tensor_name, entry.tensor_name)
+        self.read_bytes += entry.nbytes
+        if job is None:
+            device = self._next_small.popleft()
+            return self._read_now(entry, device)
+        assert job.entry == entry, (job.entry.tensor_name, entry.tensor_name)
         self._ahead_bytes -= entry.nbytes
         for piece in job.pieces:
             event = piece.result()
             if event is not None:
                 torch.cuda.current_stream(job.target.device).wait_event(event)
-        self.read_bytes += entry.nbytes
+        self._taken = job.place
         self._fill()
         return job.target
 
-    def _fill(self) -> None:
-        while self._waiting and (not self._jobs or self._ahead_bytes + self._waiting[0][0].nbytes <= AHEAD_BYTES):
-            entry, device = self._waiting.popleft()
-            self._ahead_bytes += entry.nbytes
-            self._jobs.append(self._start(entry, device))
+    def _give_back_place(self) -> None:
+        if self._taken is not None:
+            self._taken.used = torch.cuda.current_stream(self._taken.buffer.device).record_event()
+            self._taken.is_free, self._taken = True, None
 
-    def _start(self, entry: TensorEntry, device: torch.device) -> _Job:
+    def _fill(self) -> None:
+        while self._waiting:
+            wanted = self._waiting[0]
+            nbytes = wanted.entry.nbytes
+            if nbytes <= SMALL_BYTES:
+                self._next_small.append(self._waiting.popleft().device)
+                self._jobs.append(None)
+                continue
+            place = None
+            if wanted.is_passing and wanted.device.type == "cuda":
+                place = next((place for place in self._places if place.is_free), None)
+                if place is None:
+                    return
+            elif self._ahead_bytes and self._ahead_bytes + nbytes > AHEAD_BYTES:
+                return
+            self._waiting.popleft()
+            self._ahead_bytes += nbytes
+            self._jobs.append(self._start(wanted, place))
+
+    def _file(self, entry: TensorEntry) -> PositionedFile:
         file = self._files.get(entry.file)
         if file is None:
             file = self._files[entry.file] = PositionedFile(entry.file)
-        target = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
-        flat = target.reshape(-1).view(torch.uint8) if target.numel() else target
-        # The allocator may hand out memory that work on the main stream still uses: the side stream waits for it once.
-        ready = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        return file
+
+    def _read_now(self, entry: TensorEntry, device: torch.device) -> Tensor:
+        dtype = getattr(torch, entry.dtype)
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype, device=device)
+        raw = bytearray(entry.nbytes)
+        self._file(entry).read_into(memoryview(raw), entry.start)
+        return torch.frombuffer(raw, dtype=dtype).reshape(entry.shape).to(device)
+
+    def _start(self, wanted: Wanted, place: _Place | None) -> _Job:
+        entry, device = wanted.entry, wanted.device
+        file = self._file(entry)
+        dtype = getattr(torch, entry.dtype)
+        if place is not None:
+            place.is_free = False
+            flat = place.buffer[: entry.nbytes]
+            target, ready = flat.view(dtype).view(entry.shape), place.used
+        else:
+            target = torch.empty(entry.shape, dtype=dtype, device=device)
+            flat, ready = target.reshape(-1).view(torch.uint8), None
+        if device.type == "cuda" and ready is None:
+            # The allocator may hand out memory that work on the main stream still uses: the side stream waits for it.
+            ready = torch.cuda.current_stream(device).record_event()
         pieces = [
             self._pool.submit(self._read_piece, file, flat[at : at + PIECE_BYTES], entry.start + at, ready)
             for at in range(0, entry.nbytes, PIECE_BYTES)
         ]
-        return _Job(entry, target, pieces)
+        return _Job(entry, target, pieces, place)
 
     def _read_piece(
         self, file: PositionedFile, target: Tensor, start: int, ready: torch.cuda.Event | None
@@ -214,7 +289,7 @@ class Reader:
 def read_small(entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
     """Return a few tensors on the CPU, in the keys of the mapping: adapters and other small files."""
     found: dict[str, Tensor] = {}
-    with Reader([(entry, torch.device("cpu")) for entry in entries.values()]) as reader:
+    with Reader([Wanted(entry, torch.device("cpu")) for entry in entries.values()]) as reader:
         for key, entry in entries.items():
             found[key] = reader.take(entry)
     return found

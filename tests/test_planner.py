@@ -1,0 +1,547 @@
+"""Plans: within every budget, the same each time, never slower with more memory, near the best, and on disk."""
+
+import itertools
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.anatomies import e_series, small
+from trimtab.errors import CheckpointError, DoesNotFitError, RequestError, gib
+from trimtab.plan import Machine, Plan, Rates, blocks_of, make_plan
+from trimtab.plan.budget import Choice, Item, Limits, totals_of
+from trimtab.plan.plan import OUTSIDE_PEAK
+from trimtab.plan.search import Search
+from trimtab.request import LoadRequest
+
+GIB, MIB = 2**30, 2**20
+TABLE = "model.language_model.embed_tokens_per_layer"
+E2B, E4B = e_series("E2B"), e_series("E4B")
+GPU = Machine(
+    execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=23 * GIB, host_available_bytes=64 * GIB
+)
+CPU = Machine(execution_device="cpu", host_available_bytes=64 * GIB)
+STAMPS = (("model.safetensors", 10, 1_700_000_000_000_000_001), ("config.json", 3, 4))
+
+
+def plan(anatomy=E2B, gpu=None, host=None, *, machine=GPU, rates=None, adapters=(), disk=None, **asked) -> Plan:
+    request = LoadRequest(
+        model="m",
+        gpu_memory_bytes=None if gpu is None else int(gpu * GIB),
+        host_memory_bytes=None if host is None else int(host * GIB),
+        **({"quant": "nf4-dq"} | asked),
+    )
+    return make_plan(
+        request,
+        anatomy,
+        adapters=dict(adapters),
+        machine=machine,
+        rates=rates or Rates(),
+        checkpoint_stamps=STAMPS,
+        disk_free_bytes=disk,
+    )
+
+
+def tiers(made: Plan, part: str) -> set[str]:
+    return {row.tier for row in made.placements if row.part == part and row.gpu_bytes + row.host_bytes + row.disk_bytes}
+
+
+def check_within(made: Plan) -> None:
+    assert made.gpu_needed_bytes <= made.gpu_budget_bytes and made.host_peak_bytes <= made.host_budget_bytes
+    assert sum(n for name, n in made.gpu.items() if name not in OUTSIDE_PEAK) == made.gpu_peak_bytes
+    assert sum(made.host.values()) == made.host_peak_bytes
+    assert sum(row.disk_bytes for row in made.placements) == made.disk_bytes
+    in_rows = sum(row.gpu_bytes for row in made.placements)
+    assert 0 <= made.gpu["weights"] + made.gpu["fixed"] - in_rows < 4096  # shared look-up tables
+
+
+# Where things go
+
+
+def test_everything_stays_while_it_fits():
+    made = plan()
+    assert set(made.tiers().values()) == {"resident"} and made.staging_slots == 0 and made.disk_bytes == 0
+    assert {row.reason for row in made.placements if row.block_path != "lm_head"} == {"fits"}
+    check_within(made)
+
+
+def test_e2b_in_single_nf4_takes_what_users_measured():
+    # A T4 had 6.507 GiB allocated with an adapter of rank 16 on 353 modules, about 0.11 GiB in float32, after one short
+    # forward; 1 % is the adapter's uncertainty (its modules_to_save and ranks were not reported) and the prompt's size.
+    made = plan(
+        quant="nf4", place={"*": "resident"}, adapters={"a": 116 * 10**6}, context_tokens=32, images=0, audio_s=0
+    )
+    weights = made.gpu["weights"] + made.gpu["fixed"] + made.gpu["adapters"]
+    assert weights / GIB == pytest.approx(6.507, rel=0.01)
+
+
+def test_the_table_leaves_first():
+    made = plan(gpu=6)
+    assert [row.block_path for row in made.placements if row.tier != "resident"] == [TABLE]
+    row = next(row for row in made.placements if row.block_path == TABLE)
+    assert (row.tier, row.home, row.host_bytes) == ("gather", "host", 262144 * 35 * 256 * 2)
+    assert "17.5 KiB a token" in row.reason and "too many for cuda:0" in row.reason
+
+
+def test_towers_leave_before_decoder_layers():
+    made = plan(gpu=2.5)
+    assert "stream" in tiers(made, "vision") | tiers(made, "audio") and tiers(made, "language") == {"resident"}
+    assert made.staging_slots == 2 and made.gpu["staging"] > 0
+    check_within(made)
+
+
+def test_decoder_layers_leave_when_towers_are_not_enough():
+    made = plan(E4B, gpu=3.5)
+    assert tiers(made, "language") == {"resident", "stream"} and tiers(made, "audio") == {"stream"}
+    check_within(made)
+
+
+def test_towers_and_table_of_e4b_leave_a_peak_below_3_6_gib():
+    place = {"vision": "stream", "audio": "stream", "table": "gather"}
+    assert plan(E4B, place=place, context_tokens=1024, audio_s=5).gpu_peak_bytes < 3.6 * GIB
+    assert plan(E2B, place=place, context_tokens=1024, audio_s=5).gpu_peak_bytes < 2.0 * GIB
+
+
+def test_a_table_stays_in_its_file_when_the_host_is_short():
+    made = plan(gpu=2.5, host=2)
+    row = next(row for row in made.placements if row.block_path == TABLE)
+    assert (row.tier, row.home, row.host_bytes, row.disk_bytes) == ("gather", "file", 0, 0)
+    assert "the host budget is 2.00 GiB" in row.reason
+    check_within(made)
+
+
+def test_layers_go_to_disk_when_the_host_is_short():
+    made = plan(E4B, gpu=3.5, host=1.5)
+    assert "disk" in made.tiers().values() and made.disk_bytes > 0
+    assert made.host["buffers"] >= 2 * max(row.disk_bytes for row in made.placements)
+    check_within(made)
+
+
+def test_a_request_without_pictures_sends_the_vision_tower_away_free_of_charge():
+    made = plan(gpu=2.5, images=0)
+    assert all(row.request_s == 0 for row in made.placements if row.part == "vision")
+
+
+def test_a_slow_link_prefers_the_host_tier():
+    rates = Rates(pinned_h2d_Bps=1e6, host_matmul_Bps=1e11, host_flops=1e15, transfer_s=1e-9)
+    assert "host" in tiers(plan(E4B, gpu=3.5, rates=rates), "language")
+
+
+def test_what_the_user_asks_is_kept_and_said():
+    made = plan(place={"audio": "disk", "model.language_model.layers.3": "host"})
+    assert tiers(made, "audio") == {"disk"} and made.tier_of("model.language_model.layers.3") == "host"
+    row = next(row for row in made.placements if row.block_path == "model.language_model.layers.3")
+    assert row.reason == "asked for: place model.language_model.layers.3=host" and row.home == "host"
+
+
+def test_a_device_map_is_followed():
+    made = plan(device_map={"model.vision_tower": "cpu", TABLE: "disk", "": 0})
+    assert tiers(made, "vision") == {"stream"}
+    assert next(row for row in made.placements if row.block_path == TABLE).home == "file"
+
+
+def test_a_block_that_must_stay_may_keep_others_from_staying():
+    free = plan(E4B, gpu=4)
+    kept = plan(E4B, gpu=4, place={"model.audio_tower": "resident"})
+    assert tiers(kept, "audio") == {"resident"} and kept.expected_s >= free.expected_s
+
+
+def test_one_streamed_block_needs_one_buffer():
+    made = plan(place={"model.language_model.layers.0": "stream"})
+    layer = next(block for block in blocks_of(E2B, "nf4-dq") if block.block_path == "model.language_model.layers.0")
+    assert made.staging_slots == 1 and made.gpu["staging"] == layer.buffer_bytes
+
+
+def test_a_unquantized_weight_is_named_with_its_reason():
+    made = plan(small([(64, 64)], quantized=True, head_tied=True))
+    assert [(row.module_path, row.bytes, row.reason) for row in made.unquantized] == [
+        ("lm_head", 128000, "the output layer")
+    ]
+    assert plan(small(), quant="none").unquantized == ()
+
+
+def test_adapters_and_longer_context_are_counted():
+    assert plan(adapters={"a": 10 * MIB, "b": 5 * MIB}).gpu["adapters"] == 15 * MIB
+    assert plan(context_tokens=32768).gpu["kv_cache"] > plan(context_tokens=4096).gpu["kv_cache"]
+
+
+def test_auto_quant_is_resolved_in_the_plan():
+    assert plan(quant="auto").request.quant == "nf4-dq"
+
+
+def test_rows_of_a_table_made_of_several_tensors_cannot_stay_in_the_file():
+    anatomy = small(table=(4096, 512))
+    rows = tuple(
+        replace(row, tensors=tuple(replace(t, sources=("a", "b")) for t in row.tensors)) if row.gather_only else row
+        for row in anatomy.rows
+    )
+    anatomy = replace(anatomy, rows=rows)
+    place = {"table": "gather"}
+    assert next(row for row in plan(anatomy, place=place).placements if row.block_path == TABLE).home == "host"
+    with pytest.raises(RequestError, match="not one tensor of the checkpoint"):
+        plan(anatomy, device_map={TABLE: "disk", "": 0})
+
+
+# A machine without GPU
+
+
+def test_on_the_cpu_nothing_is_rounded_and_there_is_no_context():
+    made = plan(machine=CPU)
+    assert made.gpu["cuda_context"] == made.gpu["allocator_reserve"] == 0
+    assert set(made.tiers().values()) == {"resident"}
+    exact = sum(block.movable_bytes + block.fixed_bytes for block in blocks_of(E2B, "nf4-dq"))
+    assert made.gpu["weights"] + made.gpu["fixed"] == exact + 64 + 1024  # the two shared look-up tables
+    check_within(made)
+
+
+def test_on_the_cpu_both_budgets_come_from_one_memory():
+    machine = replace(CPU, host_available_bytes=5 * GIB)
+    made = plan(machine=machine)
+    assert made.gpu_needed_bytes + made.host_peak_bytes <= 5 * GIB
+    assert next(row for row in made.placements if row.block_path == TABLE).home == "file"
+
+
+def test_a_cpu_without_enough_memory_names_the_sum_that_would_do():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(machine=replace(CPU, host_available_bytes=2 * GIB), place={"*": "resident"})
+    enough = caught.value.needed_bytes
+    made = plan(machine=replace(CPU, host_available_bytes=enough), place={"*": "resident"})
+    assert caught.value.device == "memory" and made.gpu_needed_bytes + made.host_peak_bytes == enough
+
+
+# What does not fit
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "asked"),
+    [(1, 16, {}), (1, 1.3, {}), (2, 1.2, {"context_tokens": 65536}), (2, 16, {"place": {"*": "resident"}})],
+)
+def test_the_smallest_device_budget_is_named_to_the_byte(gpu, host, asked):
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(gpu=gpu, host=host, **asked)
+    error = caught.value
+    assert error.device == "cuda:0" and error.budget_bytes == gpu * GIB
+    check_within(plan(gpu=error.needed_bytes / GIB, host=host, **asked))
+    with pytest.raises(DoesNotFitError):
+        plan(gpu=(error.needed_bytes - 1) / GIB, host=host, **asked)
+
+
+@pytest.mark.parametrize("asked", [{}, {"place": {"language": "stream"}}, {"place": {"table": "gather"}}])
+def test_the_smallest_host_budget_is_named_to_the_byte(asked):
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(gpu=4, host=1, **asked)
+    error = caught.value
+    assert error.device == "host" and "--host-memory" in error.hint
+    check_within(plan(gpu=4, host=error.needed_bytes / GIB, **asked))
+    with pytest.raises(DoesNotFitError):
+        plan(gpu=4, host=(error.needed_bytes - 1) / GIB, **asked)
+
+
+def test_when_both_are_short_both_are_named():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(gpu=1, host=1)
+    error = caught.value
+    assert error.device == "cuda:0" and "the host needs" in str(error)
+    host_bytes = int(str(error).split("the host needs ")[1].split(" B")[0])
+    check_within(plan(gpu=error.needed_bytes / GIB, host=host_bytes / GIB))
+
+
+def test_a_spill_folder_without_room_is_named():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(place={"audio": "disk"}, disk=MIB)
+    needed = caught.value.needed_bytes
+    assert caught.value.device == "disk" and plan(place={"audio": "disk"}, disk=needed).disk_bytes == needed
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (
+            {"context_tokens": 32768, "batch": 4},
+            ["--context 16384 saves", "--batch 1 saves", "no adapters saves 200.0 MiB"],
+        ),
+        ({"context_tokens": 64, "images": 30}, ["no pictures saves"]),
+        ({"context_tokens": 64, "audio_s": 900.0}, ["no sound saves"]),
+        ({"quant": "int8"}, ["--quant nf4-dq saves"]),
+        ({"place": {"*": "resident"}}, ["fewer placements by hand"]),
+    ],
+)
+def test_the_error_says_what_to_give_up(asked, words):
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(gpu=1.2, host=16, adapters={"a": 200 * MIB}, **asked)
+    assert all(word in caught.value.hint for word in words), caught.value.hint
+
+
+def test_quantizing_is_offered_when_nothing_is_quantized():
+    anatomy = e_series("E2B", quantized=False)
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(anatomy, gpu=1, quant="none")
+    # 2.34 billion weights, towers included, at 2 bytes less 4.127 bits.
+    assert "--quant nf4-dq saves 3.23 GiB" in caught.value.hint
+
+
+# How good
+
+
+budgets = st.tuples(st.integers(1700, 8000), st.integers(1150, 9000))
+
+
+@given(budget=budgets)
+@settings(max_examples=12, deadline=None, derandomize=True)
+def test_a_plan_never_exceeds_a_budget_and_more_memory_is_never_slower(budget):
+    gpu, host = (count / 1024 for count in budget)
+    try:
+        made = plan(gpu=gpu, host=host)
+    except DoesNotFitError:
+        return
+    check_within(made)
+    for more in (plan(gpu=gpu * 1.07, host=host), plan(gpu=gpu, host=host * 1.07)):
+        check_within(more)
+        # Placements whose seconds differ by a share of 1e-9 count as equal (search.TIE).
+        assert more.expected_s <= made.expected_s * (1 + 1e-6)
+
+
+def test_the_same_inputs_give_the_same_plan():
+    assert plan(gpu=2.5, host=2) == plan(gpu=2.5, host=2)
+    assert json.dumps(plan(gpu=2.5, host=2).to_json()) == json.dumps(plan(gpu=2.5, host=2).to_json())
+
+
+def test_planning_takes_a_moment():
+    # Ten times what it takes here, for slow and shared machines; it catches a search that tries everything.
+    began = time.perf_counter()
+    plan(E4B, gpu=3.5, host=1.5)
+    assert time.perf_counter() - began < 3
+
+
+@st.composite
+def searches(draw):
+    """A few blocks of like sizes and budgets that some of them fit."""
+    sizes = draw(st.lists(st.sampled_from((5, 10, 10, 14, 20, 33)), min_size=1, max_size=5))
+    weight = [draw(st.sampled_from((1.0, 1.0, 0.1, 0.01))) for _ in sizes]
+    has_table = draw(st.booleans())
+    items = [_layer(size, seconds) for size, seconds in zip(sizes, weight, strict=True)]
+    items += [_table(25)] if has_table else []
+    limits = Limits(
+        device_budget_bytes=draw(st.integers(8, sum(sizes) + 45)),
+        host_budget_bytes=draw(st.integers(5, sum(sizes) + 45)),
+        disk_budget_bytes=draw(st.none() | st.integers(0, sum(sizes))),
+        total_budget_bytes=None,
+        run_bytes=5,
+        load_bytes=3,
+        host_bytes=3,
+        host_load_bytes=2,
+        context_bytes=1,
+        reserve=lambda peak: peak * 3 // 100,
+        held_bytes=2,
+    )
+    return items, limits
+
+
+def _layer(size: int, weight: float) -> Item:
+    def choice(tier, home, seconds):
+        staged = size if tier in ("stream", "disk") else 0
+        device, host, disk = (size if home == place else 0 for place in ("device", "host", "disk"))
+        return Choice(tier, home, device, host, disk, staged, seconds, 0.0, seconds)
+
+    away = (("stream", "host", 1.0, 0.1), ("disk", "disk", 8.0, 0.1), ("host", "host", 3.0, 0.3))
+    moved = [choice(tier, home, size * rate * weight + start) for tier, home, rate, start in away]
+    return Item((choice("resident", "device", size * 0.01 * weight), *moved), False, size, 0)
+
+
+def _table(size: int) -> Item:
+    places = (("resident", "device", size, 0, 0.0), ("gather", "host", 1, size, 0.001), ("gather", "file", 1, 0, 0.5))
+    return Item(tuple(Choice(t, h, d, m, 0, 0, s, 0.0, s) for t, h, d, m, s in places), True, size, 0)
+
+
+def every_placement(items, limits):
+    """Return the least seconds of all placements within the limits, tables leaving first, or None."""
+    best = None
+    for chosen in itertools.product(*(item.choices for item in items)):
+        waits = any(item.is_table and choice.tier == "resident" for item, choice in zip(items, chosen, strict=True))
+        if waits and any(choice.tier != "resident" for choice in chosen):
+            continue
+        totals = totals_of([(choice, item, 1) for item, choice in zip(items, chosen, strict=True)], limits)
+        if limits.allows(totals) and (best is None or totals.cost_s < best):
+            best = totals.cost_s
+    return best
+
+
+@given(case=searches())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_a_placement_is_near_the_best_of_all_placements(case):
+    items, limits = case
+    best, found = every_placement(items, limits), Search(items, limits).best()
+    if best is None:
+        assert found is None
+        return
+    # The family holds prefixes, so it may be one block off: with room for one more it is never slower than the best.
+    block = max(choice.device_bytes for item in items for choice in item.choices)
+    roomier = replace(
+        limits,
+        device_budget_bytes=limits.device_budget_bytes + 2 * block,
+        host_budget_bytes=limits.host_budget_bytes + block,
+        disk_budget_bytes=limits.disk_budget_bytes and limits.disk_budget_bytes + block,
+    )
+    with_room = Search(items, roomier).best()
+    assert with_room is not None and with_room[1].cost_s <= best + 1e-9
+    if found is not None:
+        assert limits.allows(totals_of([(c, i, 1) for c, i in zip(found[0], items, strict=True)], limits))
+        dearest = max(max(c.cost_s for c in i.choices) - min(c.cost_s for c in i.choices) for i in items)
+        assert best - 1e-9 <= found[1].cost_s <= best + dearest + 1e-9
+
+
+@given(case=searches(), more=st.integers(0, 30), which=st.sampled_from(["device_budget_bytes", "host_budget_bytes"]))
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_a_larger_budget_never_gives_a_slower_placement(case, more, which):
+    items, limits = case
+    found = Search(items, limits).best()
+    larger = Search(items, replace(limits, **{which: getattr(limits, which) + more})).best()
+    if found is not None:
+        assert larger is not None and larger[1].cost_s <= found[1].cost_s * (1 + 1e-9)
+
+
+@given(case=searches())
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_the_smallest_budgets_are_those_at_which_a_search_succeeds(case):
+    items, limits = case
+    for name, smallest in (
+        ("device_budget_bytes", Search(items, limits).smallest_device_bytes()),
+        ("host_budget_bytes", Search(items, limits).smallest_host_bytes()),
+    ):
+        if smallest is None:
+            assert Search(items, replace(limits, **{name: 10**6})).best() is None
+        else:
+            assert Search(items, replace(limits, **{name: smallest})).best() is not None
+            assert Search(items, replace(limits, **{name: smallest - 1})).best() is None
+
+
+def test_planning_imports_neither_torch_nor_a_drawing_library():
+    code = "import sys, trimtab.plan.picture; print({'torch', 'transformers', 'matplotlib'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+# How it reads and is kept
+
+
+def test_a_plan_prints_like_layers_in_one_row_and_every_device():
+    text = str(plan(E4B, gpu=3.5, host=1.5, adapters={"a": 100 * MIB}))
+    assert "model.vision_tower.encoder.layers.0-15 " in text
+    for word in (
+        "cuda:0  peak",
+        "host    peak",
+        "spill file",
+        "kv cache",
+        "budget 3.50 GiB",
+        "tied to the embedding",
+        "nf4-dq",
+    ):
+        assert word in text
+    table = text.split("\n\n")[1].splitlines()
+    assert len({line.index("why") if "why" in line else len(line) for line in table[:1]}) == 1
+    assert len(table) < 20 and all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_a_table_shows_the_bytes_of_every_block():
+    made = plan(gpu=2.5)
+    assert gib(next(row for row in made.placements if row.block_path == TABLE).host_bytes) in str(made)
+
+
+def test_a_plan_comes_back_equal(tmp_path):
+    made = plan(gpu=2.5, host=2, adapters={"a": MIB}, place={"audio": "disk"})
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made
+    made.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == made and set(loaded.checkpoint_stamps) == set(STAMPS)
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_saving_replaces_an_older_plan_whole(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text("x" * 10**6)
+    plan().save(path)
+    assert Plan.load(path) == plan()
+
+
+def test_a_failed_save_leaves_nothing_behind(tmp_path):
+    broken = replace(plan(), model_class=object())
+    with pytest.raises(TypeError):
+        broken.save(tmp_path / "plan.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def values(**changed):
+    return json.loads(json.dumps(plan().to_json())) | changed
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"version": 99}, "plan.version"),
+        ({"surprise": 1}, "plan.surprise"),
+        ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
+        ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
+        ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"),
+        ({"request": {"model": "m", "surprise": 1}}, "request.surprise"),
+        ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"),
+        ({"disk_bytes": -1}, "plan.disk_bytes"),
+        ({"placements": 3}, "plan"),
+        ({"checkpoint_stamps": [["a", 1]]}, "plan"),
+        ({"gpu": []}, "plan"),
+    ],
+)
+def test_what_is_not_a_plan_is_refused_by_its_field(changed, field):
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values(**changed))
+    assert caught.value.field == field
+
+
+def test_a_missing_key_is_refused():
+    short = values()
+    del short["staging_slots"]
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(short)
+    assert caught.value.field == "plan.staging_slots"
+
+
+def test_an_unknown_tier_in_a_file_is_refused():
+    bad = values()
+    bad["placements"][0]["tier"] = "moon"
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(bad)
+    assert caught.value.field == "plan.placements[0].tier" and caught.value.value == "moon"
+
+
+def test_a_json_list_is_not_a_plan():
+    with pytest.raises(RequestError, match="not a plan"):
+        Plan.from_json([])
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 99}'])
+def test_a_file_that_is_no_plan_is_refused_with_its_path(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        Plan.load(path)
+    assert caught.value.path == str(path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    with pytest.raises(RequestError) as caught:
+        plan().save(tmp_path / "absent" / "plan.json")
+    assert caught.value.field == "save"
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path):
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        Plan.load(tmp_path / "absent.json")
+
+
+def test_a_block_that_the_model_does_not_have_has_no_tier():
+    with pytest.raises(KeyError):
+        plan().tier_of("model.nowhere")
