@@ -29,9 +29,12 @@ def test_without_a_model_the_report_counts_by_names(tmp_path: Path) -> None:
         write_adapter(tmp_path, q_proj() | pair(VISION, 24, 12), target_modules=["q_proj"], use_rslora=True)
     )
     report = describe(file, None)
-    assert report["tensors"] == 4 and report["parts"] == {"language": 2, "vision": 2}
-    assert report["dtypes"] == {"float32": 4} and report["bytes"] == (4 * 16 * 2 + 4 * 12 + 24 * 4) * 4
-    assert report["config"] == {"r": 4, "lora_alpha": 8, "use_rslora": True} and report["target_modules"] == ["q_proj"]
+    assert report["tensors"] == 4
+    assert report["parts"] == {"language": 2, "vision": 2}
+    assert report["dtypes"] == {"float32": 4}
+    assert report["bytes"] == (4 * 16 * 2 + 4 * 12 + 24 * 4) * 4
+    assert report["config"] == {"r": 4, "lora_alpha": 8, "use_rslora": True}
+    assert report["target_modules"] == ["q_proj"]
     assert "targets" not in report
     json.dumps(report)
 
@@ -43,7 +46,8 @@ def test_the_report_tells_keys_and_target_modules_apart(tmp_path: Path) -> None:
     assert [note for note in report["notes"] if "down_proj" in note and "no key" in note]
     (dropped,) = [note for note in report["notes"] if "does not name 1 of the 3" in note]
     assert f"{TEXT}.layers.0.mlp.up_proj" in dropped
-    assert report["ranks"] == {"4": 3} and report["scales"] == {"2": 3}
+    assert report["ranks"] == {"4": 3}
+    assert report["scales"] == {"2": 3}
     json.dumps(report)
 
 
@@ -57,8 +61,10 @@ def test_the_multimodal_e2b_adapter_is_accounted_for_tensor_by_tensor(tmp_path: 
     assert report["targets"] == {"wrapped": 148, "linear": 205, "total": 353}
     assert report["no_effect"] == 80 == len(report["dropped"])
     assert [note for note in report["notes"] if note.startswith("80 tensors") and "KV-shared" in note]
-    assert report["prefix"] == PEFT_HEAD and report["remapped"] == []
-    assert report["ranks"] == {"8": 353} and report["scales"] == {"2": 353}
+    assert report["prefix"] == PEFT_HEAD
+    assert report["remapped"] == []
+    assert report["ranks"] == {"8": 353}
+    assert report["scales"] == {"2": 353}
     assert not [note for note in report["notes"] if "target_modules" in note]
     json.dumps(report)
 
@@ -77,7 +83,8 @@ def test_the_report_agrees_with_the_model_that_transformers_builds(size: str, tm
     linear = layers * 7 - 2 * shared
     assert counts["targets"] == {"wrapped": 148, "linear": linear, "total": 148 + linear}
     assert counts["parts"] == {"audio": 72, "language": layers * 14, "vision": 224}
-    assert counts["no_effect"] == shared * 4 and counts["tensors"] == sum(counts["parts"].values())
+    assert counts["no_effect"] == shared * 4
+    assert counts["tensors"] == sum(counts["parts"].values())
 
 
 def test_reading_an_adapter_imports_no_torch(tmp_path: Path) -> None:

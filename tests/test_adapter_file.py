@@ -13,10 +13,12 @@ from trimtab.errors import CheckpointError
 
 def test_a_sound_folder_gives_configuration_and_header(tmp_path: Path) -> None:
     found = read_adapter(write_adapter(tmp_path, q_proj(), dtype="bfloat16", use_rslora=True))
-    assert found.folder == tmp_path and found.file == tmp_path / "adapter_model.safetensors"
+    assert found.folder == tmp_path
+    assert found.file == tmp_path / "adapter_model.safetensors"
     assert found.config["use_rslora"] is True
     name = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj.lora_A.weight"
-    assert found.tensors[name].shape == (4, 16) and found.tensors[name].dtype == "bfloat16"
+    assert found.tensors[name].shape == (4, 16)
+    assert found.tensors[name].dtype == "bfloat16"
 
 
 def test_a_folder_that_does_not_exist_is_refused(tmp_path: Path) -> None:
@@ -46,7 +48,8 @@ def test_another_format_is_refused_by_name_with_the_next_step(name: str, word: s
     (write_adapter(tmp_path, q_proj()) / "adapter_model.safetensors").rename(tmp_path / name)
     first, second = refused(tmp_path)
     assert first == "adapter_model.safetensors is missing"
-    assert second.startswith(name) and word in second
+    assert second.startswith(name)
+    assert word in second
 
 
 def test_adapters_in_folders_inside_are_pointed_to(tmp_path: Path) -> None:
@@ -57,7 +60,8 @@ def test_adapters_in_folders_inside_are_pointed_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"r": NaN}', "[]", "", '"LORA"', '{"a": ' + "[" * 100_000])
 def test_a_configuration_that_is_no_json_object_is_refused(text: str, tmp_path: Path) -> None:
     (write_adapter(tmp_path, q_proj()) / "adapter_config.json").write_text(text)
-    assert len(refused(tmp_path)) == 1 and "adapter_config.json" in refused(tmp_path)[0]
+    assert len(refused(tmp_path)) == 1
+    assert "adapter_config.json" in refused(tmp_path)[0]
 
 
 def test_a_configuration_that_is_not_utf8_is_refused(tmp_path: Path) -> None:

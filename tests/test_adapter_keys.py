@@ -68,13 +68,15 @@ def test_keys_that_fit_in_two_ways_are_refused(tmp_path: Path) -> None:
         small_anatomy(), rows=(row("model.layers.0.q", (16, 16)), row(f"{TEXT}.layers.0.q", (16, 16)))
     )
     (problem,) = problems_of(tmp_path, pair("model.layers.0.q", 16, 16), twice)
-    assert "'base_model.model.'" in problem and "-> model.language_model.'" in problem
+    assert "'base_model.model.'" in problem
+    assert "-> model.language_model.'" in problem
 
 
 def test_a_typo_is_refused_with_the_near_name_and_both_shapes(tmp_path: Path) -> None:
     problems = problems_of(tmp_path, q_proj() | pair(f"{TEXT}.layers.0.self_attn.qq_proj", 16, 16))
     assert len(problems) == 2
-    assert "layers.0.self_attn.qq_proj" in problems[0] and f"{TEXT}.layers.0.self_attn.q_proj [16, 16]" in problems[0]
+    assert "layers.0.self_attn.qq_proj" in problems[0]
+    assert f"{TEXT}.layers.0.self_attn.q_proj [16, 16]" in problems[0]
 
 
 def test_an_adapter_of_another_model_lists_every_key(tmp_path: Path) -> None:
@@ -106,7 +108,8 @@ def test_a_file_with_two_adapters_is_refused(tmp_path: Path) -> None:
 def test_the_magnitude_of_dora_is_read_in_both_spellings(key: str, tmp_path: Path) -> None:
     path = f"{PEFT_HEAD}{TEXT}.layers.0.self_attn.q_proj"
     (target,) = match(tmp_path, q_proj() | {f"{path}.{key}": (16,)}, use_dora=True).targets
-    assert target.use_dora and target.tensors["magnitude"].shape == (16,)
+    assert target.use_dora
+    assert target.tensors["magnitude"].shape == (16,)
 
 
 @pytest.mark.parametrize(
@@ -121,4 +124,5 @@ def test_the_magnitude_of_dora_is_read_in_both_spellings(key: str, tmp_path: Pat
 def test_a_key_that_is_not_lora_is_refused_by_name(key: str, word: str, tmp_path: Path) -> None:
     assert word in parse_key(key).problem
     (problem,) = problems_of(tmp_path, q_proj() | {key: (4, 16)})
-    assert problem.startswith(f"{key}: ") and word in problem
+    assert problem.startswith(f"{key}: ")
+    assert word in problem

@@ -72,10 +72,18 @@ def test_a_file_without_tensors_is_empty_and_sound(tmp_path: Path) -> None:
 
 
 def test_empty_tensors_and_scalars_have_their_place(tmp_path: Path) -> None:
-    tensors = {"none": entry(shape=[0, 7], offsets=[0, 0]), "one": entry("F32", [], [0, 4]), "end": entry("I64", [0], [4, 4])}
+    tensors = {
+        "none": entry(shape=[0, 7], offsets=[0, 0]),
+        "one": entry("F32", [], [0, 4]),
+        "end": entry("I64", [0], [4, 4]),
+    }
     header = read_header(written(tmp_path, framed(json.dumps(tensors).encode(), bytes(4))))
     start = header.file_bytes - 4
-    assert [(e.shape, e.start - start, e.nbytes) for e in header.tensors.values()] == [((0, 7), 0, 0), ((), 0, 4), ((0,), 4, 0)]
+    assert [(e.shape, e.start - start, e.nbytes) for e in header.tensors.values()] == [
+        ((0, 7), 0, 0),
+        ((), 0, 4),
+        ((0,), 4, 0),
+    ]
 
 
 def test_tensors_may_be_listed_in_another_order_than_they_lie(tmp_path: Path) -> None:
@@ -93,7 +101,7 @@ def test_metadata_is_text_by_text(tmp_path: Path) -> None:
 
 def test_reading_needs_neither_torch_nor_the_safetensors_library() -> None:
     code = (
-        "import sys, trimtab.checkpoint, trimtab.checkpoint.headers, trimtab.checkpoint.folder, trimtab.checkpoint.packed\n"
+        "import sys, trimtab.checkpoint.headers, trimtab.checkpoint.folder, trimtab.checkpoint.packed\n"
         "import trimtab.checkpoint.names\n"
         "print([name for name in ('torch', 'safetensors', 'transformers', 'numpy') if name in sys.modules])"
     )
@@ -210,6 +218,12 @@ def test_constant_that_is_not_json_is_refused(tmp_path: Path, constant: bytes) -
     assert f"{constant.decode()} is not JSON" in str(refusal(tmp_path, framed(b'{"a":' + constant + b"}")))
 
 
+@pytest.mark.parametrize("number", ["-0", "1" * 21, "1" * 5000], ids=len)
+def test_number_that_is_no_64_bit_size_is_refused(tmp_path: Path, number: str) -> None:
+    header = f'{{"a":{{"dtype":"U8","shape":[{number}],"data_offsets":[0,0]}}}}'.encode()
+    assert "is not a size" in str(refusal(tmp_path, framed(header)))
+
+
 def test_tensor_name_that_occurs_twice_is_refused(tmp_path: Path) -> None:
     one = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
     two = b'"a":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}'
@@ -257,14 +271,18 @@ def test_unknown_dtype_is_refused_with_the_known_ones(tmp_path: Path, dtype: Any
     assert len(str(error)) < 1000
 
 
-@pytest.mark.parametrize("shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr)
+@pytest.mark.parametrize(
+    "shape", [[-4], [4.0], [True, 4], ["4"], [None], 4, "4", None, {}, [2**63], [1] * 65, [[4]]], ids=repr
+)
 def test_bad_shape_is_refused(tmp_path: Path, shape: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(shape=shape)})
     assert error.tensor_name == "a"
     assert "bad shape" in str(error)
 
 
-@pytest.mark.parametrize("shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr)
+@pytest.mark.parametrize(
+    "shape", [[2**62, 2], [2**32, 2**31], [2**32, 2**32], [2**40, 0, 2**40], [2**62, 4, 0]], ids=repr
+)
 def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> None:
     error = refusal_of(tmp_path, {"a": entry(shape=shape, offsets=[0, 0])})
     assert error.tensor_name == "a"
@@ -272,7 +290,9 @@ def test_shape_that_overflows_is_refused(tmp_path: Path, shape: list[int]) -> No
 
 
 @pytest.mark.parametrize(
-    "offsets", [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}], ids=repr
+    "offsets",
+    [[0], [0, 4, 8], [0.0, 4], [0, "4"], [-4, 0], [False, 4], [0, 2**63], [4, 0], None, 4, "04", {}],
+    ids=repr,
 )
 def test_bad_offsets_are_refused(tmp_path: Path, offsets: Any) -> None:
     error = refusal_of(tmp_path, {"a": entry(offsets=offsets)})
@@ -347,7 +367,8 @@ def test_every_wrong_tensor_is_named_at_once(tmp_path: Path) -> None:
 _MIXED = framed(
     json.dumps(
         {
-            "__metadata__": {"format": "pt"}, "a.weight": entry("BF16", [2, 3], [0, 12]), "a.bias": entry("F32", [], [12, 16]),
+            "__metadata__": {"format": "pt"}, "a.weight": entry("BF16", [2, 3], [0, 12]),
+            "a.bias": entry("F32", [], [12, 16]),
             "empty": entry("U8", [0], [16, 16]), "b": entry("I64", [1], [16, 24]),
         }
     ).encode(),
@@ -371,7 +392,9 @@ def mutations(draw: st.DrawFn) -> bytes:
         elif kind == "cut":
             del content[at : at + draw(st.integers(1, 40))]
         elif kind == "insert":
-            content[at:at] = draw(st.sampled_from((b"0", b"-", b"1", b",", b"]", b'"', b"{", b"}", b"[", b"\\ud800", b"e9")))
+            content[at:at] = draw(
+                st.sampled_from((b"0", b"-", b"1", b",", b"]", b'"', b"{", b"}", b"[", b"\\ud800", b"e9"))
+            )
         elif kind == "swap":
             content[at : at + 1] = draw(st.binary(max_size=3))
         else:
@@ -388,9 +411,12 @@ def _check_never_lies(scratch: Path, content: bytes) -> None:
         return
     known = {name: (found["shape"], bytes(found["data"])) for name, found in safetensors.deserialize(content)}
     assert known == {
-        name: (list(found.shape), content[found.start : found.start + found.nbytes]) for name, found in header.tensors.items()
+        name: (list(found.shape), content[found.start : found.start + found.nbytes])
+        for name, found in header.tensors.items()
     }
-    assert sum(found.nbytes for found in header.tensors.values()) == header.file_bytes - 8 - int.from_bytes(content[:8], "little")
+    assert sum(found.nbytes for found in header.tensors.values()) == header.file_bytes - 8 - int.from_bytes(
+        content[:8], "little"
+    )
 
 
 @given(content=mutations())

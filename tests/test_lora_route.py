@@ -33,9 +33,11 @@ def test_a_saved_module_keeps_path_parameters_and_attributes(tmp_path: Path) -> 
     original = model.norm
     names = [name for name, _ in model.named_parameters()]
     put_on(model, route, toy, folder, "one")
-    assert isinstance(model.norm, SavedModule) and model.get_submodule("norm") is model.norm
+    assert isinstance(model.norm, SavedModule)
+    assert model.get_submodule("norm") is model.norm
     assert [name for name, _ in model.named_parameters()] == names
-    assert model.norm.eps == original.eps and model.norm.weight is original.weight
+    assert model.norm.eps == original.eps
+    assert model.norm.weight is original.weight
     route.set("one")
     assert torch.equal(model.norm.weight, read(read_adapter(folder).tensors["base_model.model.norm.weight"]))
     with pytest.raises(AttributeError, match="no_such_attribute"):
@@ -95,7 +97,8 @@ def test_rows_without_an_adapter_are_not_computed(tmp_path: Path, monkeypatch: p
 def test_equal_rows_are_one_adapter_and_work_for_any_batch(tmp_path: Path) -> None:
     _, model, route = three_adapters(tmp_path)
     route.set_rows(["a", "a"])
-    assert route.active() == ("a",) and route.rows is None
+    assert route.active() == ("a",)
+    assert route.rows is None
     with torch.no_grad():
         together = model(IDS)
         route.set("a")
@@ -107,7 +110,8 @@ def test_mixed_rows_with_another_number_of_inputs_are_refused(tmp_path: Path) ->
     route.set_rows(["a", "b"])
     with pytest.raises(RequestError) as caught:
         model(IDS)
-    assert caught.value.field == "adapter" and caught.value.value == ["a", "b"]
+    assert caught.value.field == "adapter"
+    assert caught.value.value == ["a", "b"]
 
 
 def test_a_tower_needs_its_own_rows_even_if_the_counts_agree(tmp_path: Path) -> None:
@@ -190,7 +194,10 @@ def test_a_failing_read_attaches_nothing(tmp_path: Path) -> None:
     norm = model.norm
     with pytest.raises(OSError, match="disk gone"):
         attach(model, spec, "one", read=failing, device="cpu", route=route)
-    assert not model.up.adapters and not model.down.adapters and model.norm is norm and not route.names
+    assert not model.up.adapters
+    assert not model.down.adapters
+    assert model.norm is norm
+    assert not route.names
 
 
 def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path) -> None:
@@ -204,8 +211,11 @@ def test_a_model_without_the_modules_is_refused_with_all_of_them(tmp_path: Path)
         attach(model, spec, "one", read=read, device="cpu", route=route)
     words = "\n".join(caught.value.problems)
     assert len(caught.value.problems) == 4  # norm lacks two parameters
-    assert "no module down" in words and "up is a Linear" in words and "norm has no weight" in words
-    assert not model.embed.adapters and not route.names
+    assert "no module down" in words
+    assert "up is a Linear" in words
+    assert "norm has no weight" in words
+    assert not model.embed.adapters
+    assert not route.names
 
 
 def test_detach_gives_the_memory_back_and_falls_back_to_the_base(tmp_path: Path) -> None:
@@ -220,7 +230,8 @@ def test_detach_gives_the_memory_back_and_falls_back_to_the_base(tmp_path: Path)
     detach(model, "d")
     gc.collect()
     assert [ref() for ref in watched] == [None] * len(watched)
-    assert route.active() == (None,) and route.names == {"a", "b", "c"}
+    assert route.active() == (None,)
+    assert route.names == {"a", "b", "c"}
     with torch.no_grad():
         assert torch.equal(model(IDS), toy(IDS))
     detach(model, "c")

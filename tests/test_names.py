@@ -17,12 +17,14 @@ SEGMENTS = st.lists(st.sampled_from(("a", "b", "ab", "1", "11", "layers")), min_
 
 GEMMA4 = [
     "lm_head", "model", "model.language_model", "model.language_model.embed_tokens",
-    "model.language_model.embed_tokens_per_layer", "model.language_model.norm", "model.language_model.per_layer_model_projection",
+    "model.language_model.embed_tokens_per_layer", "model.language_model.norm",
+    "model.language_model.per_layer_model_projection",
     *(
         f"model.language_model.layers.{layer}.{path}"
         for layer in range(12)
         for path in (
-            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+            "mlp.up_proj",
             "mlp.down_proj", "per_layer_input_gate", "input_layernorm",
         )
     ),
@@ -63,11 +65,15 @@ def test_prefix_is_a_prefix_of_segments(path: list[str], prefix: list[str]) -> N
     [
         ("a.b", "a.b", True), ("a.b", "a.b.c.d", True), ("a.b", "a.bc", False), ("a.b", "a", False),
         ("layers.1", "layers.1", True), ("layers.1", "layers.1.mlp", True), ("layers.1", "layers.11", False),
-        ("layers.1", "model.layers.1", False), ("*.layers.1", "model.layers.1.mlp", True), ("*.layers.1", "model.layers.11", False),
-        ("*layers.1", "layers.1", True), ("layers.1*", "layers.11.mlp", True), ("layers.*.mlp", "layers.3.mlp.up_proj", True),
+        ("layers.1", "model.layers.1", False), ("*.layers.1", "model.layers.1.mlp", True),
+        ("*.layers.1", "model.layers.11", False),
+        ("*layers.1", "layers.1", True), ("layers.1*", "layers.11.mlp", True),
+        ("layers.*.mlp", "layers.3.mlp.up_proj", True),
         ("layers.*.mlp", "layers.3.mlp2", False), ("*", "", True), ("*", "any.thing", True), ("**", "a", True),
-        ("a*a", "a", False), ("a*a", "aa", True), ("*.q_proj", "x.self_attn.q_proj.linear", True), ("", "a", False), ("", "", True),
-        ("a.b*", "a.b", True), ("a.*", "a", False), ("a?", "ab", False), ("a[b]", "ab", False), ("a[b]", "a[b].c", True), ("a.b", "aXb", False),
+        ("a*a", "a", False), ("a*a", "aa", True), ("*.q_proj", "x.self_attn.q_proj.linear", True), ("", "a", False),
+        ("", "", True),
+        ("a.b*", "a.b", True), ("a.*", "a", False), ("a?", "ab", False), ("a[b]", "ab", False),
+        ("a[b]", "a[b].c", True), ("a.b", "aXb", False),
     ],
 )  # fmt: skip
 def test_pattern_names_a_path_and_what_is_below(pattern: str, path: str, expected: bool) -> None:
@@ -108,8 +114,10 @@ def test_many_stars_take_no_time() -> None:
         ("model.language_model.layers.3.self_attn.qproj", "model.language_model.layers.3.self_attn.q_proj"),
         ("model.layers.3.self_attn.q_proj", "model.language_model.layers.3.self_attn.q_proj"),
         ("layers.7.mlp.up_proj", "model.language_model.layers.7.mlp.up_proj"),
-        ("model.vision_model.encoder.layers.2.self_attn.k_proj.linear", "model.vision_tower.encoder.layers.2.self_attn.k_proj.linear"),
-        ("model.vision_tower.encoder.layers.0.self_attn.q_proj", "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
+        ("model.vision_model.encoder.layers.2.self_attn.k_proj.linear",
+        "model.vision_tower.encoder.layers.2.self_attn.k_proj.linear"),
+        ("model.vision_tower.encoder.layers.0.self_attn.q_proj",
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
         ("embed_tokens_per_layers", "model.language_model.embed_tokens_per_layer"),
         ("lmhead", "lm_head"),
         ("model.language_model.layers.99.mlp.down_proj", "model.language_model.layers.9.mlp.down_proj"),
@@ -119,16 +127,25 @@ def test_what_was_meant_is_among_three(name: str, meant: str) -> None:
     assert meant in near_names(name, GEMMA4)
 
 
+def test_a_projection_of_the_same_tower_comes_before_its_namesake_in_the_language_model() -> None:
+    name = "model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj"
+    assert near_names(name, GEMMA4)[0] == "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"
+
+
 def test_a_connector_of_another_family_leads_to_both_connectors_first() -> None:
     assert near_names("model.multi_modal_projector", GEMMA4, 2) == ["model.embed_audio", "model.embed_vision"]
 
 
 def test_a_part_keeps_its_own_name_where_the_choice_has_it() -> None:
     choices = ["model.embed_audio.embedding_projection", "model.embed_vision.embedding_projection"]
-    assert near_names("model.embed_vision.embedding_projektion", choices)[0] == "model.embed_vision.embedding_projection"
+    assert (
+        near_names("model.embed_vision.embedding_projektion", choices)[0] == "model.embed_vision.embedding_projection"
+    )
 
 
-@pytest.mark.parametrize(("name", "meant"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("top", "top_p")])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("temprature", "temperature"), ("max_tokens", "max_new_tokens"), ("top", "top_p")]
+)
 def test_options_are_near_too(name: str, meant: str) -> None:
     assert meant in near_names(name, ["max_new_tokens", "temperature", "top_p", "seed", "stop"])
 

@@ -1,9 +1,8 @@
-"""Whether packed weights are found as bitsandbytes wrote them, and every inconsistent group is refused by name."""
+"""Whether packed weights are grouped with their statistics, and every inconsistent group is refused by name."""
 
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
-from trimtab.checkpoint.headers import TensorEntry
-from trimtab.checkpoint.packed import PackedEntry, split_packed
+from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import CheckpointError
 
 BNB = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
@@ -98,138 +95,13 @@ def problem(folder: Path, parts: Mapping[str, Part]) -> str:
     return message
 
 
-# As bitsandbytes writes them ------------------------------------------------------------------------------------------
-
-KINDS: dict[str, dict[str, Any]] = {
-    "nf4": {"bnb_4bit_quant_type": "nf4"},
-    "nf4-dq": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
-    "fp4": {"bnb_4bit_quant_type": "fp4"},
-    "nf4-bf16-storage": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "bfloat16"},
-    "nf4-dq-fp16-storage": {
-        "bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "float16", "bnb_4bit_use_double_quant": True,
-    },
-    "fp4-fp32-storage": {"bnb_4bit_quant_type": "fp4", "bnb_4bit_quant_storage": "float32"},
-}  # fmt: skip
-
-
-def read_part(entry: TensorEntry) -> torch.Tensor:
-    content = bytearray(entry.file.read_bytes()[entry.start : entry.start + entry.nbytes])
-    return torch.frombuffer(content, dtype=getattr(torch, entry.dtype)).reshape(entry.shape)
-
-
-@pytest.fixture(scope="module")
-def plain_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    # 192 x 128 values are 384 blocks of 64: two second-level blocks, the last one not full.
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=128, intermediate_size=192, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("plain")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-def quantized(source: Path, folder: Path, **options: Any) -> Any:
-    """Write the checkpoint with stock transformers and bitsandbytes, and return the stock model."""
-    from transformers import BitsAndBytesConfig, LlamaForCausalLM
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = LlamaForCausalLM.from_pretrained(
-            source, dtype=torch.bfloat16, quantization_config=BitsAndBytesConfig(**options), device_map={"": "cpu"}
-        )
-        model.save_pretrained(folder)
-    return model
-
-
-def linears(model: Any) -> dict[str, Any]:
-    return {f"{path}.weight": module for path, module in model.named_modules() if path.endswith("_proj")}
-
-
-def check_split(found: Checkpoint, plain: Mapping[str, TensorEntry], packed: Mapping[str, PackedEntry], source: Path) -> None:
-    """Check that plain and packed names together are those of the unquantized checkpoint, with its shapes."""
-    original = read_checkpoint(source).tensors
-    assert set(plain) | set(packed) == set(original)
-    assert not set(plain) & set(packed)
-    for name, entry in (plain | dict(packed)).items():
-        assert entry.shape == original[name].shape, name
-    assert all(plain[name] is found.tensors[name] for name in plain)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_4_bit_checkpoint_of_stock_is_split_and_stands_for_stocks_weights(
-    tmp_path: Path, plain_llama: Path, kind: str
-) -> None:
-    from bitsandbytes.functional import QuantState, dequantize_4bit
-
-    model = quantized(plain_llama, tmp_path, load_in_4bit=True, **KINDS[kind])
-    found = read_checkpoint(tmp_path)
-    plain, packed = split_packed(found)
-    check_split(found, plain, packed, plain_llama)
-    assert set(packed) == set(linears(model))
-    storage = KINDS[kind].get("bnb_4bit_quant_storage", "uint8")
-    for name, module in linears(model).items():
-        entry = packed[name]
-        state = module.weight.quant_state
-        assert (entry.tensor_name, entry.kind, entry.nested) == (name, kind[:3], "-dq" in kind)
-        assert (entry.dtype, entry.blocksize, entry.parts["weight"].dtype) == ("bfloat16", 64, storage)
-        sides = ("absmax", "quant_map", "quant_state") + (("nested_absmax", "nested_quant_map") if entry.nested else ())
-        assert set(entry.parts) == {"weight", *sides}
-        # Through the parts of the file alone, and bitsandbytes' own reader of a quant_state.
-        values = {part: read_part(entry.parts[part]) for part in entry.parts if part != "quant_state"}
-        rebuilt = QuantState.from_dict(values | dict(entry.state), torch.device("cpu"))
-        ours = dequantize_4bit(values["weight"], rebuilt)
-        assert torch.equal(ours, dequantize_4bit(module.weight.data, state))
-        assert tuple(ours.shape) == entry.shape
-
-
-def test_an_int8_checkpoint_of_stock_is_split_with_stocks_scales(tmp_path: Path, plain_llama: Path) -> None:
-    model = quantized(plain_llama, tmp_path, load_in_8bit=True)
-    found = read_checkpoint(tmp_path)
-    plain, packed = split_packed(found)
-    check_split(found, plain, packed, plain_llama)
-    assert set(packed) == set(linears(model))
-    for name, module in linears(model).items():
-        entry = packed[name]
-        assert (entry.kind, entry.dtype, entry.blocksize, entry.nested, entry.state) == ("int8", "float16", None, False, {})
-        assert set(entry.parts) == {"weight", "SCB"}
-        assert torch.equal(read_part(entry.parts["weight"]), module.weight.data)
-        assert torch.equal(read_part(entry.parts["SCB"]), module.weight.SCB)
-
-
-@pytest.mark.parametrize(
-    ("shape", "storage", "blocksize"),
-    [((6, 26), torch.uint8, 64), ((6, 26), torch.bfloat16, 64), ((3, 8), torch.float32, 128), ((1, 2), torch.uint8, 64)],
-    ids=str,
-)
-@pytest.mark.parametrize("double", [False, True])
-def test_weights_that_fill_no_whole_block_are_counted_as_bitsandbytes_counts(
-    tmp_path: Path, shape: tuple[int, int], storage: torch.dtype, blocksize: int, double: bool
-) -> None:
-    from bitsandbytes.functional import quantize_4bit
-    from safetensors.torch import save_file
-
-    weight, state = quantize_4bit(
-        torch.randn(shape, generator=torch.Generator().manual_seed(0)), blocksize=blocksize, compress_statistics=double,
-        quant_type="nf4", quant_storage=storage,
-    )  # fmt: skip
-    sides = {f"l.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-    save_file({"l.weight": weight, **sides}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(BNB), encoding="utf-8")
-    plain, packed = split_packed(read_checkpoint(tmp_path))
-    assert plain == {}
-    entry = packed["l.weight"]
-    assert (entry.shape, entry.dtype, entry.blocksize, entry.nested) == (shape, "float32", blocksize, double)
-
-
 # What is read ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("parts", [four_bit, nested, eight_bit])
-def test_a_sound_group_is_one_weight_and_plain_tensors_stay(tmp_path: Path, parts: Callable[[], dict[str, Part]]) -> None:
+def test_a_sound_group_is_one_weight_and_plain_tensors_stay(
+    tmp_path: Path, parts: Callable[[], dict[str, Part]]
+) -> None:
     more = {"norm.weight": Part("bfloat16", (4,)), "l.bias": Part("float32", (4,)), "ids": Part("uint8", (4,))}
     plain, packed = split_packed(checkpoint(tmp_path, more | parts()))
     assert set(plain) == set(more)
@@ -284,12 +156,15 @@ def test_config_that_says_quantized_over_plain_weights_is_refused(tmp_path: Path
 
 def test_every_problem_of_every_group_is_listed(tmp_path: Path) -> None:
     first = {name: part for name, part in nested().items() if not name.endswith(("nested_absmax", "quant_map"))}
-    second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {"m.SCB": Part("float32", (5,))}
+    second = {name.replace("l.", "m.", 1): part for name, part in eight_bit().items()} | {
+        "m.SCB": Part("float32", (5,))
+    }
     error = refusal(tmp_path, first | second)
     assert error.tensor_name is None
     assert "(3 problems of 2 weights)" in str(error)
     for expected in (
-        "l.weight: has no quant_map", "l.weight: has no nested_absmax, nested_quant_map", "m.weight: SCB is float32 [5]",
+        "l.weight: has no quant_map", "l.weight: has no nested_absmax, nested_quant_map",
+        "m.weight: SCB is float32 [5]",
     ):  # fmt: skip
         assert expected in str(error)
 
@@ -375,7 +250,9 @@ def test_two_quant_states_are_refused(tmp_path: Path) -> None:
     assert "has 2 quant_states (nf4, fp4)" in str(refusal(tmp_path, parts))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 60_000, b"[]", b"1"], ids=["none", "cut", "no-utf8", "deep", "list", "1"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"[" * 60_000, b"[]", b"1"], ids=["none", "cut", "no-utf8", "deep", "list", "1"]
+)
 def test_quant_state_that_is_no_json_object_is_refused(tmp_path: Path, content: bytes) -> None:
     message = problem(tmp_path, four_bit() | {STATE_NAME: state_part(content)})
     assert "quant_state cannot be read" in message or "quant_state is not a JSON object" in message
@@ -383,7 +260,9 @@ def test_quant_state_that_is_no_json_object_is_refused(tmp_path: Path, content: 
 
 @pytest.mark.parametrize("part", [Part("int8", (4,)), Part("uint8", (65537,))], ids=["int8", "large"])
 def test_quant_state_that_is_no_small_uint8_tensor_is_refused(tmp_path: Path, part: Part) -> None:
-    assert f"{part.dtype} of {part.shape[0]} B, not a small uint8 tensor" in problem(tmp_path, four_bit() | {STATE_NAME: part})
+    assert f"{part.dtype} of {part.shape[0]} B, not a small uint8 tensor" in problem(
+        tmp_path, four_bit() | {STATE_NAME: part}
+    )
 
 
 @pytest.mark.parametrize("key", STATE)
@@ -400,12 +279,16 @@ def test_quant_state_with_an_unknown_key_is_refused(tmp_path: Path) -> None:
     ("key", "value", "reason"),
     [
         ("quant_type", "fp4", "quant_state says 'fp4', its name says 'nf4'"), ("shape", None, "logical shape None"),
-        ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"), ("shape", [8, 0], "is not a matrix"),
-        ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"), ("shape", [True, 64], "is not a matrix"),
+        ("shape", [512], "is not a matrix"), ("shape", [2, 4, 64], "is not a matrix"),
+        ("shape", [8, 0], "is not a matrix"),
+        ("shape", [8, -64], "is not a matrix"), ("shape", [8.0, 64], "is not a matrix"),
+        ("shape", [True, 64], "is not a matrix"),
         ("shape", "8x64", "is not a matrix"), ("dtype", "float8_e4m3fn", "logical dtype 'float8_e4m3fn'"),
         ("dtype", None, "logical dtype None"), ("dtype", ["float16"], "logical dtype ['float16']"),
-        ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"), ("blocksize", 63, "blocksize 63 is not one of"),
-        ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"), ("blocksize", True, "blocksize True"),
+        ("blocksize", 0, "blocksize 0"), ("blocksize", -64, "blocksize -64"),
+        ("blocksize", 63, "blocksize 63 is not one of"),
+        ("blocksize", 64.0, "blocksize 64.0"), ("blocksize", "64", "blocksize '64'"),
+        ("blocksize", True, "blocksize True"),
         ("blocksize", [64], "blocksize [64]"),
     ],
 )  # fmt: skip
@@ -433,14 +316,20 @@ def test_bad_nested_value_of_a_quant_state_is_refused(tmp_path: Path, key: str, 
 @pytest.mark.parametrize(
     ("name", "part", "needed"),
     [
-        ("l.weight", Part("uint8", (255, 1)), "needs [256, 1]"), ("l.weight", Part("uint8", (257, 1)), "needs [256, 1]"),
+        ("l.weight", Part("uint8", (255, 1)), "needs [256, 1]"),
+        ("l.weight", Part("uint8", (257, 1)), "needs [256, 1]"),
         ("l.weight", Part("uint8", (1, 256)), "needs [256, 1]"), ("l.weight", Part("uint8", (256,)), "needs [256, 1]"),
-        ("l.weight", Part("uint8", (8, 64)), "needs [256, 1]"), ("l.weight", Part("bfloat16", (256, 1)), "needs [128, 1]"),
-        ("l.weight", Part("float16", (127, 1)), "needs [128, 1]"), ("l.weight", Part("float32", (128, 1)), "needs [64, 1]"),
+        ("l.weight", Part("uint8", (8, 64)), "needs [256, 1]"),
+        ("l.weight", Part("bfloat16", (256, 1)), "needs [128, 1]"),
+        ("l.weight", Part("float16", (127, 1)), "needs [128, 1]"),
+        ("l.weight", Part("float32", (128, 1)), "needs [64, 1]"),
         ("l.weight", Part("int32", (64, 1)), "packed values are stored as uint8"),
-        ("l.weight.absmax", Part("float32", (7,)), "needs float32 [8]"), ("l.weight.absmax", Part("float32", (9,)), "needs float32 [8]"),
-        ("l.weight.absmax", Part("float32", (8, 1)), "needs float32 [8]"), ("l.weight.absmax", Part("uint8", (8,)), "needs float32 [8]"),
-        ("l.weight.absmax", Part("bfloat16", (8,)), "needs float32 [8]"), ("l.weight.quant_map", Part("float32", (15,)), "float32 [16]"),
+        ("l.weight.absmax", Part("float32", (7,)), "needs float32 [8]"),
+        ("l.weight.absmax", Part("float32", (9,)), "needs float32 [8]"),
+        ("l.weight.absmax", Part("float32", (8, 1)), "needs float32 [8]"),
+        ("l.weight.absmax", Part("uint8", (8,)), "needs float32 [8]"),
+        ("l.weight.absmax", Part("bfloat16", (8,)), "needs float32 [8]"),
+        ("l.weight.quant_map", Part("float32", (15,)), "float32 [16]"),
         ("l.weight.quant_map", Part("bfloat16", (16,)), "needs float32 [16]"),
     ],
     ids=str,
@@ -461,7 +350,8 @@ def test_part_of_the_right_size_is_accepted_in_every_storage(tmp_path: Path, sto
     ("part", "found", "needed"),
     [
         ("absmax", Part("float32", (8,)), "uint8 [8]"), ("nested_absmax", Part("float32", (2,)), "float32 [1]"),
-        ("nested_absmax", Part("bfloat16", (1,)), "float32 [1]"), ("nested_quant_map", Part("float32", (255,)), "float32 [256]"),
+        ("nested_absmax", Part("bfloat16", (1,)), "float32 [1]"),
+        ("nested_quant_map", Part("float32", (255,)), "float32 [256]"),
         ("nested_quant_map", Part("uint8", (256,)), "float32 [256]"),
     ],
 )  # fmt: skip
@@ -479,14 +369,17 @@ def test_count_of_nested_blocks_is_rounded_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "weight", [Part("bfloat16", (4, 8)), Part("uint8", (4, 8)), Part("int8", (4,)), Part("int8", (4, 2, 4)), Part("int8", (4, 0))]
+    "weight",
+    [Part("bfloat16", (4, 8)), Part("uint8", (4, 8)), Part("int8", (4,)), Part("int8", (4, 2, 4)), Part("int8", (4, 0))]
 )  # fmt: skip
 def test_int8_scale_beside_something_else_is_refused(tmp_path: Path, weight: Part) -> None:
     message = problem(tmp_path, eight_bit() | {"l.weight": weight})
     assert f"has an SCB but is {weight.dtype} {list(weight.shape)}, not an int8 matrix" in message
 
 
-@pytest.mark.parametrize("scale", [Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,))])
+@pytest.mark.parametrize(
+    "scale", [Part("float32", (8,)), Part("float32", (4, 1)), Part("float32", ()), Part("float16", (4,))]
+)
 def test_int8_scale_of_the_wrong_size_or_type_is_refused(tmp_path: Path, scale: Part) -> None:
     message = problem(tmp_path, eight_bit() | {"l.SCB": scale})
     assert f"SCB is {scale.dtype} {list(scale.shape)}, float32 [4] is needed" in message

@@ -42,16 +42,22 @@ def test_a_replayed_operation_equals_the_real_one(name):
     operation = OPERATIONS[name]
     expected = operation(FILES["a"].clone(), FILES["b"].clone())
     made = operation(*traced("a", "b"))
-    assert isinstance(made, Traced) and made.shape == expected.shape and made.dtype == expected.dtype
+    assert isinstance(made, Traced)
+    assert made.shape == expected.shape
+    assert made.dtype == expected.dtype
     found = made.expression.replay(FILES.__getitem__)
-    assert torch.equal(found, expected) and found.stride() == expected.stride() and found.dtype == expected.dtype
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    assert found.dtype == expected.dtype
 
 
 def test_devices_detaching_and_whole_slices_leave_a_leaf():
     (a,) = traced("a")
     same = nn.Parameter(a[...].to(device="cpu", dtype=torch.bfloat16).detach(), requires_grad=False).cpu()
-    assert same.expression.is_leaf and same.expression.leaves == ("a",)
-    assert a.device == torch.device("cpu") and not a.is_meta
+    assert same.expression.is_leaf
+    assert same.expression.leaves == ("a",)
+    assert a.device == torch.device("cpu")
+    assert not a.is_meta
 
 
 def test_a_cast_is_not_a_leaf_and_each_leaf_is_asked_for_once():
@@ -63,7 +69,8 @@ def test_a_cast_is_not_a_leaf_and_each_leaf_is_asked_for_once():
         asked.append(tensor_name)
         return FILES[tensor_name]
 
-    assert not made.expression.is_leaf and made.expression.leaves == ("a", "b")
+    assert not made.expression.is_leaf
+    assert made.expression.leaves == ("a", "b")
     made.expression.replay(fetch)
     assert asked == ["a", "b"]
 
@@ -77,8 +84,10 @@ def test_a_replay_does_not_change_the_file_tensor():
 
 def test_equality_is_answered_from_the_files():
     a, b = traced("a", "b")
-    assert torch.equal(a, a.detach()) and not torch.equal(a, b)
-    assert not torch.equal(a, a.to(torch.float32)) and not torch.equal(a, torch.zeros(4, 6))
+    assert torch.equal(a, a.detach())
+    assert not torch.equal(a, b)
+    assert not torch.equal(a, a.to(torch.float32))
+    assert not torch.equal(a, torch.zeros(4, 6))
 
 
 def fill(a: Tensor) -> Tensor:
@@ -104,7 +113,8 @@ def test_what_cannot_be_replayed_is_refused_and_named(name):
     (a,) = traced("a")
     with pytest.raises(CannotFollowError):
         operation(a)
-    assert len(a.trace.problems) == 1 and words in a.trace.problems[0]
+    assert len(a.run.problems) == 1
+    assert words in a.run.problems[0]
 
 
 @pytest.mark.parametrize("read", [lambda a: a.sum().item(), lambda a: bool((a > 0).all()), lambda a: a.tolist()])
@@ -112,15 +122,16 @@ def test_reading_a_value_is_refused(read):
     (a,) = traced("a")
     with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
         read(a)
-    assert a.trace.problems
+    assert a.run.problems
 
 
 def test_a_failing_operation_is_kept_with_its_file_tensors():
     a, b = traced("a", "b")
     with pytest.raises(RuntimeError):
         torch.cat([a, b[:, :3]])
-    (problem,) = a.trace.problems
-    assert problem.startswith("cat on a, b: ") and "Sizes of tensors must match" in problem
+    (problem,) = a.run.problems
+    assert problem.startswith("cat on a, b: ")
+    assert "Sizes of tensors must match" in problem
 
 
 def test_missing_parameters_stay_without_data_and_uncomputed_buffers_are_told():

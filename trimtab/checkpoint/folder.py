@@ -1,9 +1,9 @@
 """Which files make a checkpoint: a config, and the weight files that transformers itself would read.
 
 `read_checkpoint` takes a folder, a hub-cache folder or a hub id that is in the local cache; nothing is ever downloaded.
-Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are never
-chosen by pattern: some repositories carry the weights a second time under another name. What is not covered: the extra
-weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
+Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are
+never chosen by pattern: some repositories carry the weights a second time under another name. What is not covered: the
+extra weight files that one class of 5.23.0 names in its code (`extra_files`), and variants ("fp16").
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Checkpoint:
 def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     """Return a checkpoint from its config and headers; has_weights is False for a folder with a config alone.
 
-    model: a folder, a hub-cache folder, or a hub id that is in the local cache. Errors: CheckpointError; of missing shards
-    and misplaced tensors it names all.
+    model: a folder, a hub-cache folder, or a hub id that is in the local cache. Errors: CheckpointError; of missing
+    shards and misplaced tensors it names all.
     """
     folder = find_folder(model)
     config_file = folder / CONFIG
@@ -118,7 +118,7 @@ def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path:
-    """Return the folder that holds the config: the given one, a snapshot inside a hub-cache folder, or a cached hub id's.
+    """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, or a cached hub id's.
 
     A folder wins over a hub id of the same name, as in transformers. Errors: CheckpointError; nothing is downloaded.
     """
@@ -137,8 +137,8 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     cached = hub_cache() / "--".join(("models", *parts))
     if not os.path.isdir(cached):
         raise CheckpointError(
-            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is ever downloaded", path=text,
-            hint=f"Fetch it first with `hf download {text}`, or give a folder",
+            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is ever downloaded",
+            path=text, hint=f"Fetch it first with `hf download {text}`, or give a folder",
         )  # fmt: skip
     return _snapshot(cached)
 
@@ -218,7 +218,10 @@ def _is_file(file: Path) -> bool:
 
 
 def _inside(folder: Path, name: str, source: Path) -> Path:
-    """Return folder / name for a plain relative name. Where a symbolic link leads is not asked: hub caches are made of them."""
+    """Return folder / name for a plain relative name.
+
+    Where a symbolic link leads is not asked: hub caches are made of them.
+    """
     pure, windows = PurePosixPath(name), PureWindowsPath(name)
     if not pure.parts or pure.is_absolute() or windows.drive or "\\" in name or ".." in pure.parts or "\0" in name:
         raise CheckpointError(f"names a file outside its folder: {name!r}", path=source)
@@ -305,7 +308,7 @@ def _refuse_other_weights(folder: Path) -> None:
     pickles = [name for name in names if name.endswith(PICKLES) and not name.startswith(NOT_WEIGHTS)]
     if pickles:
         raise CheckpointError(
-            f"holds its weights only as pickle ({pickles[0]}{_others(pickles[1:])}), which can run code when it is read",
+            f"holds its weights only as pickle ({pickles[0]}{_others(pickles[1:])}), which can run code when read",
             path=folder, hint="Convert it to safetensors in a place you trust, with transformers' save_pretrained",
         )  # fmt: skip
     other = [name for name in names if name.endswith((".safetensors", ".gguf"))]

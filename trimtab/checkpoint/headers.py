@@ -1,8 +1,8 @@
 """What a safetensors file says it holds: a strict reader of headers that touches no weights.
 
-Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, data.
-Source: safetensors README, "Format". Stricter than the format where a lie would cost memory or give wrong weights: names
-once, sizes exact, no overlap, no hole, the file exactly as long as it says. What it does not know: types of less than one
+Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
+the data. Source: safetensors README, "Format". Strict where a lie would cost memory or give wrong weights: names once,
+sizes exact, no overlap, no hole, the file exactly as long as it says. What it does not know: types of less than one
 byte a value, complex numbers and the float8 variants of other vendors, which no model here is loaded from.
 """
 
@@ -136,11 +136,19 @@ def _no_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not JSON")
 
 
+def _whole_number(text: str) -> int:
+    if text == "-0" or len(text) > 20:  # the library takes the first for a float; the second is no 64-bit number
+        raise ValueError(f"{brief(text)} is not a size")
+    return int(text)
+
+
 def _read_json(file: Path, raw: bytes) -> _Object:
     if not raw.startswith(b"{"):
         _refuse(file, "header does not start with '{'")
     try:
-        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_Object, parse_constant=_no_constant)
+        content = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_Object, parse_int=_whole_number, parse_constant=_no_constant
+        )
     except UnicodeDecodeError as exc:
         raise CheckpointError("header is not UTF-8", path=file) from exc
     except (ValueError, RecursionError) as exc:

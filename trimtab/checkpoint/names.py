@@ -17,6 +17,7 @@ SAME_PART: tuple[tuple[str, ...], ...] = (
     ("audio_tower", "audio_model", "audio_encoder"),
     ("language_model", "text_model"),
 )
+_PART_OF = {segment: group for group, segments in enumerate(SAME_PART) for segment in segments}
 
 
 def is_under(path: str, prefix: str) -> bool:
@@ -52,8 +53,8 @@ def _matches_whole(pattern: str, path: str) -> bool:
 def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Return up to `count` of the choices that a mistyped name may have meant, best first; often empty.
 
-    A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike once
-    the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
+    A choice is near when its text is alike, when it ends like the name and shares words with it, or when it is alike
+    once the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
     """
     comparison = _Comparison(name)
     scored = [(-comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
@@ -68,6 +69,7 @@ class _Comparison:
         self.name = name[-COMPARED_CHARS:]
         self.words = _words(self.name)
         self.segments = self.name.split(".")
+        self.parts = _parts(self.segments)
         self.matchers: dict[str, SequenceMatcher[str]] = {}
         self.last_ratios: dict[str, float] = {}
 
@@ -82,7 +84,10 @@ class _Comparison:
         if choice.endswith("." + self.name) or self.name.endswith("." + choice):
             best = max(best, 0.9)
         best = max(best, self._ratio(self.name, choice))
-        if renamed := self._renamed(choice):
+        theirs = _parts(choice.split("."))
+        if self.parts and theirs and not self.parts.keys() & theirs.keys():
+            return 0.8 * best  # a projection of another tower has the same name and was not meant
+        if renamed := self._renamed(theirs):
             best = max(best, 0.98 * self._ratio(renamed, choice))  # below the same text without a change of names
         return best
 
@@ -95,15 +100,21 @@ class _Comparison:
             return 0.0
         return matcher.ratio()
 
-    def _renamed(self, choice: str) -> str | None:
-        """Return the name with a part called as the choice calls it, None where both already agree or know no part."""
-        found = choice.split(".")
-        for group in SAME_PART:
-            mine = [segment for segment in self.segments if segment in group]
-            theirs = [segment for segment in found if segment in group]
-            if mine and theirs and mine[0] not in theirs:
-                return ".".join(theirs[0] if segment == mine[0] else segment for segment in self.segments)
+    def _renamed(self, theirs: dict[int, list[str]]) -> str | None:
+        """Return the name with a part called as the choice calls it, None where both already agree or share no part."""
+        for group, (mine, *_) in self.parts.items():
+            if group in theirs and mine not in theirs[group]:
+                return ".".join(theirs[group][0] if segment == mine else segment for segment in self.segments)
         return None
+
+
+def _parts(segments: list[str]) -> dict[int, list[str]]:
+    """Return the segments that name a part, by the place of that part in SAME_PART."""
+    found: dict[int, list[str]] = {}
+    for segment in segments:
+        if segment in _PART_OF:
+            found.setdefault(_PART_OF[segment], []).append(segment)
+    return found
 
 
 def _words(name: str) -> set[str]:

@@ -31,13 +31,18 @@ READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 def build_anatomy(
     model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
+    windows: tuple[int | None, ...] | None,
 ) -> Anatomy:  # fmt: skip
-    """Return one row a module that owns tensors or wraps one. Errors: RequestError for a pattern that names nothing."""
+    """Return one row a module that owns tensors or wraps one.
+
+    windows: of the layers of stock's cache, None to read them from the config. Errors: RequestError for a pattern that
+    names nothing.
+    """
     places = _Places(model, config, ties)
     formats = _Formats(sources, packed, quant, unquantized, keep_unquantized)
     rows = tuple(_rows(places, formats, sources, ties))
     _check_keep(keep_unquantized, rows)
-    caches = _Caches(places, config.get_text_config())
+    caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
     kinds = sorted({"nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind for entry in packed.values()})
     return Anatomy(
@@ -246,8 +251,8 @@ def _parents(path: str) -> list[str]:
 class _Caches:
     """The shape of every decoder layer's cache, from the text config and the attention modules."""
 
-    def __init__(self, places: _Places, text: Any) -> None:
-        self.places, self.text = places, text
+    def __init__(self, places: _Places, text: Any, windows: tuple[int | None, ...] | None) -> None:
+        self.places, self.text, self.windows = places, text, windows
         self.count = int(text.num_hidden_layers)
         self.paths = self._decoder_layers()
         self.types = list(getattr(text, "layer_types", None) or ())
@@ -277,17 +282,22 @@ class _Caches:
             if "linear" in kind or kind in ("mamba", "conv", "recurrent"):
                 yield KVLayer(layer, 0, 0, None, None, state_values=self._state_values())
                 continue
-            size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind, "")
-            window = getattr(self._config(layer), size, None)
-            heads, width = self._geometry(layer, path, kind)
-            yield KVLayer(layer, heads, width, int(window) if window else None, self._shares(layer, kind))
+            heads, width = self._geometry(layer, path)
+            yield KVLayer(layer, heads, width, self._window(layer, kind), self._shares(layer, kind))
+
+    def _window(self, layer: int, kind: str) -> int | None:
+        if self.windows is not None and layer < self.shared_from:
+            return self.windows[layer] if layer < len(self.windows) else None
+        size = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}.get(kind, "")
+        window = getattr(self._config(layer), size, None)
+        return int(window) if window else None
 
     def _shares(self, layer: int, kind: str) -> int | None:
         if layer < self.shared_from:
             return None
         return max((other for other in range(self.shared_from) if self._type(other) == kind), default=None)
 
-    def _geometry(self, layer: int, path: str, kind: str) -> tuple[int, int]:
+    def _geometry(self, layer: int, path: str) -> tuple[int, int]:
         """Return (kv heads, head width), from the key projection where there is one."""
         text, attention = self._config(layer), self._attention(path)
         widths = (getattr(attention, name, None) for name in ("qk_head_dim", "head_dim"))
@@ -310,7 +320,7 @@ class _Caches:
         sizes = [getattr(self.text, name, None) for name in names]
         if None in sizes:
             return 0
-        key_heads, key_width, value_heads, value_width = (int(size) for size in sizes)
+        key_heads, key_width, value_heads, value_width = (int(size) for size in sizes if size is not None)
         channels = 2 * key_heads * key_width + value_heads * value_width
         return channels * int(getattr(self.text, "linear_conv_kernel_dim", 4)) + value_heads * key_width * value_width
 

@@ -149,11 +149,10 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     the model's own names. Errors: CheckpointError for missing tensors (all of them, before any is allocated), wrong
     shapes, and operations that cannot be followed.
     """
-    _check_quantization(checkpoint)
+    plain, packed = split_packed(checkpoint)
     config = read_config(checkpoint)
     found = model_class(checkpoint, config)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    plain, packed = split_packed(checkpoint) if checkpoint.has_weights else ({}, {})
     trace = Trace(lambda a, b: _equal_in_files(plain, a, b))
     tensors = _trace(trace, plain, packed, torch_dtype)
     with _ONE_PROBE, _quiet():
@@ -166,15 +165,6 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
             model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
     model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
     return _result(checkpoint, model.eval(), info, dtype)
-
-
-def _check_quantization(checkpoint: Checkpoint) -> None:
-    method = (checkpoint.quantization or {}).get("quant_method", "bitsandbytes")
-    if method != "bitsandbytes":
-        raise CheckpointError(
-            f"is quantized with {method!r}; only bitsandbytes and plain weights are read", path=checkpoint.folder,
-            hint="Use the original checkpoint: it is quantized while it is loaded",
-        )  # fmt: skip
 
 
 def _trace(
@@ -192,8 +182,10 @@ def _declared(trace: Trace, empty: Any) -> dict[str, Traced]:
 
 
 def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Probe:
+    ties = _ties(model)
     sources = {name: value.expression for name, value in tensors.items()}
-    return Probe(model.eval(), model.config, sources, (), (), _ties(model), dtype)
+    sources |= {name: sources[owner] for name, owner in ties.items()}
+    return Probe(model.eval(), model.config, sources, (), (), ties, dtype)
 
 
 def _load_traced(
@@ -337,11 +329,24 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 def anatomy_of(found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = ()) -> Anatomy:
     """Return the anatomy of a probed checkpoint. Errors: RequestError if a keep_unquantized pattern names no linear."""
-    packed = split_packed(checkpoint)[1] if checkpoint.has_weights else {}
+    packed = split_packed(checkpoint)[1]
     return build_anatomy(
         found.model, found.config, found.sources, found.ties, dtype=found.dtype, packed=packed, quant=quant,
         unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized,
+        windows=_cache_windows(found.config),
     )  # fmt: skip
+
+
+def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
+    """Return the window of each layer of stock's own cache, None where it keeps everything; None if it cannot be asked.
+
+    Not read from the config: 5.6.2 drops all windows of a model whose num_kv_shared_layers is 0 (cache_utils.py).
+    """
+    try:
+        layers = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers
+    except Exception:  # a model with a cache of its own
+        return None
+    return tuple(getattr(layer, "sliding_window", None) for layer in layers)
 
 
 # Processors -----------------------------------------------------------------------------------------------------------

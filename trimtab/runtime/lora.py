@@ -287,7 +287,8 @@ class _Builder:
         adapter.A, adapter.B, adapter.B_bias = (self.lora(lora, role) for role in ("A", "B", "B_bias"))
         magnitude = self.lora(lora, "magnitude")
         if magnitude is not None:
-            assert adapter.A is not None and adapter.B is not None
+            assert adapter.A is not None
+            assert adapter.B is not None
             weight = leaf.dense_weight() if adapter.weight is None else adapter.weight
             norm = _row_norms(weight, adapter.A, adapter.B, lora.scale)
             adapter.magnitude = (magnitude / norm).view(1, -1)
@@ -304,7 +305,8 @@ class _Builder:
             return None if adapter.weight is None else adapter
         adapter.scale = lora.scale
         A, adapter.B, magnitude = (self.lora(lora, role) for role in ("A", "B", "magnitude"))
-        assert A is not None and adapter.B is not None
+        assert A is not None
+        assert adapter.B is not None
         adapter.A = A.T.contiguous()
         if magnitude is not None:
             weight_of = table.rows if adapter.weight is None else adapter.weight.__getitem__

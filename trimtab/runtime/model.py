@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
+from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
@@ -72,9 +74,17 @@ class LoadedModel:
 
     @property
     def processor_folder(self) -> Path:
-        from trimtab.checkpoint.folder import read_checkpoint
+        return find_folder(self.plan.request.model)
 
-        return read_checkpoint(self.plan.request.model).folder
+    @property
+    def prefill_tokens(self) -> int:
+        """The pieces in which a text prompt goes through the model, as planned."""
+        return self.plan.prefill_tokens
+
+    @cached_property
+    def processor(self) -> Any:
+        """The checkpoint's processor, its tokenizer if the model only reads. Errors: CheckpointError."""
+        return hf.load_processor(self.processor_folder)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -168,14 +178,15 @@ class LoadedModel:
         options: the fields of GenerateRequest (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
         seed, stop). Errors: RequestError before any work, DeviceError if memory runs out.
         """
-        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
-        return self._pieces(inputs, request, adapter)
-
-    def _pieces(self, inputs: chat.Inputs, request: GenerateRequest, adapter: str | None) -> Iterator[str]:
         from trimtab.runtime import generate as generation
 
-        with self._answering(adapter):
-            for piece in generation.generate(self, inputs, request):
+        inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
+        # Made here, iterated there: what is wrong with the question is said before the first piece is asked for.
+        return self._pieces(generation.Generation(self, inputs, request), adapter)
+
+    def _pieces(self, answer: generation.Generation, adapter: str | None) -> Iterator[str]:
+        with self._answering(adapter), closing(iter(answer)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
                 if piece.text:
                     yield piece.text
 

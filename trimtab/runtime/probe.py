@@ -119,10 +119,10 @@ def _same(func: Any, *known: Any) -> bool:
 
 
 class Traced(Tensor):
-    """A tensor without data that carries an Expression and its Trace."""
+    """A tensor without data that carries an Expression and the Trace of its run."""
 
     expression: Expression
-    trace: Trace
+    run: Trace
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +138,7 @@ class Traced(Tensor):
             return _cast(first, args[1:], kwargs)
         if _same(func, Tensor.cpu, Tensor.cuda, Tensor.pin_memory):
             return first
-        if _same(func, Tensor.requires_grad.__set__, Tensor.grad.__set__):  # type: ignore[attr-defined]
+        if _same(func, Tensor.requires_grad.__set__, Tensor.grad.__set__):  # type: ignore[attr-defined, union-attr]
             return None
         try:
             _check_recordable(func, args, kwargs)
@@ -146,9 +146,9 @@ class Traced(Tensor):
                 result = func(*_mapped(args, _bare), **_mapped(kwargs, _bare))
         except Exception as exc:
             names = ", ".join(sorted({n for e in _expressions((args, kwargs)) for n in e.leaves})[:3])
-            first.trace.problems.append(f"{_name_of(func)} on {names}: {exc}")
+            first.run.problems.append(f"{_name_of(func)} on {names}: {exc}")
             raise
-        return _traced_result(func, args, kwargs, result, first.trace)
+        return _traced_result(func, args, kwargs, result, first.run)
 
 
 def _bare(value: Any) -> Any:
@@ -179,7 +179,7 @@ def _are_equal(args: Any) -> bool:
     if len(args) != 2 or not all(isinstance(value, Traced) for value in args):
         return False
     a, b = args
-    return bool(a.shape == b.shape and a.dtype == b.dtype and a.trace.equal(a.expression, b.expression))
+    return bool(a.shape == b.shape and a.dtype == b.dtype and a.run.equal(a.expression, b.expression))
 
 
 def _cast(tensor: Traced, args: Any, kwargs: dict[str, Any]) -> Traced:
@@ -189,7 +189,7 @@ def _cast(tensor: Traced, args: Any, kwargs: dict[str, Any]) -> Traced:
     if wanted is None or wanted == tensor.dtype:
         return tensor
     bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="meta")
-    return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted)), tensor.trace)
+    return _wrap(bare, Expression(func=Tensor.to, args=(tensor.expression, wanted)), tensor.run)
 
 
 def _traced_result(func: Any, args: Any, kwargs: Any, result: Any, trace: Trace) -> Any:
@@ -217,14 +217,14 @@ def _is_same_values(func: Any, args: Any) -> bool:
 def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
     with torch._C.DisableTorchFunctionSubclass():
         made = bare.detach().as_subclass(Traced)
-    made.expression, made.trace = expression, trace
+    made.expression, made.run = expression, trace
     return made
 
 
 class NoAllocation(TorchFunctionMode):
-    """While active, a parameter that no file holds costs nothing, and a buffer that nobody computes can be told.
+    """While active, a parameter that no file holds costs nothing, and a buffer without a value can be told.
 
-    A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it with random values;
+    A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random;
     here it stays on meta. Buffers made that way are real, filled with a value that `is_undefined` knows. Should a loader
     do it in another way, memory is spent and nothing else changes.
     """

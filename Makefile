@@ -1,0 +1,50 @@
+# Two commands do all the set-up on a fresh machine: `make demo` and `make test`. Both make .venv from the lock.
+# On Windows, which has no make: see CONTRIBUTING.md for the four lines that do the same.
+PYTHON ?= python3
+WORKERS ?= logical
+TIDY = trimtab tests tools bench
+ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH=.
+
+# A stamp is named after what an environment was made from, so that a changed lock makes a new one and a touched file does not.
+NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
+OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
+
+.PHONY: demo test test-oldest test-gpu lint format bench clean
+
+demo: $(NEWEST)
+	.venv/bin/python -m trimtab demo
+
+test: $(NEWEST)
+	$(ENV) .venv/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+
+test-oldest: $(OLDEST)
+	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+
+# On a GPU machine the environment is its owner's: torch there is built for its CUDA.
+test-gpu:
+	$(ENV) $(PYTHON) -m pytest -q tests/gpu
+
+lint: $(NEWEST)
+	.venv/bin/ruff check $(TIDY)
+	.venv/bin/ruff format --check $(TIDY)
+	.venv/bin/mypy
+
+format: $(NEWEST)
+	.venv/bin/ruff check --fix $(TIDY)
+	.venv/bin/ruff format $(TIDY)
+
+bench:
+	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
+
+clean:
+	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(NEWEST): LOCK = locks/newest.txt
+$(OLDEST): LOCK = locks/oldest.txt
+$(NEWEST) $(OLDEST):
+	@echo "making $(@D) from $(LOCK): a few minutes, once"
+	rm -rf $(@D)
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@

@@ -1,0 +1,208 @@
+"""How a question becomes model inputs: chat template, pictures and sounds through the model's own processor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.runtime.media import MAX_AUDIO_S, read_audio, read_image
+
+ROLES = ("system", "user", "assistant", "developer", "tool")
+PART_TYPES = ("text", "image", "audio")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a forward pass takes: tensors on the execution device, floats in the model's dtype. One row."""
+
+    tensors: Mapping[str, Tensor]
+    prompt_tokens: int
+    token_ids: tuple[int, ...]
+    has_media: bool
+
+
+def prepare(
+    model: Any, prompt: Any, *, images: Sequence[Any] = (), audios: Sequence[Any] = (), system: str | None = None,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> Inputs:  # fmt: skip
+    """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
+
+    A text with pictures and sounds becomes one user message: pictures, text, sounds, the order that Gemma 4's processor
+    documents. Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
+    known form; CheckpointError if the folder has no processor.
+    """
+    if _is_token_ids(prompt):
+        if images or audios or system or template_kwargs:
+            raise RequestError("token ids are taken as they are; media, system and template do not apply", field="prompt")
+        return _from_ids(model, prompt)
+    messages, pictures, sounds = _messages(prompt, images, audios, system)
+    _check_modalities(model, pictures, sounds)
+    processor = model.processor
+    if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
+        return _text_only(model, processor, messages, prompt, system, template_kwargs)
+    return _through_processor(model, processor, messages, pictures, sounds, prompt, system, template_kwargs)
+
+
+def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
+    """Raise RequestError if prompt and answer are longer than the context that was planned."""
+    if inputs.prompt_tokens + max_new_tokens > model.context_tokens:
+        raise RequestError(
+            f"the prompt has {inputs.prompt_tokens} tokens and the answer may have {max_new_tokens}, together more than the "
+            f"planned context of {model.context_tokens}", field="prompt",
+            hint="Shorten the prompt, lower max_new_tokens, or plan with a larger --context",
+        )  # fmt: skip
+
+
+def _is_token_ids(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(
+        isinstance(item, int) and not isinstance(item, bool) for item in prompt
+    )  # fmt: skip
+
+
+def _from_ids(model: Any, ids: Sequence[int]) -> Inputs:
+    vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
+    if not all(0 <= token < vocabulary for token in ids):
+        raise RequestError(f"token ids must be between 0 and {vocabulary - 1}", field="prompt")
+    tensor = torch.tensor([list(ids)], device=model.device)
+    return Inputs(
+        {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}, len(ids), tuple(ids), has_media=False
+    )
+
+
+def _messages(
+    prompt: Any, images: Sequence[Any], audios: Sequence[Any], system: str | None
+) -> tuple[list[dict[str, Any]], list[Any], list[Any]]:
+    if isinstance(prompt, str):
+        parts = [{"type": "image", "image": image} for image in images]
+        parts += [{"type": "text", "text": prompt}] + [{"type": "audio", "audio": audio} for audio in audios]
+        raw: list[Any] = [{"role": "user", "content": parts}]
+    elif isinstance(prompt, (list, tuple)) and prompt:
+        if images or audios:
+            raise RequestError("chat messages carry their own media parts", field="image" if images else "audio")
+        raw = list(prompt)
+    else:
+        raise RequestError(
+            "is neither text, chat messages nor token ids", field="prompt", value=type(prompt).__name__
+        )
+    if system is not None:
+        if raw and isinstance(raw[0], Mapping) and raw[0].get("role") == "system":
+            raise RequestError("the messages have a system message of their own", field="system")
+        raw.insert(0, {"role": "system", "content": system})
+    pictures: list[Any] = []
+    sounds: list[Any] = []
+    return [_message(place, item, pictures, sounds) for place, item in enumerate(raw)], pictures, sounds
+
+
+def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> dict[str, Any]:
+    if not isinstance(item, Mapping) or item.get("role") not in ROLES:
+        raise RequestError(f"message {place} has no known role", field="prompt", allowed=ROLES)
+    content = item.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(parts, (list, tuple)):
+        raise RequestError(f"message {place} has no content", field="prompt")
+    made = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind not in PART_TYPES or kind not in part:
+            raise RequestError(f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES)
+        if kind == "text":
+            made.append({"type": "text", "text": str(part["text"])})
+            continue
+        (pictures if kind == "image" else sounds).append(part[kind])
+        made.append({"type": kind})
+    return {"role": item["role"], "content": made}
+
+
+def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> None:
+    config = model.hf_model.config
+    sub_configs = getattr(config, "sub_configs", None) or {}
+    sees = any("vision" in name and getattr(config, name, None) is not None for name in sub_configs)
+    hears = any("audio" in name and getattr(config, name, None) is not None for name in sub_configs)
+    known = ["text"] + ["image"] * sees + ["audio"] * hears
+    if pictures and not sees:
+        raise RequestError(f"this model takes {', '.join(known)}", field="image", hint="Leave the picture out")
+    if sounds and not hears:
+        raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Leave the sound out")
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages with plain text contents, the form of text-only templates."""
+    return [{"role": m["role"], "content": "".join(part["text"] for part in m["content"])} for m in messages]
+
+
+def _apply_template(owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None) -> str:
+    import jinja2
+
+    try:
+        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dict(template_kwargs or {}))
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
+        raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
+    return str(text)
+
+
+def _text_only(
+    model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
+    template_kwargs: Mapping[str, Any] | None,
+) -> Inputs:  # fmt: skip
+    if getattr(tokenizer, "chat_template", None):
+        text = _apply_template(tokenizer, _joined(messages), template_kwargs)
+    else:
+        text = _plain(prompt, system, template_kwargs)
+    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
+    return _inputs(model, encoded, has_media=False)
+
+
+def _plain(prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None) -> str:
+    if system is not None or template_kwargs or not isinstance(prompt, str):
+        field = "system" if system is not None else "prompt"
+        raise RequestError("this checkpoint has no chat template; give plain text alone", field=field)
+    return prompt
+
+
+def _adds_special(tokenizer: Any, text: str) -> bool:
+    # A template writes the first token itself; a second one would change the answer.
+    return not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+
+
+def _through_processor(
+    model: Any, processor: Any, messages: list[dict[str, Any]], pictures: list[Any], sounds: list[Any], prompt: Any,
+    system: str | None, template_kwargs: Mapping[str, Any] | None,
+) -> Inputs:  # fmt: skip
+    tokenizer = getattr(processor, "tokenizer", processor)
+    owner = processor if getattr(processor, "chat_template", None) else tokenizer
+    if getattr(owner, "chat_template", None):
+        text = _apply_template(owner, messages, template_kwargs)
+    elif pictures or sounds:
+        raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
+    else:
+        text = _plain(prompt, system, template_kwargs)
+    wanted: dict[str, Any] = {"text": [text], "return_tensors": "pt", "add_special_tokens": _adds_special(tokenizer, text)}
+    if pictures:
+        wanted["images"] = [read_image(picture) for picture in pictures]
+    if sounds:
+        feature = getattr(processor, "feature_extractor", None)
+        if feature is None:
+            raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
+        wanted["audio"] = [read_audio(sound, max_s=MAX_AUDIO_S) for sound in sounds]
+    try:
+        encoded = processor(**wanted)
+    except (ValueError, TypeError, IndexError) as exc:
+        raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
+    return _inputs(model, encoded, has_media=bool(pictures or sounds))
+
+
+def _inputs(model: Any, encoded: Mapping[str, Any], *, has_media: bool) -> Inputs:
+    tensors = {}
+    for name, value in encoded.items():
+        if isinstance(value, Tensor):
+            # Pixels in the model's dtype: a quantized vision tower would otherwise compute in the float32 it is given.
+            tensors[name] = value.to(model.device, model.dtype if value.is_floating_point() else None)
+    ids = tuple(int(token) for token in tensors["input_ids"][0])
+    if not ids:
+        raise RequestError("is empty", field="prompt")
+    return Inputs(tensors, len(ids), ids, has_media=has_media)

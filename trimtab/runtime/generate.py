@@ -1,0 +1,243 @@
+"""How model inputs become text: transformers' own generation in one worker thread, text handed out as it comes.
+
+Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
+within one step; what it raises is raised here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import CheckpointError
+from trimtab.request import GenerateRequest
+from trimtab.runtime import hf_generate
+from trimtab.runtime.chat import Inputs, check_fits
+
+Finish = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text (possibly none yet) and the token ids that were decided since the last piece."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A whole answer. token_ids: of the answer, its end token included. Times in seconds; rate without the first token."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: Finish
+    prompt_tokens: int
+    ttft_s: float
+    decode_s: float
+    tokens_per_s: float
+
+
+class Detokenizer:
+    """Turns token ids into text as they come: `push` gives what is sure, `finish` the rest.
+
+    A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
+    stop text. stopped: a stop text was met; it and what follows are not part of the text.
+    """
+
+    # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
+    LONGEST_CHARACTER_TOKENS = 6
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []
+        self._from, self._to = 0, 0
+        self._held = ""
+        self.stopped = False
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    def push(self, token_id: int) -> str:
+        """Return the text that is now sure."""
+        self._ids.append(token_id)
+        # Decoded together with the tokens before: many tokenizers drop the space of a first token.
+        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
+        waits = now.endswith("\ufffd") and len(self._ids) - self._to < self.LONGEST_CHARACTER_TOKENS
+        if len(now) <= len(before) or waits:
+            return ""
+        self._from, self._to = self._to, len(self._ids)
+        return self._release(now[len(before) :])
+
+    def _release(self, text: str) -> str:
+        self._held += text
+        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if found:
+            sure, self._held, self.stopped = self._held[: min(found)], "", True
+            return sure
+        keep = max((self._overlap(stop) for stop in self._stop), default=0)
+        sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return sure
+
+    def _overlap(self, stop: str) -> int:
+        """Return how many characters at the end of the held text may be the beginning of a stop text."""
+        longest = min(len(stop) - 1, len(self._held))
+        return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
+
+    def finish(self) -> str:
+        """Return what was held back."""
+        if self.stopped:
+            return ""
+        before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])
+        rest = self._release(now[len(before) :]) if len(now) > len(before) else ""
+        if self.stopped:
+            return rest
+        rest, self._held = rest + self._held, ""
+        return rest
+
+
+@dataclass
+class _Stream:
+    """What the worker tells: generation puts tokens in (`put`), the consumer reads `queue` until None."""
+
+    detokenizer: Detokenizer | None
+    end_ids: frozenset[int]
+    stop: threading.Event
+    queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
+    prompt_seen: bool = False
+    finish: Finish = "length"
+
+    def put(self, value: Tensor) -> None:
+        if not self.prompt_seen:  # transformers puts the prompt first
+            self.prompt_seen = True
+            return
+        for token in value.reshape(-1).tolist():
+            ended = token in self.end_ids
+            text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
+            if ended or (self.detokenizer is not None and self.detokenizer.stopped):
+                self.finish = "stop"
+            self.queue.put(Piece(text, (token,)))
+
+    def end(self) -> None:
+        rest = self.detokenizer.finish() if self.detokenizer is not None else ""
+        if self.detokenizer is not None and self.detokenizer.stopped:
+            self.finish = "stop"
+        if rest:
+            self.queue.put(Piece(rest, ()))
+
+    def is_over(self) -> bool:
+        return self.stop.is_set() or self.finish == "stop"
+
+
+class Generation:
+    """One answer under way: iterate over its pieces, `close` to end it early. finish_reason is known at the end."""
+
+    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+        check_fits(model, inputs, request.max_new_tokens)
+        self._model, self._inputs, self._request = model, inputs, request
+        self._stop = threading.Event()
+        end_ids = hf_generate.end_token_ids(model.hf_model)
+        self._stream = _Stream(_detokenizer(model, request.stop), frozenset(end_ids), self._stop)
+        self._thread: threading.Thread | None = None
+
+    @property
+    def finish_reason(self) -> Finish:
+        return "cancelled" if self._stop.is_set() and self._stream.finish != "stop" else self._stream.finish
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._thread = threading.Thread(target=self._run, name="trimtab-generate", daemon=True)
+        self._thread.start()
+        try:
+            while (item := self._stream.queue.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+            self._thread.join()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the worker within one step and wait for it."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread.is_alive():
+            self._stop.set()
+            thread.join()
+
+    def _run(self) -> None:
+        try:
+            _reset_request_state(self._model.hf_model)
+            hf_generate.generate(
+                self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
+                is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
+            )  # fmt: skip
+        except BaseException as exc:  # raised in the consumer's thread
+            self._stream.queue.put(exc)
+        finally:
+            self._stream.queue.put(None)
+
+    def _chunk(self) -> int | None:
+        """Return the prompt's piece size, None for one piece: a picture or sound has to be in one with its tokens."""
+        chunk = getattr(self._model, "prefill_tokens", None)
+        return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+
+
+def _detokenizer(model: Any, stop: Sequence[str]) -> Detokenizer | None:
+    """Return a detokenizer; a checkpoint without tokenizer answers token ids, and cannot watch for stop texts."""
+    try:
+        processor = model.processor
+    except CheckpointError:
+        if stop:
+            raise
+        return None
+    return Detokenizer(getattr(processor, "tokenizer", processor), stop)
+
+
+def _reset_request_state(hf_model: Any) -> None:
+    # Qwen-VL keeps the position offsets of the last request's pictures on the model.
+    for module in hf_model.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
+def generate(model: Any, inputs: Inputs, request: GenerateRequest) -> Iterator[Piece]:
+    """Yield the answer in pieces. Errors: RequestError if prompt and answer exceed the context, before any work."""
+    return iter(Generation(model, inputs, request))
+
+
+def generate_text(model: Any, inputs: Inputs, request: GenerateRequest) -> Answer:
+    """Return the whole answer with its timings."""
+    generation = Generation(model, inputs, request)
+    start = time.perf_counter()
+    texts: list[str] = []
+    token_ids: list[int] = []
+    first = start
+    with closing(iter(generation)) as pieces:  # type: ignore[type-var]
+        for piece in pieces:
+            if not token_ids:
+                first = time.perf_counter()
+            texts.append(piece.text)
+            token_ids += piece.token_ids
+    end = time.perf_counter()
+    rate = (len(token_ids) - 1) / (end - first) if len(token_ids) > 1 and end > first else 0.0
+    return Answer(
+        text="".join(texts), token_ids=tuple(token_ids), finish_reason=generation.finish_reason,
+        prompt_tokens=inputs.prompt_tokens, ttft_s=first - start, decode_s=end - first, tokens_per_s=rate,
+    )  # fmt: skip
+
+
+def logits(model: Any, inputs: Inputs) -> Tensor:
+    """Return teacher-forced logits of the whole prompt: [S, V] float32 on the CPU."""
+    check_fits(model, inputs, 0)
+    _reset_request_state(model.hf_model)
+    with torch.no_grad():
+        found: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
+    return found[0].float().cpu()
