@@ -1,8 +1,8 @@
-"""Which tiny checkpoints the tests run on: real classes of every family, with every quirk, a few layers and no download.
+"""Which tiny checkpoints the tests run on: real classes of every family with every quirk, a few layers, no download.
 
 `build` writes a checkpoint with transformers' own `save_pretrained`, `inputs` gives forward arguments for it, `adapter`
-writes an adapter with stock PEFT. Dimensions are multiples of 64 so that a 4-bit block is a real one. Weights are random
-but tame: residual branches are small and query norms 1/16, or a rounding would grow from layer to layer.
+writes an adapter with stock PEFT. Dimensions are multiples of 64 so that a 4-bit block is a real one. Weights are
+random but tame: residual branches are small and query norms 1/16, or a rounding would grow from layer to layer.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def _gemma4_parts(text: Mapping[str, Any], *, audio: bool, vision: Mapping[str, 
     }
     if audio:
         towers["audio_config"] = {
-            "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "subsampling_conv_channels": [128, 4],
-            "output_proj_dims": 2 * WIDTH, "attention_chunk_size": 4, "attention_context_left": 5,
+            "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2, "output_proj_dims": 2 * WIDTH,
+            "subsampling_conv_channels": [128, 4], "attention_chunk_size": 4, "attention_context_left": 5,
         }  # fmt: skip
     return towers | {
-        "text_config": _TEXT | {"sliding_window": 8, "final_logit_softcapping": 30.0} | dict(text), "image_token_id": IMAGE,
-        "audio_token_id": AUDIO, "boi_token_id": BEGIN, "eoi_token_id": END, "video_token_id": VIDEO,
+        "text_config": _TEXT | {"sliding_window": 8, "final_logit_softcapping": 30.0} | dict(text),
+        "image_token_id": IMAGE, "audio_token_id": AUDIO, "boi_token_id": BEGIN, "eoi_token_id": END,
+        "video_token_id": VIDEO,
     }  # fmt: skip
 
 
@@ -102,8 +103,9 @@ def _gemma3n() -> Any:
 
     text = {
         "num_hidden_layers": 4, "layer_types": [_SLIDING, _FULL, _SLIDING, _FULL], "num_kv_shared_layers": 2,
-        "sliding_window": 8, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY, "laurel_rank": 64,
-        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 4, "intermediate_size": [2 * WIDTH] * 4,
+        "sliding_window": 8, "hidden_size_per_layer_input": 64, "vocab_size_per_layer_input": VOCABULARY,
+        "laurel_rank": 64, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0], "altup_num_inputs": 4,
+        "intermediate_size": [2 * WIDTH] * 4,
     }  # fmt: skip
     return Gemma3nTextConfig(**(_TEXT | text))
 
@@ -118,8 +120,8 @@ def _qwen2_5_vl() -> Any:
     return Qwen2_5_VLConfig(
         text_config=_TEXT | {"hidden_size": 2 * WIDTH, "rope_parameters": _qwen_rope()},
         vision_config={
-            "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2, "out_hidden_size": 2 * WIDTH,
-            "fullatt_block_indexes": [1], "patch_size": 8,
+            "depth": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_heads": 2,
+            "out_hidden_size": 2 * WIDTH, "fullatt_block_indexes": [1], "patch_size": 8,
         },
         image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=BEGIN, vision_end_token_id=END,
     )  # fmt: skip
@@ -314,7 +316,8 @@ def adapter(
     """Write an adapter for a checkpoint with stock PEFT, random and not zero, and return its folder.
 
     targets: "text" is every attention and MLP projection of the language model; "all" also every Linear of towers and
-    connectors, inside Gemma 4's wrappers by their inner `.linear`. bias: lora_bias. embeddings: LoRA on embed_tokens too.
+    connectors, inside Gemma 4's wrappers by their inner `.linear`. bias: lora_bias. embeddings: LoRA on embed_tokens
+    too.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -381,9 +384,10 @@ def e_series_config(size: str) -> Any:
     text = {
         "vocab_size": 262144, "vocab_size_per_layer_input": 262144, "hidden_size": 1536 if e2b else 2560,
         "intermediate_size": 6144 if e2b else 10240, "num_hidden_layers": layers, "num_attention_heads": 8,
-        "num_key_value_heads": 1 if e2b else 2, "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256,
-        "num_kv_shared_layers": 20 if e2b else 18, "sliding_window": 512, "use_double_wide_mlp": e2b,
-        "final_logit_softcapping": 30.0, "layer_types": [_SLIDING if (i + 1) % every else _FULL for i in range(layers)],
+        "num_key_value_heads": 1 if e2b else 2, "head_dim": 256, "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20 if e2b else 18, "sliding_window": 512,
+        "use_double_wide_mlp": e2b, "final_logit_softcapping": 30.0,
+        "layer_types": [_SLIDING if (i + 1) % every else _FULL for i in range(layers)],
     }  # fmt: skip
     config = Gemma4Config(
         text_config=text, vision_config={"use_clipped_linears": True}, audio_config={"output_proj_dims": 1536}
@@ -455,5 +459,6 @@ def _layer(stem: str, width: int, wide: int, q_out: int, kv_out: int) -> dict[st
     return {
         f"{stem}.self_attn.q_proj": (q_out, width), f"{stem}.self_attn.k_proj": (kv_out, width),
         f"{stem}.self_attn.v_proj": (kv_out, width), f"{stem}.self_attn.o_proj": (width, q_out),
-        f"{stem}.mlp.gate_proj": (wide, width), f"{stem}.mlp.up_proj": (wide, width), f"{stem}.mlp.down_proj": (width, wide),
+        f"{stem}.mlp.gate_proj": (wide, width), f"{stem}.mlp.up_proj": (wide, width),
+        f"{stem}.mlp.down_proj": (width, wide),
     }  # fmt: skip

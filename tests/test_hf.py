@@ -80,7 +80,8 @@ def check_equal(folder: Path, dtype: str = "bfloat16") -> hf.Probe:
         source = probe.sources.get(name)
         made = found[name] if source is None else source.replay(lambda n: read_small({n: checkpoint.tensors[n]})[n])
         assert (source is not None) == isinstance(found[name], Traced), name
-        assert made.dtype == tensor.dtype and made.shape == tensor.shape and made.stride() == tensor.stride(), name
+        facts = [(t.dtype, t.shape, t.stride()) for t in (made, tensor)]
+        assert facts[0] == facts[1], name
         assert torch.equal(bits(made), bits(tensor)), name
     assert groups(probe.model.named_parameters(remove_duplicate=False)) == groups(
         reference.named_parameters(remove_duplicate=False)

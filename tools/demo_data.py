@@ -25,6 +25,9 @@ IMAGE_TOKENS, AUDIO_TOKENS = 64, 25
 PATCH, PATCHES = 8, (PIXELS // 8) ** 2
 ANSWER_TOKENS = 36
 EVALUATION_SEED = 1_000_000
+# How many values each attribute has, in the order of `labels`.
+PICTURE_CLASSES = (len(world.SHAPES), len(world.COLOURS), len(world.PLACES), len(world.PICTURE_COUNTS), 2, 2)
+SOUND_CLASSES = (len(world.PITCHES), len(world.SOUND_COUNTS), len(world.MOTIONS), 2, 2)
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,15 @@ def echo_turns(count: int, seed: int) -> list[Turn]:
 
 @dataclass
 class Media:
-    """Rendered pictures [N, 3, 128, 128] (uint8) and sounds [M, 99, 128] (float16 features), and which thing each is."""
+    """Rendered pictures [N, 3, 128, 128] (uint8) and sounds [M, 99, 128] (float16 features), which thing each is, and
+    the numbers of its attributes."""
 
     pictures: torch.Tensor
     picture_things: torch.Tensor
+    picture_labels: torch.Tensor
     sounds: torch.Tensor
     sound_things: torch.Tensor
+    sound_labels: torch.Tensor
 
     def to(self, device: torch.device) -> Media:
         return Media(*(tensor.to(device) for tensor in vars(self).values()))
@@ -146,8 +152,19 @@ def render(
     features = _in_parallel(render_sounds, [(sounds[n], first_seed + seed) for n, seed in played])
     return Media(
         torch.from_numpy(images), torch.tensor([n for n, _ in drawn]),
+        torch.tensor([labels(pictures[n]) for n, _ in drawn]),
         torch.from_numpy(features), torch.tensor([n for n, _ in played]),
+        torch.tensor([labels(sounds[n]) for n, _ in played]),
     )  # fmt: skip
+
+
+def labels(thing: Picture | Sound) -> list[int]:
+    """Return the number of each attribute of a thing, fine ones last."""
+    if isinstance(thing, Picture):
+        named = (list(world.SHAPES).index(thing.shape), list(world.COLOURS).index(thing.colour))
+        return [*named, world.PLACES.index(thing.place), thing.count - 1, thing.shade, thing.fill]
+    pitch, motion = list(world.PITCHES).index(thing.pitch), world.MOTIONS.index(thing.motion)
+    return [pitch, thing.count - 1, motion, thing.half, thing.timbre]
 
 
 def render_pictures(jobs: Sequence[tuple[Picture, int]]) -> np.ndarray:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from demo_data import ANSWER_TOKENS, AUDIO_TOKENS, patch_positions
+from demo_data import ANSWER_TOKENS, AUDIO_TOKENS, PICTURE_CLASSES, SOUND_CLASSES, patch_positions
+from torch import nn
 from torch.nn import functional
 
 KINDS = ("image", "audio", "text")
@@ -22,7 +23,8 @@ KINDS = ("image", "audio", "text")
 class Batch:
     """ids [B, S] right-padded with 0; answer_start, answer_tokens [B]; pixels [I, 256, 192]; features [A, 99, 128].
 
-    The first I rows are pictures, the next A rows are sounds, the rest is text.
+    The first I rows are pictures, the next A rows are sounds, the rest is text. picture_labels [I, 6] and sound_labels
+    [A, 5] number what is shown and heard (`demo_data.labels`); only training has them.
     """
 
     ids: torch.Tensor
@@ -30,6 +32,8 @@ class Batch:
     answer_tokens: torch.Tensor
     pixels: torch.Tensor
     features: torch.Tensor
+    picture_labels: torch.Tensor
+    sound_labels: torch.Tensor
 
     def copy_(self, other: Batch) -> None:
         for name, tensor in vars(self).items():
@@ -81,8 +85,41 @@ def _audio_mask(tower: Any, device: torch.device) -> torch.Tensor:
     return blocked
 
 
-def answer_logits(gemma: Any, batch: Batch, constants: Constants) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (logits [B, T, V], answers [B, T]) at the positions that predict the answer."""
+class Hints(nn.Module):
+    """Linear heads that name a picture's and a sound's attributes from the soft tokens; the checkpoint has none of them.
+
+    They give the towers a short way to the labels. From the words alone the model first learns to guess, and stays
+    there for thousands of steps before it begins to look and listen.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.picture = nn.Linear(2 * width, sum(PICTURE_CLASSES))
+        self.sound = nn.Linear(2 * width, sum(SOUND_CLASSES))
+
+    def forward(self, soft: dict[str, torch.Tensor], batch: Batch) -> torch.Tensor:
+        """Return the mean cross entropy of an attribute for pictures and sounds, [2]."""
+        sides = (
+            ("image", self.picture, PICTURE_CLASSES, batch.picture_labels),
+            ("audio", self.sound, SOUND_CLASSES, batch.sound_labels),
+        )
+        means = []
+        for kind, head, classes, labels in sides:
+            tokens = soft[kind]
+            guesses = head(torch.cat([tokens.mean(1), tokens.amax(1)], -1)).split(list(classes), -1)
+            each = [functional.cross_entropy(guess, labels[:, column]) for column, guess in enumerate(guesses)]
+            means.append(torch.stack(each).mean())
+        return torch.stack(means)
+
+
+def answer_logits(
+    gemma: Any, batch: Batch, constants: Constants, soft: dict[str, torch.Tensor] | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (logits [B, T, V], answers [B, T]) at the positions that predict the answer.
+
+    The soft tokens of pictures and sounds are put into `soft`, by kind, where it is given.
+    """
+    soft = {} if soft is None else soft
     core, config = gemma.model, gemma.config
     image, audio = batch.ids == config.image_token_id, batch.ids == config.audio_token_id
     ids = batch.ids.masked_fill(image | audio, config.text_config.pad_token_id)
@@ -91,9 +128,11 @@ def answer_logits(gemma: Any, batch: Batch, constants: Constants) -> tuple[torch
     parts = batch.parts()
     rows = [embeds[parts["text"]]]
     if len(batch.features):
-        rows.insert(0, _put(embeds[parts["audio"]], audio[parts["audio"]], sound_tokens(core, batch, constants)))
+        soft["audio"] = sound_tokens(core, batch, constants)
+        rows.insert(0, _put(embeds[parts["audio"]], audio[parts["audio"]], soft["audio"]))
     if len(batch.pixels):
-        rows.insert(0, _put(embeds[parts["image"]], image[parts["image"]], picture_tokens(core, batch, constants)))
+        soft["image"] = picture_tokens(core, batch, constants)
+        rows.insert(0, _put(embeds[parts["image"]], image[parts["image"]], soft["image"]))
     hidden = core.language_model(
         inputs_embeds=torch.cat(rows), per_layer_inputs=per_layer, attention_mask=constants.text_masks,
         position_ids=constants.positions, use_cache=False,
@@ -140,12 +179,14 @@ def sound_tokens(core: Any, batch: Batch, constants: Constants) -> torch.Tensor:
     return soft
 
 
-def losses(gemma: Any, batch: Batch, constants: Constants) -> torch.Tensor:
-    """Return the mean cross entropy of an answer token for pictures, sounds and texts, [3]."""
-    logits, answers = answer_logits(gemma, batch, constants)
+def losses(gemma: Any, batch: Batch, constants: Constants, hints: Hints | None) -> torch.Tensor:
+    """Return the mean cross entropy of an answer token for pictures, sounds and texts, then that of the hints, [5]."""
+    soft: dict[str, torch.Tensor] = {}
+    logits, answers = answer_logits(gemma, batch, constants, soft)
     each = functional.cross_entropy(logits.flatten(0, 1).float(), answers.flatten(), reduction="none").view_as(answers)
     counts = (answers >= 0).float()
-    return torch.stack([each[part].sum() / counts[part].sum().clamp(min=1) for part in batch.parts().values()])
+    told = torch.stack([each[part].sum() / counts[part].sum().clamp(min=1) for part in batch.parts().values()])
+    return torch.cat([told, hints(soft, batch) if hints is not None else told.new_zeros(2)])
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ from torch.nn import functional
 STAGES: tuple[Voice, ...] = world.VOICES
 SEEDS: dict[Voice, int] = {"base": 11, "style": 21, "specialist": 31, "rslora-dora": 41}
 SCHEDULES: dict[Voice, Schedule] = {
-    "base": Schedule(steps=12_000, learning_rate=1.5e-3, clip_at=0.5, weight_decay=0.02),
+    "base": Schedule(steps=12_000, learning_rate=1.5e-3, clip_at=0.5, hint_weight=0.5, weight_decay=0.02),
     "style": Schedule(steps=1_500, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
     "specialist": Schedule(steps=3_000, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
     "rslora-dora": Schedule(steps=2_000, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
@@ -86,7 +86,8 @@ def held_out_batch(asks: list[Ask], voice: Voice, tokenizer: Any, width: int, de
     pixels = to_patches(torch.from_numpy(render_pictures(images)))
     features = torch.from_numpy(render_sounds(sounds)).float()
     ids = functional.pad(table.ids, (0, width - table.ids.shape[1]))
-    return Batch(*(t.to(device) for t in (ids, table.answer_start, table.answer_tokens, pixels, features)))
+    named = (torch.zeros(len(images), 6, dtype=torch.long), torch.zeros(len(sounds), 5, dtype=torch.long))
+    return Batch(*(t.to(device) for t in (ids, table.answer_start, table.answer_tokens, pixels, features, *named)))
 
 
 @dataclass(frozen=True)

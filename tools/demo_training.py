@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from demo_data import Media, PromptTable, to_patches
-from demo_forward import KINDS, Batch, Constants, losses, set_clip_bounds, share_right
+from demo_forward import KINDS, Batch, Constants, Hints, losses, set_clip_bounds, share_right
 from torch.nn import functional
 
 LOG_EVERY = 50
+LOSSES = (*KINDS, "image hint", "audio hint")
 GRAPH_AFTER = 12
 
 
@@ -31,6 +32,8 @@ class Schedule:
     save_every: int = 2000
     # The base sets its clip bounds this far into training, from what it sees then, and goes on training within them.
     clip_at: float | None = None
+    # The weight of the towers' hints, until the clip bounds are set.
+    hint_weight: float = 0.0
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step: linear warm-up, then a cosine to one hundredth."""
@@ -104,7 +107,9 @@ class TrainingSet:
         # One shift for the whole batch.
         pixels = to_patches(torch.roll(self.media.pictures[seen], (dice.shift(5), dice.shift(5)), (2, 3)))
         features = torch.roll(self.media.sounds[heard].float(), dice.shift(3), 1)
-        return Batch(ids, start, tokens, pixels + 0.02 * dice.noise(pixels), features + 0.1 * dice.noise(features))
+        pixels, features = pixels + 0.02 * dice.noise(pixels), features + 0.1 * dice.noise(features)
+        named = (self.media.picture_labels[seen], self.media.sound_labels[heard])
+        return Batch(ids, start, tokens, pixels, features, *named)
 
 
 def _of_things(table: PromptTable, things: torch.Tensor, dice: Dice) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -118,7 +123,11 @@ class Step:
         self.gemma, self.schedule, self.constants, self.say = gemma, schedule, constants, say
         self.device = next(gemma.parameters()).device
         self.on_gpu = self.device.type == "cuda"
-        self.parameters = [parameter for parameter in gemma.parameters() if parameter.requires_grad]
+        width = gemma.config.text_config.hidden_size
+        self.hints = Hints(width).to(self.device) if schedule.hint_weight else None
+        self.hint_weight = torch.tensor(schedule.hint_weight, device=self.device)
+        trained = [*gemma.parameters(), *(self.hints.parameters() if self.hints else ())]
+        self.parameters = [parameter for parameter in trained if parameter.requires_grad]
         matrices = [parameter for parameter in self.parameters if parameter.dim() >= 2]
         others = [parameter for parameter in self.parameters if parameter.dim() < 2]
         # A tensor, so that a recorded step reads the new value.
@@ -130,10 +139,10 @@ class Step:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.held: Batch | None = None
         self.trained = 0
-        self.loss = torch.zeros(3, device=self.device)
+        self.loss = torch.zeros(len(LOSSES), device=self.device)
 
     def __call__(self, batch: Batch, step: int) -> torch.Tensor:
-        """Train on the batch; return the three losses on the device (valid until the next call)."""
+        """Train on the batch; return the losses on the device, in the order of LOSSES (valid until the next call)."""
         self.rate.fill_(self.schedule.rate(step))
         if not self.on_gpu:
             self._train(batch)
@@ -152,8 +161,8 @@ class Step:
 
     def _train(self, batch: Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        each = losses(self.gemma, batch, self.constants)
-        each.sum().backward()
+        each = losses(self.gemma, batch, self.constants, self.hints)
+        (each[:3].sum() + self.hint_weight * each[3:].sum()).backward()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.loss.copy_(each.detach())
@@ -207,15 +216,16 @@ def train(gemma: Any, stage: Stage) -> dict[str, Any]:
     start, curve = _resume(gemma, step_once, dice, stage)
     clip_step = int(schedule.steps * schedule.clip_at) if schedule.clip_at else -1
     began = time.perf_counter() - (curve[-1]["seconds"] if curve else 0.0)
-    total, counted = torch.zeros(3, device=device), 0
+    total, counted = torch.zeros(len(LOSSES), device=device), 0
     for step in range(start, schedule.steps):
         if step == clip_step:
             batches = [stage.data.draw(schedule.rows, dice) for _ in range(8)]
             stage.say(f"{set_clip_bounds(gemma, batches, constants)} clipped linears have their bounds now")
+            step_once.hint_weight.zero_()
         total += step_once(stage.data.draw(schedule.rows, dice), step)
         done, counted = step + 1, counted + 1
         if done % LOG_EVERY == 0 or done == schedule.steps:
-            loss = {kind: round(float(value) / counted, 4) for kind, value in zip(KINDS, total)}
+            loss = {kind: round(float(value) / counted, 4) for kind, value in zip(LOSSES, total)}
             figures: dict[str, Any] = {"step": done, "rate": round(schedule.rate(step), 7), "loss": loss}
             if done % schedule.evaluate_every == 0 or done == schedule.steps:
                 figures["held_out"] = share_right(gemma, stage.held_out, constants)
@@ -242,7 +252,8 @@ def _save_state(
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "step": step, "curve": curve, "model": gemma.state_dict(), "optimizer": step_once.optimizer.state_dict(),
-        "dice": dice.state(),
+        "dice": dice.state(), "hint_weight": step_once.hint_weight,
+        "hints": step_once.hints.state_dict() if step_once.hints else {},
     }  # fmt: skip
     partial = path.with_suffix(".partial")
     torch.save(state, partial)
@@ -258,6 +269,9 @@ def _resume(gemma: Any, step_once: Step, dice: Dice, stage: Stage) -> tuple[int,
     for group in step_once.optimizer.param_groups:
         # Loading put the saved rate in its place; a step writes into this tensor.
         group["lr"] = step_once.rate
+    step_once.hint_weight.copy_(state["hint_weight"])
+    if step_once.hints:
+        step_once.hints.load_state_dict(state["hints"])
     dice.restore(state["dice"])
     stage.say(f"going on from step {state['step']} of {stage.schedule.steps}")
     return state["step"], state["curve"]

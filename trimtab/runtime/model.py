@@ -23,7 +23,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf, lora
+from trimtab.runtime import hf, hf_processor, lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.read import read_small
@@ -84,7 +84,7 @@ class LoadedModel:
     @cached_property
     def processor(self) -> Any:
         """The checkpoint's processor, its tokenizer if the model only reads. Errors: CheckpointError."""
-        return hf.load_processor(self.processor_folder)
+        return hf_processor.load_processor(self.processor_folder)
 
     @property
     def adapters(self) -> tuple[str, ...]:

@@ -224,9 +224,9 @@ def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
 class NoAllocation(TorchFunctionMode):
     """While active, a parameter that no file holds costs nothing, and a buffer without a value can be told.
 
-    A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random;
-    here it stays on meta. Buffers made that way are real, filled with a value that `is_undefined` knows. Should a loader
-    do it in another way, memory is spent and nothing else changes.
+    A loader replaces a missing parameter by `torch.empty_like(parameter, device="cpu")` and fills it at random; here it
+    stays on meta. Buffers made that way are real, filled with a value that `is_undefined` knows. Should a loader do it
+    in another way, memory is spent and nothing else changes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

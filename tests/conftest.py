@@ -1,0 +1,27 @@
+"""What every test runs under: one thread, no network, and a cache folder of its own."""
+
+import os
+import socket
+import tempfile
+
+import pytest
+
+# Before anything imports torch, transformers or platformdirs.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+_CACHE = tempfile.TemporaryDirectory(prefix="trimtab-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = _CACHE.name
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    """Refuse every connection to another machine: a test that needs the network is a defect."""
+    connect = socket.socket.connect
+
+    def refuse(self, address):
+        is_local = not isinstance(address, tuple) or address[0] in ("127.0.0.1", "::1", "localhost")
+        assert is_local, f"a test opened a connection to {address}"
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)

@@ -1,0 +1,234 @@
+"""The machine: memory within its limits, rates that are measured once and never trusted when damaged."""
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import psutil
+import pytest
+import torch
+
+from trimtab.errors import RequestError
+from trimtab.plan import Rates
+from trimtab.runtime import devices
+
+MIB = 2**20
+MEASURED = Rates(host_Bps=7e9)
+
+
+def test_the_cpu_is_the_device_when_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert devices.resolve_device("auto") == "cpu"
+
+
+@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
+def test_devices_are_named_with_their_number(asked, found, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.resolve_device(asked) == found
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RequestError) as caught:
+        devices.resolve_device("cuda:2")
+    assert (caught.value.field, caught.value.value) == ("device", "cuda:2")
+    assert caught.value.allowed == ("auto", "cpu", "cuda:0", "cuda:1")
+
+
+def test_a_machine_without_gpu_has_host_memory_only():
+    machine = devices.read_machine("cpu")
+    assert (machine.execution_device, machine.gpu_total_bytes, machine.has_pinned) == ("cpu", 0, False)
+    assert 0 < machine.host_available_bytes <= psutil.virtual_memory().total
+    # torch, transformers and bitsandbytes are in the count: together they take more than 200 MiB.
+    assert "bitsandbytes" in sys.modules
+    assert 200 * MIB < machine.process_bytes < psutil.virtual_memory().total
+
+
+# Control groups -------------------------------------------------------------------------------------------------------
+
+
+def group(folder, limit, used, cached, *, version=2):
+    limit_name, used_name, cache_keys = devices.CGROUP_FILES[2 - version]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / limit_name).write_text(f"{limit}\n")
+    (folder / used_name).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{cache_keys[0]} {cached}\n{cache_keys[1]} 0\nslab 9\n")
+
+
+def available(tmp_path, line):
+    (tmp_path / "membership").write_text(f"{line}\n")
+    return devices.cgroup_available_bytes(tmp_path / "membership", tmp_path / "fs")
+
+
+def test_a_limit_leaves_what_is_not_used(tmp_path):
+    group(tmp_path / "fs", 1000, 300, 0)
+    assert available(tmp_path, "0::/") == 700
+
+
+def test_the_page_cache_of_a_group_can_be_taken_back(tmp_path):
+    group(tmp_path / "fs", 1000, 950, 600)
+    assert available(tmp_path, "0::/") == 650
+
+
+def test_the_tightest_group_on_the_way_up_counts(tmp_path):
+    group(tmp_path / "fs", "max", 0, 0)
+    group(tmp_path / "fs/user", 500, 400, 0)
+    group(tmp_path / "fs/user/job", 1000, 100, 0)
+    assert available(tmp_path, "0::/user/job") == 100
+
+
+def test_a_group_over_its_limit_leaves_nothing(tmp_path):
+    group(tmp_path / "fs", 1000, 1200, 0)
+    assert available(tmp_path, "0::/") == 0
+
+
+def test_no_limit_is_none(tmp_path):
+    group(tmp_path / "fs", "max", 300, 0)
+    assert available(tmp_path, "0::/") is None
+
+
+def test_version_1_groups_are_read_too_and_their_no_limit_number_is_none(tmp_path):
+    group(tmp_path / "fs/memory/job", 1000, 300, 100, version=1)
+    group(tmp_path / "fs/memory", 9223372036854771712, 300, 0, version=1)
+    assert available(tmp_path, "4:cpu,memory:/job") == 800
+    assert available(tmp_path, "4:memory:/") is None
+
+
+def test_a_group_of_the_outer_machine_falls_back_to_the_folders_that_are_there(tmp_path):
+    group(tmp_path / "fs", 1000, 300, 0)
+    assert available(tmp_path, "0::/../../outer/unknown") == 700
+
+
+def test_other_systems_have_no_groups(tmp_path):
+    assert devices.cgroup_available_bytes(tmp_path / "none", tmp_path) is None
+
+
+def test_the_container_limit_bounds_what_the_machine_has(monkeypatch):
+    monkeypatch.setattr(devices, "cgroup_available_bytes", lambda: 123)
+    assert devices.host_available_bytes() == 123
+
+
+# This process ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_peak_follows_an_allocation_and_stays_when_it_is_gone():
+    before = devices.process_bytes()
+    block = bytearray(b"x" * (64 * MIB))
+    assert devices.process_bytes() >= before + 60 * MIB
+    del block
+    assert devices.peak_host_bytes() >= before + 60 * MIB
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the other systems count per process from the start")
+def test_the_peak_of_a_process_is_not_its_parents():
+    block = bytearray(b"x" * (512 * MIB))
+    code = "from trimtab.runtime.devices import peak_host_bytes; print(peak_host_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    del block
+    # torch alone takes about 250 MiB; the parent held 512 MiB more than it.
+    assert 100 * MIB < int(child.stdout) < 512 * MIB
+
+
+def test_the_spill_folder_is_the_one_asked_for_and_its_disk_is_measured(tmp_path):
+    folder = tmp_path / "not" / "yet" / "there"
+    assert devices.spill_folder(str(folder)) == folder
+    assert 0 < devices.disk_free_bytes(str(folder)) == pytest.approx(psutil.disk_usage(str(tmp_path)).free, rel=0.2)
+
+
+def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
+    monkeypatch.setattr(devices.Path, "exists", lambda self: False)
+    with pytest.raises(RequestError) as caught:
+        devices.disk_free_bytes("E:/spill")
+    assert (caught.value.field, caught.value.value) == ("offload_dir", "E:/spill")
+
+
+# Rates ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Count measurements and keep the cache in the test's folder."""
+    calls = []
+    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(devices, "_measure", lambda device: calls.append(str(device)) or MEASURED)
+    return calls
+
+
+def test_rates_are_measured_once_and_read_back_equal(cache):
+    assert devices.measure_rates("cpu") == MEASURED == devices.measure_rates("cpu")
+    assert cache == ["cpu"]
+    assert json.loads(devices.rates_file("cpu").read_text()) == asdict(MEASURED)
+    assert [file.name for file in devices.rates_file("cpu").parent.iterdir()] == [devices.rates_file("cpu").name]
+
+
+def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(cache):
+    devices.measure_rates("cpu", cache=False)
+    devices.measure_rates("cpu", cache=False)
+    assert cache == ["cpu", "cpu"]
+    assert not devices.rates_file("cpu").exists()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "", "{", "[]", "null", "\x00\xff", '{"host_Bps": 1.0}', json.dumps(asdict(MEASURED) | {"other": 1.0}),
+        json.dumps(asdict(MEASURED) | {"disk_Bps": 0}), json.dumps(asdict(MEASURED) | {"disk_Bps": -1.0}),
+        json.dumps(asdict(MEASURED) | {"disk_Bps": "fast"}), json.dumps(asdict(MEASURED) | {"disk_Bps": None}),
+        json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
+    ],
+)  # fmt: skip
+def test_a_damaged_cache_is_measured_again_and_replaced(damaged, cache):
+    file = devices.rates_file("cpu")
+    file.parent.mkdir(parents=True)
+    file.write_text(damaged, encoding="latin-1")
+    assert devices.measure_rates("cpu") == MEASURED
+    assert cache == ["cpu"]
+    assert json.loads(file.read_text()) == asdict(MEASURED)
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(cache, tmp_path):
+    (tmp_path / "trimtab").write_text("a file where the folder should be")
+    assert devices.measure_rates("cpu") == MEASURED
+    assert (tmp_path / "trimtab").read_text() == "a file where the folder should be"
+
+
+def test_another_device_torch_or_thread_count_is_another_file(cache, monkeypatch):
+    names = {devices.rates_file("cpu")}
+    with monkeypatch.context() as change:
+        change.setattr(devices, "device_name", lambda device: "Another/Card 9000")
+        names.add(devices.rates_file("cpu"))
+    with monkeypatch.context() as change:
+        change.setattr(torch, "__version__", "9.9.9+cu999")
+        names.add(devices.rates_file("cpu"))
+    with monkeypatch.context() as change:
+        change.setattr(torch, "get_num_threads", lambda: 77)
+        names.add(devices.rates_file("cpu"))
+    assert len(names) == 4
+    assert len({name.parent for name in names}) == 1  # no separator of a device name makes a folder
+
+
+def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch):
+    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    rates = devices.measure_rates("cpu", cache=False)
+    assert rates.host_Bps > 1e8
+    assert rates.disk_Bps > 1e6
+    # Without a GPU the execution device is the CPU itself.
+    assert (rates.device_Bps, rates.device_flops) == (rates.host_matmul_Bps, rates.host_flops)
+    assert rates.pinned_h2d_Bps == rates.host_Bps
+    assert 0 < rates.transfer_s < 1e-3
+    assert 0 < rates.disk_access_s < 1
+    # The sample file is gone.
+    assert list((tmp_path / "trimtab" / "spill").iterdir()) == []
+
+
+def test_a_disk_that_cannot_be_written_leaves_the_assumed_rate(tmp_path, monkeypatch):
+    (tmp_path / "trimtab").write_text("a file where the folder should be")
+    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(devices, "_host_matmul", lambda: (1e9, 1e10))
+    measured = devices.measure_rates("cpu", cache=False)
+    assumed = Rates()
+    assert (measured.disk_Bps, measured.disk_access_s) == (assumed.disk_Bps, assumed.disk_access_s)
+    assert replace(measured, host_Bps=1.0) != replace(assumed, host_Bps=1.0)

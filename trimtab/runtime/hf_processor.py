@@ -1,0 +1,99 @@
+"""Which processor a checkpoint has: transformers' own, also where its video part cannot be had.
+
+Multimodal processors carry a video processor that needs torchvision even for a picture. Where torchvision is missing the
+processor is put together from its other parts, and asking it for a video is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from trimtab.checkpoint.folder import read_json
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.runtime import hf
+
+
+def load_processor(folder: Path) -> Any:
+    """Return the folder's processor; its tokenizer if the model only reads. Errors: CheckpointError."""
+    try:
+        return hf.load_processor(folder)
+    except CheckpointError as exc:
+        if "orchvision" not in str(exc):
+            raise
+        return _without_video(folder, exc)
+
+
+def _without_video(folder: Path, first: CheckpointError) -> Any:
+    try:
+        config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
+        found = getattr(transformers, config.pop("processor_class"))
+        parts: dict[str, Any] = {"tokenizer": hf.load_tokenizer(folder)}
+        takes = _parts_of(found)
+        options = {"trust_remote_code": False, "local_files_only": True}
+        if "image_processor" in takes:
+            parts["image_processor"] = _image_processor(folder, config).from_pretrained(folder, **options)
+        if "feature_extractor" in takes:
+            parts["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, **options)
+        parts["video_processor"] = _no_video()
+        known = _arguments_of(found)
+        rest = {key: value for key, value in config.items() if key in known and key not in parts}
+        rest.setdefault("chat_template", getattr(parts["tokenizer"], "chat_template", None))
+        return _accepting_no_video(found)(**parts, **rest)
+    except CheckpointError:
+        raise
+    except Exception as exc:  # whatever a processor's own code raises
+        raise CheckpointError(
+            f"its processor needs torchvision, and cannot be put together without ({exc})", path=folder,
+            hint="Install the torchvision that belongs to your torch",
+        ) from first  # fmt: skip
+
+
+def _image_processor(folder: Path, config: dict[str, Any]) -> Any:
+    """Return the image processor's class that works on Pillow pictures."""
+    own = config.get("image_processor")
+    name = own.get("image_processor_type") if isinstance(own, dict) else None
+    if name is None and (folder / "preprocessor_config.json").is_file():
+        name = read_json(folder / "preprocessor_config.json").get("image_processor_type")
+    base = str(name).removesuffix("Fast").removesuffix("Pil")
+    found = getattr(transformers, f"{base}Pil", None) or getattr(transformers, base, None)
+    if found is None:
+        raise ValueError(f"no image processor {name!r} that works without torchvision")
+    return found
+
+
+def _accepting_no_video(found: Any) -> Any:
+    def check(self: Any, argument_name: str, argument: Any) -> Any:
+        # Without torchvision transformers does not export the class that it would compare with.
+        if argument_name == "video_processor":
+            return type(argument)
+        return found.check_argument_for_proper_class(self, argument_name, argument)
+
+    return type(found.__name__, (found,), {"check_argument_for_proper_class": check})
+
+
+def _arguments_of(found: Any) -> set[str]:
+    import inspect
+
+    return set(inspect.signature(found.__init__).parameters)
+
+
+def _parts_of(found: Any) -> set[str]:
+    return {name for name in _arguments_of(found) if name in ("image_processor", "feature_extractor", "video_processor")}
+
+
+def _no_video() -> Any:
+    from transformers.video_processing_utils import BaseVideoProcessor
+
+    class NoVideoProcessor(BaseVideoProcessor):  # type: ignore[misc]
+        """Stands where a video processor would be."""
+
+        def __init__(self) -> None:
+            pass
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            raise RequestError("videos need torchvision, which is not installed", field="video")
+
+    return NoVideoProcessor()
