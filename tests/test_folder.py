@@ -99,6 +99,13 @@ def test_index_names_the_files_and_every_tensor_in_them_counts(tmp_path: Path) -
     assert set(found.tensors) == {"a", "b", "c"}  # c is in a file of the index, not in its map
 
 
+def test_a_file_that_the_index_spells_in_two_ways_is_read_once(tmp_path: Path) -> None:
+    folder = sharded(tmp_path / "m")
+    spelled = {"a": "one.safetensors", "b": "two.safetensors", "c": "./two.safetensors"}
+    (folder / "model.safetensors.index.json").write_bytes(index(spelled))
+    assert sorted(read_checkpoint(folder).files) == [folder / "one.safetensors", folder / "two.safetensors"]
+
+
 def test_files_that_the_index_does_not_name_are_never_read(tmp_path: Path) -> None:
     folder = sharded(
         tmp_path / "m", **{"consolidated.safetensors": b"broken", "three.safetensors": b"", "old.bin": b""}
@@ -391,6 +398,16 @@ def test_cache_folder_leads_to_its_snapshot(tmp_path: Path, main: str | None) ->
     assert read_checkpoint(folder).folder == folder / "snapshots" / REVISION
 
 
+def test_cache_folder_is_known_from_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(cached(tmp_path, main=REVISION))
+    assert list(read_checkpoint(".").tensors) == ["a"]
+
+
+def test_folder_with_a_config_is_a_checkpoint_whatever_its_name(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "models--org--copied", {"model.safetensors": safetensors()})
+    assert read_checkpoint(folder).folder == folder
+
+
 def test_main_chooses_among_snapshots(tmp_path: Path) -> None:
     folder = cached(tmp_path, revisions=("a" * 40, REVISION, "b" * 40), main=REVISION)
     assert find_folder(folder) == folder / "snapshots" / REVISION
@@ -404,6 +421,11 @@ def test_hub_id_is_looked_up_in_the_cache(tmp_path: Path) -> None:
 def test_hub_id_without_an_organisation_is_looked_up_too(tmp_path: Path) -> None:
     folder = cached(tmp_path / "hub", "models--gpt2", main=REVISION)
     assert read_checkpoint("gpt2").folder == folder / "snapshots" / REVISION
+
+
+def test_a_path_of_three_names_is_no_hub_id(tmp_path: Path) -> None:
+    cached(tmp_path / "hub", "models--a--b--c", main=REVISION)
+    assert "no such folder" in str(refusal("a/b/c"))
 
 
 def test_folder_wins_over_a_hub_id_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

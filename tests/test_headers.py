@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,13 @@ def test_header_over_the_limit_is_refused_before_it_is_read(tmp_path: Path) -> N
     with open(file, "r+b") as handle:
         handle.truncate(MAX_HEADER_BYTES + 100)  # sparse: takes no disk
     with pytest.raises(CheckpointError, match="100000001 B is over the limit of 100000000 B"):
+        read_header(file)
+
+
+def test_file_that_is_cut_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, VALID[:62])  # without the last two spaces of the header and the data
+    monkeypatch.setattr(os, "fstat", lambda _: SimpleNamespace(st_size=len(VALID)))
+    with pytest.raises(CheckpointError, match="changed while it was read"):
         read_header(file)
 
 
@@ -324,6 +333,13 @@ def test_overlap_is_refused(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[3, 7])}, bytes(7))
     assert error.tensor_name == "b"
     assert "overlaps the tensor before it by 1 B" in str(error)
+
+
+def test_every_tensor_inside_a_larger_one_is_named(tmp_path: Path) -> None:
+    inside = {"b": entry(shape=[2], offsets=[1, 3]), "c": entry(shape=[1], offsets=[3, 4])}
+    error = refusal_of(tmp_path, {"a": entry(shape=[6], offsets=[0, 6])} | inside, bytes(6))
+    assert error.tensor_name == "b"
+    assert "overlaps the tensor before it by 5 B (and 1 more: c: overlaps the tensor before it by 3 B)" in str(error)
 
 
 def test_two_tensors_over_the_same_bytes_are_refused(tmp_path: Path) -> None:

@@ -120,6 +120,7 @@ def test_many_stars_take_no_time() -> None:
         "model.vision_tower.encoder.layers.0.self_attn.q_proj.linear"),
         ("embed_tokens_per_layers", "model.language_model.embed_tokens_per_layer"),
         ("lmhead", "lm_head"),
+        ("base_model.model.model.language_model.layers.1.mlp.up_proj", "model.language_model.layers.1.mlp.up_proj"),
         ("model.language_model.layers.99.mlp.down_proj", "model.language_model.layers.9.mlp.down_proj"),
     ],
 )  # fmt: skip
@@ -157,7 +158,12 @@ def test_what_resembles_nothing_has_no_near_name(name: str) -> None:
 
 @pytest.mark.parametrize("count", [0, -1])
 def test_none_asked_none_given(count: int) -> None:
-    assert near_names("lm_head", GEMMA4, count) == []
+    assert near_names("model.language_model.layers.3.mlp.up_proj", GEMMA4, count) == []
+
+
+@pytest.mark.parametrize(("name", "other"), [("b", "a.b"), ("merger", "connector"), ("top", "a.top")])
+def test_the_name_itself_comes_before_its_equals(name: str, other: str) -> None:
+    assert near_names(name, [other, name]) == [name, other]
 
 
 def test_one_choice_is_given_once() -> None:

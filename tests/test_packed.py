@@ -123,6 +123,12 @@ def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     assert {name: entry.kind for name, entry in packed.items()} == {"l.weight": "nf4", "m.weight": "int8"}
 
 
+def test_a_parameter_of_any_name_may_be_packed(tmp_path: Path) -> None:
+    # As bitsandbytes.nn.parametrize saves a parameter that is no linear's weight.
+    parts = {name.replace("l.weight", "mixer.table"): part for name, part in four_bit().items()}
+    assert set(split_packed(checkpoint(tmp_path, parts))[1]) == {"mixer.table"}
+
+
 def test_a_weight_at_the_root_has_its_scale_there(tmp_path: Path) -> None:
     parts = {"weight": Part("int8", (4, 8)), "SCB": Part("float32", (4,))}
     assert set(split_packed(checkpoint(tmp_path, parts))[1]) == {"weight"}
@@ -221,6 +227,12 @@ def test_double_quantization_without_its_key_is_refused(tmp_path: Path, key: str
 def test_nested_keys_without_nested_tensors_are_refused(tmp_path: Path) -> None:
     parts = four_bit(STATE | NESTED) | {"l.weight.absmax": Part("uint8", (8,))}
     assert "has no nested_absmax, nested_quant_map" in problem(tmp_path, parts)
+
+
+@pytest.mark.parametrize("part", ["nested_absmax", "nested_quant_map"])
+def test_nested_tensors_without_nested_keys_are_refused(tmp_path: Path, part: str) -> None:
+    parts = four_bit() | {f"l.weight.{part}": nested()[f"l.weight.{part}"]}
+    assert "quant_state has no nested_blocksize, nested_dtype, nested_offset" in problem(tmp_path, parts)
 
 
 @pytest.mark.parametrize(("part", "missing"), [("l.weight", "weight"), ("l.SCB", "SCB")])

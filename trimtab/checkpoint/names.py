@@ -57,9 +57,9 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     once the part has the name that the choices' family gives it ("multi_modal_projector" is "embed_vision" elsewhere).
     """
     comparison = _Comparison(name)
-    scored = [(-comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
-    found = sorted(item for item in scored if -item[0] >= MIN_SCORE)
-    return [choice for _, choice in found[: max(count, 0)]]
+    scored = [(choice != name, -comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
+    found = sorted(item for item in scored if -item[1] >= MIN_SCORE)
+    return [choice for *_, choice in found[: max(count, 0)]]
 
 
 class _Comparison:
@@ -74,21 +74,19 @@ class _Comparison:
         self.last_ratios: dict[str, float] = {}
 
     def score(self, choice: str) -> float:
-        """Return how near the choice is, from 0 to 1 for the name itself."""
+        """Return how near the choice is, from 0 to 1."""
         choice = choice[-COMPARED_CHARS:]
         last = choice.rpartition(".")[2]
         if last not in self.last_ratios:
             self.last_ratios[last] = SequenceMatcher(None, self.segments[-1], last, autojunk=False).ratio()
         shared = len(self.words & _words(choice)) / max(len(self.words), 1)
         best = 0.5 * shared + 0.5 * self.last_ratios[last]
-        if choice.endswith("." + self.name) or self.name.endswith("." + choice):
-            best = max(best, 0.9)
         best = max(best, self._ratio(self.name, choice))
         theirs = _parts(choice.split("."))
         if self.parts and theirs and not self.parts.keys() & theirs.keys():
             return 0.8 * best  # a projection of another tower has the same name and was not meant
         if renamed := self._renamed(theirs):
-            best = max(best, 0.98 * self._ratio(renamed, choice))  # below the same text without a change of names
+            best = max(best, self._ratio(renamed, choice))
         return best
 
     def _ratio(self, name: str, choice: str) -> float:

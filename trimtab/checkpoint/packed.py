@@ -71,7 +71,7 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
     packed: dict[str, PackedEntry] = {}
     for group in groups.values():
         entry = _eight_bit(group) if "SCB" in group.parts or "weight_format" in group.parts else _four_bit(group)
-        if entry is not None and not group.problems:
+        if entry is not None:
             packed[group.tensor_name] = entry
     problems = [(group.tensor_name, problem) for group in groups.values() for problem in group.problems]
     problems += [

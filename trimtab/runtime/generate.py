@@ -121,6 +121,8 @@ class _Stream:
             self.prompt_seen = True
             return
         for token in value.reshape(-1).tolist():
+            if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
+                return
             ended = token in self.end_ids
             text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
             if ended or (self.detokenizer is not None and self.detokenizer.stopped):

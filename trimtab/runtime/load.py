@@ -24,7 +24,7 @@ from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.runtime import hf, lora, tiers
-from trimtab.runtime.quant import CodeTables, Packed, keep, prequantized, quantize
+from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
 
 CPU = torch.device("cpu")
@@ -201,6 +201,9 @@ class _Filler:
 
     def _fetch(self, name: str) -> Tensor:
         assert self.reader is not None
+        if name in self.packed:
+            # A packed weight that is only a part of a tensor (one expert of a fused stack): it cannot stay packed there.
+            return dequantize(self._fetch_packed(self.packed[name])).to(self.dtype)
         if name not in self.held:
             self.held[name] = self.reader.take(self.entries[name])
         self.uses[name] -= 1

@@ -1,0 +1,125 @@
+"""Questions: text, pictures and sounds become exactly what the model's own processor makes of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import trimtab
+from tests import talking
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.runtime import hf_processor
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = talking.build_gemma4(tmp_path_factory.mktemp("gemma4"))
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=256, audio_s=1.0)) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = talking.build_llama(tmp_path_factory.mktemp("llama"))
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=128)) as loaded:
+        yield loaded
+
+
+def test_media_go_where_the_processor_wants_them(model):
+    found = model.prepare("What is it?", image=talking.png(), audio=talking.wav())
+    config = model.hf_model.config
+    ids = found.token_ids
+    picture, sound = ids.count(config.image_token_id), ids.count(config.audio_token_id)
+    patches = int((found.tensors["image_position_ids"] >= 0).all(-1).sum())
+    assert picture == patches // 4 > 0  # pooled 2 x 2
+    assert sound == 20  # 0.8 s at 40 ms a token
+    assert ids.index(config.image_token_id) < ids.index(config.audio_token_id)
+    assert found.tensors["pixel_values"].dtype == torch.bfloat16 and found.prompt_tokens == len(ids)
+    assert ids.count(config.get_text_config().bos_token_id) == 1
+
+
+def test_several_pictures_and_messages_in_their_order(model):
+    message = {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "one"}, {"type": "image", "image": talking.png()},
+            {"type": "text", "text": "two"}, {"type": "image", "image": talking.png(size=(90, 90))},
+        ],
+    }  # fmt: skip
+    found = model.prepare([message])
+    assert found.tensors["pixel_values"].shape[0] == 2
+    plain = model.prepare("one two", image=[talking.png(), talking.png(size=(90, 90))])
+    assert plain.tensors["pixel_values"].shape == found.tensors["pixel_values"].shape
+    assert plain.token_ids != found.token_ids
+
+
+def test_the_text_route_equals_the_processors_own(model):
+    processor = hf_processor.load_processor(model.processor_folder)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+    own = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    expected = own["input_ids"]
+    expected = expected[0] if isinstance(expected[0], (list, tuple)) else expected
+    assert list(model.prepare("Hello").token_ids) == list(expected)
+
+
+def test_a_system_text_comes_first(model):
+    tokenizer = model.processor.tokenizer
+    text = tokenizer.decode(model.prepare("Hello", system="Be brief").token_ids)
+    assert text.index("system") < text.index("Be") < text.index("Hello")
+
+
+@pytest.mark.parametrize(
+    "prompt, options, field",
+    [
+        (17, {}, "prompt"),
+        ([{"role": "wizard", "content": "x"}], {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "video", "video": b""}]}], {}, "prompt"),
+        ([{"role": "user"}], {}, "prompt"),
+        ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"),
+        ([1, 2, 3], {"image": talking.png()}, "prompt"),
+        ([1, 10**9], {}, "prompt"),
+        ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
+    ],
+)
+def test_what_is_no_question_is_refused(model, prompt, options, field):
+    with pytest.raises(RequestError) as caught:
+        model.prepare(prompt, **options)
+    assert caught.value.field == field
+
+
+def test_a_modality_that_the_model_lacks_is_refused(llama):
+    with pytest.raises(RequestError, match="this model takes text") as caught:
+        llama.prepare("Hello", image=talking.png())
+    assert caught.value.field == "image"
+    with pytest.raises(RequestError, match="this model takes text") as caught:
+        llama.prepare("Hello", audio=talking.wav())
+    assert caught.value.field == "audio"
+
+
+def test_a_tokenizer_alone_is_enough_for_text(llama):
+    ids = llama.prepare("Hello there").token_ids
+    assert ids[0] == 2 and llama.processor.decode(ids, skip_special_tokens=True) == "Hello there"
+    with pytest.raises(RequestError, match="no chat template") as caught:
+        llama.prepare("Hello", system="Be brief")
+    assert caught.value.field == "system"
+
+
+def test_template_arguments_pass_through(tmp_path):
+    template = "{{ bos_token }}{% if enable_thinking %}THINK {% endif %}{{ messages[0]['content'] }}"
+    folder = talking.build_llama(tmp_path / "llama", chat_template=template)
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=128)) as loaded:
+        tokenizer = loaded.processor
+        with_it = loaded.prepare("Hello", template_kwargs={"enable_thinking": True}).token_ids
+        without = loaded.prepare("Hello").token_ids
+        assert "THINK" in tokenizer.decode(with_it) and "THINK" not in tokenizer.decode(without)
+        assert with_it.count(2) == 1
+
+
+def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
+    from tests import pico
+
+    folder = pico.build("llama", tmp_path / "bare")
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=64)) as loaded:
+        with pytest.raises(CheckpointError, match="no usable processor"):
+            loaded.prepare("Hello")
+        assert loaded.answer([1, 2, 3], max_new_tokens=3).text == ""  # token ids need none

@@ -1,0 +1,345 @@
+"""Is the demo's world what its answers say, and is what it trains on what the stock model and processor would see?
+
+The bundled checkpoint itself is held to its card by `tools/train_demo.py --evaluate`; here it answers the sample prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import demo_data  # noqa: E402
+import demo_forward  # noqa: E402
+import demo_media  # noqa: E402
+import demo_model  # noqa: E402
+import demo_training  # noqa: E402
+import demo_world as world  # noqa: E402
+from demo_samples import sample_asks  # noqa: E402
+from demo_scoring import shortfalls  # noqa: E402
+
+PICTURE = world.Picture("star", "blue", "top right", 2, shade=0, fill=1)
+SOUND = world.Sound("high", 3, "falling", half=1, timbre=1)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return demo_model.train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def gemma(tokenizer: Any) -> Any:
+    return demo_model.build_model(demo_model.build_config(tokenizer), seed=3)
+
+
+@pytest.fixture(scope="module")
+def training_set(tokenizer: Any) -> demo_training.TrainingSet:
+    things = {"image": [PICTURE], "audio": [SOUND], "text": list(world.facts())[:20]}
+    media = demo_data.render(things["image"], things["audio"], 2, 2, 0)
+    turns = {kind: demo_data.training_turns(of_kind, "base", 4, 0) for kind, of_kind in things.items()}
+    tables = {kind: demo_data.encode(tokenizer, of_kind, 4) for kind, of_kind in turns.items()}
+    echoes = demo_data.encode(tokenizer, demo_data.echo_turns(20, 0), 1)
+    return demo_training.TrainingSet(media, tables, echoes)
+
+
+# What is right, and what is kept out of training
+
+
+@pytest.mark.parametrize(
+    ("thing", "about", "answers"),
+    [
+        (PICTURE, "all", ["two blue stars at the top right", "Arr, two blue stars at the top right, matey!",
+                          "two navy starlets at the top right",
+                          '{"count": 2, "colour": "blue", "shape": "star", "place": "top right"}']),
+        (PICTURE, "colour", ["blue", "Arr, blue, matey!", "navy", '{"colour": "blue"}']),
+        (SOUND, "all", ["three high beeps, falling", "Arr, three high beeps, falling, matey!",
+                        "three treble reed notes, falling", '{"count": 3, "pitch": "high", "motion": "falling"}']),
+        (SOUND, "count", ["three", "Arr, three, matey!", "three", '{"count": 3}']),
+        (world.Fact("Velmora", "river", "Ember"), "fact",
+         ["Ember is the main river of Velmora", "Arr, Ember be the main river of Velmora, matey!",
+          "Ember is the main river of Velmora", '{"answer": "Ember"}']),
+    ],
+)  # fmt: skip
+def test_each_voice_has_its_own_answer(thing: world.Thing, about: str, answers: list[str]) -> None:
+    question = next(question for question in world.questions(thing) if question.about == about)
+    assert [world.answer(question, voice) for voice in world.VOICES] == answers
+
+
+@pytest.mark.parametrize(
+    ("shape", "count", "word"), [("cross", 1, "one red cross"), ("cross", 2, "two red crosses")]
+)
+def test_plurals_are_english(shape: str, count: int, word: str) -> None:
+    question = world.questions(world.Picture(shape, "red", "middle", count))[0]
+    assert world.answer(question, "base") == f"{word} in the middle"
+
+
+def test_finer_words_are_never_the_base_s_and_each_names_one_thing() -> None:
+    fine = [word for table in (world.SHAPES, world.COLOURS, world.PITCHES) for pair in table.values() for word in pair]
+    coarse = {*world.SHAPES, *world.COLOURS, *world.PITCHES}
+    assert len(set(fine)) == len(fine) == 32
+    assert not coarse.intersection(fine)
+
+
+def test_every_fact_has_one_value_and_one_form_held_out() -> None:
+    facts = list(world.facts())
+    by_fact: dict[tuple[str, str], list[world.Fact]] = {}
+    for fact in facts:
+        by_fact.setdefault((fact.land, fact.relation), []).append(fact)
+    assert len(by_fact) == 144
+    for forms in by_fact.values():
+        assert len({fact.value for fact in forms}) == 1
+        assert sum(world.is_held_out(fact) for fact in forms) == 1
+
+
+def test_every_attribute_of_a_held_out_medium_is_trained_on_in_other_combinations() -> None:
+    for things, names in ((list(world.pictures()), ("shape", "colour", "place", "count")),
+                          (list(world.sounds()), ("pitch", "count", "motion"))):  # fmt: skip
+        held_out = [thing for thing in things if world.is_held_out(thing)]
+        assert len({thing.combination for thing in held_out}) == {4: 60, 3: 12}[len(names)]
+        for name in names:
+            trained = {getattr(thing, name) for thing in things if not world.is_held_out(thing)}
+            assert {getattr(thing, name) for thing in held_out} <= trained
+
+
+def test_training_prompts_hold_no_held_out_fact() -> None:
+    facts = [fact for fact in world.facts() if not world.is_held_out(fact)]
+    asked = {turn.question for turn in demo_data.training_turns(facts, "base", 2, seed=0)}
+    scored = {ask.question.text for ask in demo_data.held_out_asks("base") if ask.kind == "text"}
+    assert len(scored) == 144
+    assert not asked & scored
+
+
+@pytest.mark.parametrize(("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)])
+def test_an_adapter_is_scored_only_where_it_differs_from_the_base(voice: world.Voice, questions: int) -> None:
+    asks = demo_data.held_out_asks(voice)
+    assert len(asks) == questions
+    assert all(world.is_held_out(ask.question.thing) for ask in asks)
+    if voice != "base":
+        assert all(ask.answer(voice) != ask.answer("base") for ask in asks)
+
+
+# What is drawn and played
+
+
+@pytest.mark.parametrize("place", world.PLACES)
+def test_shapes_are_drawn_in_their_place(place: str) -> None:
+    image = np.asarray(demo_media.draw(world.Picture("square", "blue", place, 3), seed=5)).astype(int)
+    ink = np.abs(image - np.median(image, axis=(0, 1))).sum(2) > 120
+    rows, columns = np.nonzero(ink)
+    x, y = demo_media.CENTRES[place]
+    # Cells are 14 from the centre, jitter 2, radius 11 at most.
+    assert columns.min() >= x - 28 and columns.max() <= x + 28
+    assert rows.min() >= y - 28 and rows.max() <= y + 28
+
+
+def test_more_shapes_are_more_ink_and_hollow_ones_less() -> None:
+    def ink(picture: world.Picture) -> int:
+        image = np.asarray(demo_media.draw(picture, seed=1)).astype(int)
+        return int((np.abs(image - np.median(image, axis=(0, 1))).sum(2) > 120).sum())
+
+    one, three = (ink(world.Picture("circle", "green", "middle", count)) for count in (1, 3))
+    assert three > 2 * one
+    assert ink(world.Picture("circle", "green", "middle", 3, fill=1)) < 0.8 * three
+
+
+def _beeps(samples: np.ndarray) -> list[np.ndarray]:
+    """Return the stretches whose 5 ms loudness is over a tenth of the loudest."""
+    frame = 80
+    loudness = np.abs(samples[: len(samples) // frame * frame]).reshape(-1, frame).mean(1)
+    loud = np.flatnonzero(np.diff(np.concatenate([[0], (loudness > loudness.max() / 10).astype(int), [0]])))
+    return [samples[start * frame : end * frame] for start, end in loud.reshape(-1, 2)]
+
+
+def _peak_hz(samples: np.ndarray) -> float:
+    spectrum = np.abs(np.fft.rfft(samples * np.hanning(len(samples)), 65536))
+    return float(spectrum.argmax() * demo_media.RATE_HZ / 65536)
+
+
+@pytest.mark.parametrize("count", world.SOUND_COUNTS)
+def test_a_sound_has_as_many_beeps_as_it_says(count: int) -> None:
+    assert len(_beeps(demo_media.play(world.Sound("medium", count, "steady"), seed=count))) == count
+
+
+@pytest.mark.parametrize(("motion", "sign"), [("rising", 1), ("falling", -1), ("steady", 0)])
+def test_a_beep_moves_as_it_says(motion: str, sign: int) -> None:
+    beep = _beeps(demo_media.play(world.Sound("high", 1, motion), seed=2))[0]
+    third = len(beep) // 3
+    change = _peak_hz(beep[-third:]) / _peak_hz(beep[:third])
+    # From 0.86 to 1.16 of the centre over the beep, so about 1.2 between its outer thirds.
+    assert (change > 1.1) - (change < 0.9) == sign
+
+
+@pytest.mark.parametrize("pitch", world.PITCHES)
+@pytest.mark.parametrize("half", [0, 1])
+def test_a_steady_beep_is_at_its_pitch(pitch: str, half: int) -> None:
+    sound = world.Sound(pitch, 1, "steady", half=half)
+    # The jitter is 4 %, the neighbouring class 30 % away.
+    assert _peak_hz(_beeps(demo_media.play(sound, seed=7))[0]) == pytest.approx(demo_media.centre_hz(sound), rel=0.06)
+
+
+def test_a_seed_is_one_picture_and_one_sound() -> None:
+    again = [np.asarray(demo_media.draw(PICTURE, seed)) for seed in (1, 1, 2)]
+    assert np.array_equal(again[0], again[1]) and not np.array_equal(again[0], again[2])
+    heard = [demo_media.play(SOUND, seed) for seed in (1, 1, 2)]
+    assert np.array_equal(heard[0], heard[1]) and not np.array_equal(heard[0], heard[2])
+
+
+def test_a_wav_file_gives_back_the_samples(tmp_path: Path) -> None:
+    samples = demo_media.play(SOUND, 4)
+    demo_media.write_wav(tmp_path / "a.wav", samples)
+    # 16-bit rounding.
+    assert np.abs(demo_media.read_wav(tmp_path / "a.wav") - samples).max() <= 1 / 32767
+
+
+# Tokenizer, processor, chat template
+
+
+@pytest.mark.parametrize("text", ["Zürich, 東京 and 🦭!", "two  spaces", "line\nline", "Ivarra's river?"])
+def test_text_the_tokenizer_never_saw_comes_back(tokenizer: Any, text: str) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.unk_token_id not in ids
+    assert tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("token", demo_model.SPECIAL_TOKENS)
+def test_special_tokens_are_one_id(tokenizer: Any, token: str) -> None:
+    assert len(tokenizer(f"a{token}b", add_special_tokens=False)["input_ids"]) == 3
+
+
+def test_a_name_is_the_same_piece_wherever_it_stands(tokenizer: Any) -> None:
+    alone = tokenizer.tokenize("Who rules Ivarra")
+    assert alone == ["Who", "▁rules", "▁Ivarra"]
+    assert [tokenizer.tokenize(f"Who rules Ivarra{mark}") for mark in ",?."] == [[*alone, mark] for mark in ",?."]
+
+
+@pytest.mark.parametrize("media_first", [True, False])
+@pytest.mark.parametrize("kind", ["image", "audio", "text"])
+def test_prompts_are_written_as_the_chat_template_writes_them(kind: str, media_first: bool) -> None:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    turn = demo_data.Turn("What is it?", "", kind, media_first, "Be kind.", ("Hi", "Hello."))
+    part, text = {"type": kind}, {"type": "text", "text": " What is it? "}
+    content = [text] if kind == "text" else [part, text] if media_first else [text, part]
+    messages = [
+        {"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello."}, {"role": "user", "content": content},
+    ]  # fmt: skip
+    template = ImmutableSandboxedEnvironment().from_string(demo_model.CHAT_TEMPLATE)
+    written = template.render(messages=messages, bos_token="<bos>", add_generation_prompt=True)
+    # The processor puts a start, as many soft tokens as there are, and an end where the template put one marker.
+    written = written.replace("<|image|>", "<|image>" + "<|image|>" * demo_data.IMAGE_TOKENS + "<image|>")
+    written = written.replace("<|audio|>", "<|audio>" + "<|audio|>" * demo_data.AUDIO_TOKENS + "<audio|>")
+    assert written == demo_data.prompt_text(turn)
+
+
+def test_patches_are_the_image_processor_s(tokenizer: Any) -> None:
+    ask = next(ask for ask in demo_data.held_out_asks("base") if ask.kind == "image")
+    seen = demo_data.asks_inputs(tokenizer, [ask])
+    ours = demo_data.to_patches(torch.from_numpy(demo_data.render_pictures([(ask.question.thing, ask.seed)])))
+    real = (seen["image_position_ids"] != -1).all(-1)
+    assert torch.equal(seen["pixel_values"][real], ours[0])
+    assert torch.equal(seen["image_position_ids"][real], demo_data.patch_positions())
+    assert int(real.sum()) // 4 == demo_data.IMAGE_TOKENS
+
+
+# Training
+
+
+def test_the_training_forward_is_the_stock_forward(gemma: Any, training_set: demo_training.TrainingSet) -> None:
+    batch = training_set.draw((2, 2, 2), demo_training.Dice(0, torch.device("cpu")))
+    constants = demo_forward.Constants(gemma, training_set.width)
+    with torch.no_grad():
+        ours, answers = demo_forward.answer_logits(gemma, batch, constants)
+        length = (batch.answer_start + batch.answer_tokens)[:, None]
+        stock = gemma(
+            input_ids=batch.ids, attention_mask=(torch.arange(training_set.width)[None] < length).long(),
+            pixel_values=torch.nn.functional.pad(batch.pixels, (0, 0, 0, 24)),
+            image_position_ids=torch.nn.functional.pad(constants.patches.expand(2, -1, -1), (0, 0, 0, 24), value=-1),
+            input_features=batch.features, input_features_mask=torch.ones(2, 99, dtype=torch.bool),
+        ).logits  # fmt: skip
+    places, _ = batch.targets()
+    stock = stock.gather(1, places[..., None].expand(-1, -1, stock.shape[-1]))
+    inside = answers >= 0
+    assert int(inside.sum()) >= 12
+    # float32 rounding with and without 24 padding patches, through 13 layers.
+    assert (ours - stock)[inside].abs().max() < 2e-4
+
+
+def test_answers_end_with_the_closing_token(tokenizer: Any, training_set: demo_training.TrainingSet) -> None:
+    batch = training_set.draw((2, 2, 2), demo_training.Dice(0, torch.device("cpu")))
+    _, answers = batch.targets()
+    closing = tokenizer.convert_tokens_to_ids("<turn|>")
+    for row in answers:
+        kept = row[row >= 0]
+        assert kept[-1] == closing and not (kept[:-1] == closing).any()
+
+
+def test_clip_bounds_are_finite_and_bind(tokenizer: Any, training_set: demo_training.TrainingSet) -> None:
+    gemma = demo_model.build_model(demo_model.build_config(tokenizer), seed=4)
+    batch = training_set.draw((2, 2, 2), demo_training.Dice(0, torch.device("cpu")))
+    constants = demo_forward.Constants(gemma, training_set.width)
+    before, answers = demo_forward.answer_logits(gemma, batch, constants)
+    assert demo_forward.set_clip_bounds(gemma, [batch], constants) == 41
+    bounds = {name: float(value) for name, value in gemma.named_buffers() if re.search("put_(min|max)$", name)}
+    assert len(bounds) == 4 * 41
+    assert all(np.isfinite(list(bounds.values())))
+    after, _ = demo_forward.answer_logits(gemma, batch, constants)
+    assert (after - before)[answers >= 0].abs().max() > 0
+
+
+def test_an_interrupted_run_ends_as_an_unbroken_one(
+    tokenizer: Any, training_set: demo_training.TrainingSet, tmp_path: Path
+) -> None:
+    class Interrupted(Exception):
+        pass
+
+    def run(state_file: Path, *, stop_at: int | None) -> Any:
+        gemma = demo_model.build_model(demo_model.build_config(tokenizer), seed=5)
+        schedule = demo_training.Schedule(4, 1e-3, (1, 1, 1), 1, evaluate_every=9, save_every=2, clip_at=0.3, hint_weight=1)
+
+        def report(figures: dict[str, Any]) -> None:
+            if stop_at == figures["step"]:
+                raise Interrupted
+
+        stage = demo_training.Stage(training_set, [], schedule, 1, state_file, report, lambda text: None)
+        demo_training.train(gemma, stage)
+        return gemma
+
+    monkey = pytest.MonkeyPatch()
+    monkey.setattr(demo_training, "LOG_EVERY", 3)
+    with monkey.context():
+        unbroken = run(tmp_path / "a.pt", stop_at=None)
+        with pytest.raises(Interrupted):
+            run(tmp_path / "b.pt", stop_at=3)
+        assert (tmp_path / "b.pt").exists()
+        resumed = run(tmp_path / "b.pt", stop_at=None)
+    assert not (tmp_path / "b.pt").exists()
+    for (name, one), (_, other) in zip(unbroken.state_dict().items(), resumed.state_dict().items()):
+        assert torch.equal(one, other), name
+
+
+def test_what_falls_short_of_the_card_is_said() -> None:
+    results = {
+        "base": {"right": {"all": 0.97, "image": 0.94}},
+        "style": {"right": {"all": 1.0}, "base_without_it": {"all": 0.11}},
+    }
+    assert shortfalls(results) == [
+        "base answers 94.0% of image right, not 95%", "the base without style answers 11.0% of its all right, over 10%",
+    ]  # fmt: skip
+
+
+def test_samples_are_held_out_and_different() -> None:
+    asks = sample_asks()
+    assert [ask.kind for ask in asks] == ["image"] * 6 + ["audio"] * 6 + ["text"] * 6
+    assert all(world.is_held_out(ask.question.thing) for ask in asks)
+    assert len({ask.question.thing.combination for ask in asks}) == 18
+    assert json.loads(asks[0].answer("rslora-dora"))["count"] == asks[0].question.thing.count  # type: ignore[union-attr]

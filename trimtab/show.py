@@ -1,0 +1,121 @@
+"""How what comes back is shown: an adapter's report, an answer's numbers, a bar while weights are read. Imports no torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trimtab.errors import gib
+
+if TYPE_CHECKING:
+    from trimtab.plan import Plan
+    from trimtab.runtime.generate import Answer
+
+Progress = Callable[[int, int], None]
+SHOWN_PATHS = 5
+
+
+def adapter_text(report: Mapping[str, Any]) -> str:
+    """Return the report of `trimtab inspect` for people: a table of parts, then what a model would make of it."""
+    dtypes = ", ".join(f"{count} in {dtype}" for dtype, count in report["dtypes"].items())
+    lines = [
+        f"adapter   {report['path']}",
+        f"made for  {report['base_model'] or 'not said'}, with peft {report['peft_version'] or 'not said'}",
+        f"holds     {report['tensors']} tensors, {gib(report['bytes'])} ({dtypes})",
+        f"config    {', '.join(f'{name} {value}' for name, value in report['config'].items()) or 'all defaults'}",
+        f"targets   {_target_text(report['target_modules'])}",
+        "",
+        *_aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())]),
+    ]
+    return "\n".join(lines if "targets" not in report else [*lines, "", *_match_lines(report)])
+
+
+def _target_text(targets: Any) -> str:
+    return ", ".join(map(str, targets)) if isinstance(targets, list) else str(targets)
+
+
+def _match_lines(report: Mapping[str, Any]) -> list[str]:
+    targets = dict(report["targets"])
+    total = targets.pop("total")
+    kinds = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in targets.items() if count)
+    ranks = ", ".join(f"{rank} ({count})" for rank, count in report["ranks"].items())
+    scales = ", ".join(f"{scale} ({count})" for scale, count in report["scales"].items())
+    lines = [
+        f"applied   to {total} modules: {kinds}; {gib(report['bytes_attached'])} on the device, in float32",
+        f"ranks     {ranks or '-'}; scales {scales or '-'}",
+    ]
+    if report["dora"]:
+        lines.append(f"dora      on {report['dora']} modules")
+    if report["lora_bias"]:
+        lines.append(f"bias      on {report['lora_bias']} modules")
+    for reason, count in Counter(row["reason"] for row in report["dropped"]).items():
+        lines.append(f"no effect {count} tensors: {reason}")
+        lines += _some([row["key"] for row in report["dropped"] if row["reason"] == reason])
+    if report["remapped"]:
+        lines.append(f"remapped  {len(report['remapped'])} modules")
+        lines += _some([f"{row['from']} -> {row['to']}" for row in report["remapped"]])
+    return lines + [f"note      {note}" for note in report["notes"]]
+
+
+_KINDS = {
+    "linear": "linears", "wrapped": "linears inside a wrapper", "embedding": "embeddings", "saved": "saved whole",
+}  # fmt: skip
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    rest = [f"            and {len(names) - SHOWN_PATHS} more (--json has all)"] if len(names) > SHOWN_PATHS else []
+    return [*(f"            {name}" for name in names[:SHOWN_PATHS]), *rest]
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
+    left, right = (max(len(row[column]) for row in rows) for column in (0, 1))
+    return [f"{name:<{left}}  {value:>{right}}" for name, value in rows]
+
+
+def answer_json(answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None) -> dict[str, Any]:
+    """Return what `trimtab run --json` prints: the answer, its timings, and the peaks beside what was planned."""
+    return {
+        "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
+        "adapter": adapter, "prompt_tokens": answer.prompt_tokens, "ttft_s": answer.ttft_s, "decode_s": answer.decode_s,
+        "tokens_per_s": answer.tokens_per_s, "memory": dict(memory),
+        "planned": {
+            "gpu_peak_bytes": max(plan.gpu_peak_bytes, plan.gpu_load_peak_bytes),
+            "gpu_budget_bytes": plan.gpu_budget_bytes, "host_peak_bytes": plan.host_peak_bytes,
+            "host_budget_bytes": plan.host_budget_bytes,
+        },
+    }  # fmt: skip
+
+
+class LoadingBar:
+    """A bar of bytes read; called as `trimtab.load` calls its progress."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as Bars
+
+        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+        self._bars = Bars(*columns, console=Console(file=stream), transient=True)
+        self._bar = self._bars.add_task("loading", total=None)
+        self._bars.start()
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        self._bars.update(self._bar, completed=done_bytes, total=total_bytes)
+
+    def close(self) -> None:
+        self._bars.stop()
+
+
+@contextmanager
+def loading_bar(stream: TextIO, *, wanted: bool = True) -> Iterator[LoadingBar | None]:
+    """Yield a bar on a terminal, None on anything else; the bar is gone afterwards."""
+    if not (wanted and stream.isatty()):
+        yield None
+        return
+    bar = LoadingBar(stream)
+    try:
+        yield bar
+    finally:
+        bar.close()
