@@ -35,6 +35,7 @@ def cases_of(size: str) -> list[dict[str, Any]]:
         {"name": "lean", "place": LEAN, "rank": 8},
         {"name": "lean", "place": LEAN, "rank": 64},
         {"name": "lean+half-decoder", "place": half_streamed, "rank": 8},
+        {"name": "lean, towers on host", "place": LEAN | {"vision": "host", "audio": "host"}, "rank": 8},
         {"name": "disk-towers", "place": LEAN | {"vision": "disk", "audio": "disk"}, "rank": 8},
         {"name": "card4", "card_gib": 4, "rank": 8},
         {"name": "card6", "card_gib": 6, "rank": 8},
@@ -82,10 +83,22 @@ def measure(case: dict[str, Any], model: Any, config: Any) -> dict[str, Any]:
     row["ttft_media_ms"] = round(median_ms(lambda: first_token(media)), 1)
     row["tokens"] = greedy(full, NEW_TOKENS)
     row["media_tokens"] = greedy(media, 16)
+    row["logits"], row["media_logits"] = digest(model, full), digest(model, media)
     start = time.perf_counter()
     greedy(short, 32)
     row["decode_tok_s"] = round(32 / (time.perf_counter() - start - row["ttft_ms"] / 1000), 2)
     return row
+
+
+def digest(model: Any, inputs: dict[str, Any]) -> str:
+    """Return a hash of the last position's logits, bit for bit: random weights can repeat one token whatever is wrong."""
+    import hashlib
+
+    import torch
+
+    with torch.no_grad():
+        logits = model(**inputs, use_cache=True, logits_to_keep=1).logits.float().cpu()
+    return hashlib.sha256(logits.numpy().tobytes()).hexdigest()[:16]
 
 
 def host_peak_gib() -> float:
@@ -95,6 +108,7 @@ def host_peak_gib() -> float:
 
 
 def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str, Any]:
+    import bitsandbytes  # noqa: F401 - imported before the clock starts, as in the other engine
     import torch
     from peft import PeftModel
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
@@ -125,6 +139,8 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     import torch
 
     import trimtab
+    import trimtab.runtime.model  # noqa: F401 - imported before the clock starts, as in the other engine
+    from trimtab.runtime.devices import process_bytes
 
     torch.cuda.init()
     gpu_memory = None
@@ -141,11 +157,12 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         # The driver's context is outside PyTorch's limit: a 4 GiB card has that much less for tensors.
         allowed = gpu_memory - plan.gpu["cuda_context"]
         torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.get_device_properties(0).total_memory)
+    base = process_bytes()
     start = time.perf_counter()
     with trimtab.load(plan) as model:
         torch.cuda.synchronize()
         load_s = time.perf_counter() - start
-        load_peak = model.memory()["gpu_peak_bytes"]
+        load_peak, load_host = model.memory()["gpu_peak_bytes"], model.memory()["host_peak_bytes"]
         model.route.set("a")
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
@@ -156,7 +173,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     return {
         "plan_s": round(plan_s, 2), "load_s": round(load_s, 2), "gpu_planned_gib": round(planned, 3),
         "gpu_peak_gib": round(memory["gpu_peak_bytes"] / 2**30, 3),
-        "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu), "peak_phase": plan.peak_phase, **row,
+        "host_base_gib": round(base / 2**30, 3), "host_load_gib": round(load_host / 2**30, 3), "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu), "peak_phase": plan.peak_phase, **row,
     }  # fmt: skip
 
 
@@ -240,6 +257,8 @@ def main() -> None:
             if given.save:
                 save(given.save, rows)
     compare(rows)
+    for row in rows:
+        print(row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")})
     if given.save:
         save(given.save, rows)
 
@@ -277,12 +296,12 @@ def compare(rows: list[dict[str, Any]]) -> None:
             if r["model"] == row["model"] and r["engine"] == "trimtab" and r["placement"] == "resident" and "tokens" in r
         ]  # fmt: skip
         if row["engine"] == "trimtab" and row["adapter_rank"] == 8 and same and "tokens" in row:
-            row["tokens_equal"] = row["tokens"] == same[0]["tokens"]
-            row["media_tokens_equal"] = row["media_tokens"] == same[0]["media_tokens"]
+            keys = ("tokens", "media_tokens", "logits", "media_logits")
+            row |= {f"{key}_equal": row[key] == same[0][key] for key in keys}
 
 
 def print_row(row: dict[str, Any]) -> None:
-    shown = {key: value for key, value in row.items() if key not in ("tokens", "media_tokens", "tiers", "gpu_items")}
+    shown = {key: value for key, value in row.items() if key not in ("tokens", "media_tokens", "logits", "media_logits", "tiers", "gpu_items")}
     print(json.dumps(shown), flush=True)
 
 

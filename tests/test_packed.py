@@ -123,6 +123,14 @@ def test_int8_and_4_bit_weights_may_stand_side_by_side(tmp_path: Path) -> None:
     assert {name: entry.kind for name, entry in packed.items()} == {"l.weight": "nf4", "m.weight": "int8"}
 
 
+@pytest.mark.parametrize(("storage", "count"), [("uint8", 8), ("bfloat16", 4), ("float16", 4), ("float32", 2)])
+def test_an_odd_number_of_values_is_rounded_up(tmp_path: Path, storage: str, count: int) -> None:
+    parts = four_bit(STATE | {"shape": [3, 5]}) | {
+        "l.weight": Part(storage, (count, 1)), "l.weight.absmax": Part("float32", (1,)),
+    }  # fmt: skip
+    assert split_packed(checkpoint(tmp_path, parts))[1]["l.weight"].shape == (3, 5)
+
+
 def test_a_parameter_of_any_name_may_be_packed(tmp_path: Path) -> None:
     # As bitsandbytes.nn.parametrize saves a parameter that is no linear's weight.
     parts = {name.replace("l.weight", "mixer.table"): part for name, part in four_bit().items()}

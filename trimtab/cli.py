@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
         description="Any LoRA adapter on a quantized multimodal model that does not fit the GPU.",
     )  # fmt: skip
     top.add_argument("--version", action="version", version=f"trimtab {trimtab.__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
@@ -301,8 +301,9 @@ def run_run(options: argparse.Namespace) -> int:
     question: dict[str, Any] = {
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
     }  # fmt: skip
-    with show.loading_bar(sys.stderr, wanted=not options.json) as progress, trimtab.load(plan, progress=progress) as model:
-        show.finish(progress)
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress)
+    with model:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)
             _print_json(show.answer_json(answer, plan, model.memory(), adapter))
@@ -358,8 +359,7 @@ def _adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
 def run_demo(options: argparse.Namespace) -> int:
     from trimtab.demo import line
 
-    say = (lambda text="", end="\n": None) if options.json else (lambda text="", end="\n": print(text, end=end, flush=True))
-    report = line.run(say)
+    report = line.run((lambda text: None) if options.json else (lambda text: print(text, flush=True)))
     if options.json:
         _print_json(report)
     return 0

@@ -109,9 +109,9 @@ class LoadingBar:
 
 
 @contextmanager
-def loading_bar(stream: TextIO, *, wanted: bool = True) -> Iterator[LoadingBar | None]:
+def loading_bar(stream: TextIO) -> Iterator[LoadingBar | None]:
     """Yield a bar on a terminal, None on anything else; the bar is gone afterwards."""
-    if not (wanted and stream.isatty()):
+    if not stream.isatty():
         yield None
         return
     bar = LoadingBar(stream)

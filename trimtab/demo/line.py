@@ -1,0 +1,130 @@
+"""What the whole line does, shown on one small model: plan under a budget it does not fit, load, adapt, answer, prove."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import trimtab
+from trimtab import show
+from trimtab.errors import DoesNotFitError, ParityError, gib
+from trimtab.plan.picture import draw
+
+Say = Callable[[str], None]
+CONTEXT_TOKENS = 512
+NEW_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One question of the demo: to which adapter (None: the base), with which picture or sound."""
+
+    kind: str
+    prompt: str
+    media: Mapping[str, str]
+    adapter: str | None
+
+
+def run(say: Say, *, folder: Path | None = None) -> dict[str, Any]:
+    """Return what was planned, answered and compared, after telling it step by step.
+
+    folder: laid out as build.py says; None builds one that is gone afterwards. Errors: ParityError if a logit of the
+    split model differs from the all-resident one's.
+    """
+    if folder is not None:
+        return _run(say, folder)
+    with tempfile.TemporaryDirectory(prefix="trimtab-demo-", ignore_cleanup_errors=True) as scratch:
+        say("Building a tiny Gemma 4 (text, pictures, sound) and two adapters. The weights are random: its answers mean")
+        say("nothing, what it shows is where bytes go and that two placements give the same numbers.\n")
+        from trimtab.demo import build
+
+        build.build(Path(scratch))
+        return _run(say, Path(scratch))
+
+
+def _run(say: Say, folder: Path) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "adapters": {path.name: path for path in sorted((folder / "adapters").iterdir())}, "context": CONTEXT_TOKENS,
+        "images": 1, "audio_s": 1.0,
+    }  # fmt: skip
+    asks = read_asks(folder, list(options["adapters"]))
+    whole = trimtab.plan(folder / "base", place={"*": "resident"}, **options)
+    split = trimtab.plan(folder / "base", gpu_memory=_tight_bytes(folder, whole, options), **options)
+    say(f"1. plan: all resident it needs {gib(whole.gpu_needed_bytes)}; here it may use {gib(split.gpu_budget_bytes)}\n")
+    say(str(split))
+    picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
+    draw(split, picture)
+    say(f"\npicture of the plan: {picture}\n")
+    say("2. load, and ask the base and each adapter")
+    answers, logits = _answers(split, asks, say)
+    say("\n3. prove: the same questions to the model with every weight resident")
+    _, expected = _answers(whole, asks, None)
+    largest = compare(logits, expected)
+    positions = sum(len(found) for found in logits)
+    say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
+    if largest:
+        place = next(place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b))
+        raise ParityError(
+            f"the split model differs from the resident one on the {asks[place].kind} prompt", position=0,
+            max_abs=largest, mean_abs=float((logits[place] - expected[place]).abs().mean()), tolerance=0.0,
+        )  # fmt: skip
+    say("   same")
+    tiers = split.tiers().values()
+    return {
+        "picture": str(picture), "resident_needed_bytes": whole.gpu_needed_bytes, "budget_bytes": split.gpu_budget_bytes,
+        "tiers": {tier: list(tiers).count(tier) for tier in sorted(set(tiers))}, "answers": answers,
+        "positions": positions, "max_abs": largest, "same": True,
+    }  # fmt: skip
+
+
+def read_asks(folder: Path, adapters: Sequence[str]) -> list[Ask]:
+    """Return the first question of each kind, to the base and to every adapter."""
+    first: dict[str, dict[str, Any]] = {}
+    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        found = json.loads(line)
+        first.setdefault(found["kind"], found)
+    return [
+        Ask(kind, found["prompt"], {name: str(folder / found[name]) for name in ("image", "audio") if name in found}, who)
+        for kind, found in first.items()
+        for who in (None, *adapters)
+    ]
+
+
+def _tight_bytes(folder: Path, whole: trimtab.Plan, options: Mapping[str, Any]) -> int:
+    """Return a budget between the smallest with a placement and the one that holds everything."""
+    try:
+        trimtab.plan(folder / "base", gpu_memory=1, **options)
+    except DoesNotFitError as exc:
+        return exc.needed_bytes + (whole.gpu_needed_bytes - exc.needed_bytes) // 4
+    raise AssertionError("a model fits into one byte")
+
+
+def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the answers (none without say) and the teacher-forced logits [S, V] of every question."""
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress)
+    answers, logits = [], []
+    with model:
+        for ask in asks:
+            if say is not None:
+                answer = model.answer(ask.prompt, **ask.media, adapter=ask.adapter, max_new_tokens=NEW_TOKENS)
+                name = ask.adapter or "base"
+                say(f"   {ask.kind:5} {name:8} {ask.prompt} -> {answer.text!r} ({answer.tokens_per_s:.0f} tokens/s)")
+                answers.append({"kind": ask.kind, "adapter": ask.adapter, "prompt": ask.prompt, "text": answer.text})
+            logits.append(model.logits(ask.prompt, **ask.media, adapter=ask.adapter))
+    return answers, logits
+
+
+def compare(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Return the largest absolute difference of two lists of logits; 0.0 only if every bit is the same."""
+    largest = 0.0
+    for one, other in zip(found, expected, strict=True):
+        if not one.equal(other):
+            difference = float((one - other).abs().max())
+            largest = max(largest, difference or float("nan"))
+    return largest
