@@ -167,6 +167,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
         row = measure(case, model.hf_model, model.hf_model.config)
         row["gpu_load_peak_gib"] = round(load_peak / 2**30, 3)
         memory = model.memory()
+        row["host_peak_gib"] = round(host_peak_gib(), 2)
         row |= stream_share(model)
         row["reserved_peak_gib"] = round(torch.cuda.max_memory_reserved() / 2**30, 3)
     planned = plan.gpu_peak_bytes / 2**30
@@ -212,7 +213,7 @@ def child(case: dict[str, Any], work: Path) -> dict[str, Any]:
     checkpoint, adapter = work / case["model"], work / f"{case['model']}-r{case['rank']}"
     engine = run_stock if case["engine"] == "stock" else run_trimtab
     row = engine(case, checkpoint, adapter)
-    return {**row, "host_peak_gib": round(host_peak_gib(), 2)}
+    return {"host_peak_gib": round(host_peak_gib(), 2), **row}
 
 
 def environment() -> dict[str, Any]:

@@ -47,6 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     place = Place(demo, options.work or ROOT / "build/demo_training", device)
     log = _read_log(log_file)
     _train_all(options, place, log, log_file)
+    if options.no_score:
+        return 0
     write_samples(demo)
     began = time.perf_counter()
     with _bar("scoring", None) as tick:
@@ -63,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--evaluate", action="store_true", help="score the bundled files; train nothing")
     parser.add_argument("--quick", action="store_true", help="a smoke run: little data, few steps, a scratch folder")
     parser.add_argument("--fresh", action="store_true", help="train stages again that are already there")
+    parser.add_argument("--no-score", action="store_true", help="train only: no samples, no scoring, no card")
     parser.add_argument("--stages", default=",".join(STAGES), help="which to train, by commas (default: %(default)s)")
     parser.add_argument("--steps", type=int, help="steps of every stage instead of its own number")
     parser.add_argument("--device", help="cuda or cpu (default: cuda for training if there is one, cpu for scoring)")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -46,15 +48,17 @@ def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
 
 
 def test_memory_is_given_back(tmp_path):
+    """The first round also fills what libraries keep for good (workspaces, tables): it sets the mark."""
     folder = pico.build("gemma4", tmp_path / "gemma4")
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_allocated()
-    for place in ({"*": "resident"}, {"*": "stream"}):
+    mark = None
+    for place in ({"*": "resident"}, {"*": "resident"}, {"*": "stream"}):
         with trimtab.load(trimtab.plan(folder, context=64, quant="nf4", place=place)) as model:
-            assert torch.cuda.memory_allocated() > before
+            assert mark is None or torch.cuda.memory_allocated() > mark
             stock.logits(model.hf_model, inputs_of("gemma4", model.hf_model.config, "cuda:0"))
         del model
-        assert torch.cuda.memory_allocated() == before
+        gc.collect()
+        mark = mark or torch.cuda.memory_allocated()
+        assert torch.cuda.memory_allocated() == mark
 
 
 def test_an_adapter_gives_its_memory_back(tmp_path):

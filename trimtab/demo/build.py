@@ -122,13 +122,15 @@ def _config(tokenizer: Any) -> Any:
 
 
 def _write_base(config: Any, tokenizer: Any, folder: Path) -> None:
+    from safetensors.torch import save_file
     from transformers import Gemma4ForConditionalGeneration
 
-    state = torch.get_rng_state()
-    torch.manual_seed(SEED)
-    model = Gemma4ForConditionalGeneration._from_config(config, dtype=torch.bfloat16).eval()
-    torch.set_rng_state(state)
-    model.save_pretrained(folder, max_shard_size="1MB")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        model = Gemma4ForConditionalGeneration(config)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    config.save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)
     _write_processor(folder)
     generation = {"bos_token_id": 2, "eos_token_id": [1, tokenizer.convert_tokens_to_ids("<turn|>")], "pad_token_id": 0}

@@ -54,8 +54,8 @@ def _run(say: Say, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     asks = read_asks(folder, list(options["adapters"]))
     whole = trimtab.plan(folder / "base", place={"*": "resident"}, **options)
-    split = trimtab.plan(folder / "base", gpu_memory=_tight_bytes(folder, whole, options), **options)
-    say(f"1. plan: all resident it needs {gib(whole.gpu_needed_bytes)}; here it may use {gib(split.gpu_budget_bytes)}\n")
+    split = _split_plan(folder, whole, options)
+    say(f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n")
     say(str(split))
     picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
     draw(split, picture)
@@ -95,13 +95,17 @@ def read_asks(folder: Path, adapters: Sequence[str]) -> list[Ask]:
     ]
 
 
-def _tight_bytes(folder: Path, whole: trimtab.Plan, options: Mapping[str, Any]) -> int:
-    """Return a budget between the smallest with a placement and the one that holds everything."""
+def _split_plan(folder: Path, whole: trimtab.Plan, options: Mapping[str, Any]) -> trimtab.Plan:
+    """Return a plan in which tables are gathered and blocks streamed, for a budget little above the smallest one."""
     try:
         trimtab.plan(folder / "base", gpu_memory=1, **options)
     except DoesNotFitError as exc:
-        return exc.needed_bytes + (whole.gpu_needed_bytes - exc.needed_bytes) // 4
-    raise AssertionError("a model fits into one byte")
+        tight_bytes = exc.needed_bytes + (whole.gpu_needed_bytes - exc.needed_bytes) // 16
+    found = trimtab.plan(folder / "base", gpu_memory=tight_bytes, **options)
+    if "stream" in found.tiers().values():
+        return found
+    # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are asked for.
+    return trimtab.plan(folder / "base", place={"*": "stream", "table": "gather"}, **options)
 
 
 def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any]]:

@@ -42,6 +42,13 @@ class Leaf:
         return sum(self.parts.values())
 
     @property
+    def allocated_bytes(self) -> int:
+        """Bytes when resident on a GPU: packed weights share one allocation, others have one each."""
+        if len(self.parts) > 1:
+            return buffer_bytes(self.parts)
+        return sum(allocated_bytes(nbytes) for nbytes in self.parts.values())
+
+    @property
     def load_transient_bytes(self) -> int:
         if not self.packs:
             return self.nbytes
@@ -149,7 +156,7 @@ def _block(path: str, rows: list[ModuleRow], anatomy: Anatomy, quant: str, tied:
     return Block(
         block_path=path, part=part,
         movable_bytes=sum(leaf.nbytes for leaf in leaves), fixed_bytes=sum(tensor.nbytes for tensor in fixed),
-        movable_allocated_bytes=sum(allocated_bytes(n) for leaf in leaves for n in leaf.parts.values()),
+        movable_allocated_bytes=sum(leaf.allocated_bytes for leaf in leaves),
         fixed_allocated_bytes=sum(allocated_bytes(tensor.nbytes) for tensor in fixed),
         buffer_bytes=sum(buffer_bytes(leaf.parts) for leaf in leaves),
         leaves=tuple(dict.fromkeys(leaf.module_path for leaf in leaves)),

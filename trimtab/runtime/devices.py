@@ -32,6 +32,9 @@ from trimtab.plan import Machine, Rates
 
 # A CUDA context with the kernels of torch and bitsandbytes that a request loads; not part of torch's own count.
 CONTEXT_BYTES = 500 * 2**20
+# Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
+# tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
+FIRST_FORWARD_BYTES = 850 * 2**20
 SAMPLE_BYTES = 64 * 2**20
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
@@ -76,7 +79,8 @@ def read_machine(device: str = "auto") -> Machine:
     free += torch.cuda.memory_reserved(resolved) - torch.cuda.memory_allocated(resolved)
     return Machine(
         execution_device=resolved, gpu_total_bytes=total, gpu_free_bytes=free,
-        host_available_bytes=host_available_bytes(), context_bytes=CONTEXT_BYTES, process_bytes=process_bytes(),
+        host_available_bytes=host_available_bytes(), context_bytes=CONTEXT_BYTES,
+        process_bytes=process_bytes() + FIRST_FORWARD_BYTES,
     )  # fmt: skip
 
 

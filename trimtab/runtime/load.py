@@ -23,6 +23,7 @@ from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
+from trimtab.plan.cost import buffer_bytes, packed_parts
 from trimtab.runtime import hf, lora, tiers
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -94,6 +95,7 @@ class _Filler:
         self.tier = {row.block: plan.tier_of(row.block) for row in self.rows}
         self.home = {placement.block_path: placement.home for placement in plan.placements}
         self.codes = CodeTables()
+        self.arena = tiers.Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
         self.groups: list[tiers.Group] = []
         self.staged: list[tiers.Staged] = []
@@ -146,6 +148,19 @@ class _Filler:
             return rank[self.tier[item[0]]], int(tied)
 
         return sorted(grouped.items(), key=key)
+
+    def _arena_bytes(self, row: ModuleRow) -> int:
+        """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
+        weight = row.weight
+        if not row.quantized or weight is None or self.tier[row.block] != "resident":
+            return 0
+        expression = self.probe.sources[weight.tensor_path]
+        entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
+        if entry is None:
+            return buffer_bytes(packed_parts(weight.shape, self.plan.request.quant, weight.dtype))
+        kept = ("weight", "absmax", "nested_absmax", "SCB")
+        sizes = {name: part.nbytes for name, part in entry.parts.items() if name in kept}
+        return buffer_bytes(sizes | ({"offset": 4} if entry.nested else {}))
 
     # What is read, in order -------------------------------------------------------------------------------------------
 
@@ -271,6 +286,7 @@ class _Filler:
         common = {"bias": bias, "device": self.device, "dtype": self.dtype, "route": self.route}
         leaf: tiers.Leaf
         if tier == "resident" or tied:
+            packed = self.arena.hold(packed) if row.quantized else packed
             leaf = tiers.ResidentLeaf(row.module_path, packed, **common)
             if packed.kind == "none" and not tied:
                 self.owners[weight.tensor_path] = nn.Parameter(packed.parts["weight"], requires_grad=False)
