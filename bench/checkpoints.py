@@ -145,7 +145,7 @@ def media_inputs(config: Any, *, device: str, seconds: float = 10.0) -> dict[str
     grid = torch.stack(torch.meshgrid(torch.arange(columns), torch.arange(rows), indexing="xy"), -1).reshape(1, -1, 2)
     frames = int(seconds * 100)
     features = torch.randn(1, frames, 128, generator=generator)
-    sound_tokens = -(-(-(-frames // 2)) // 2)
+    sound_tokens = ((frames + 1) // 2 + 1) // 2
     text = torch.randint(1000, 200000, (64,), generator=generator)
     ids = torch.cat([
         text[:32], torch.full((280,), config.image_token_id), torch.full((sound_tokens,), config.audio_token_id),

@@ -113,7 +113,9 @@ def run_stock(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[str
     from peft import PeftModel
     from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
 
-    towers = {name: "cpu" for name in ("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio")}
+    towers = dict.fromkeys(
+        ("model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio"), "cpu"
+    )
     device_map: Any = {"": 0}
     if case["name"] == "towers-cpu":
         device_map = {"model.language_model": 0, "lm_head": 0} | towers
@@ -139,7 +141,7 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     import torch
 
     import trimtab
-    import trimtab.runtime.model  # noqa: F401 - imported before the clock starts, as in the other engine
+    import trimtab.runtime.model
     from trimtab.runtime.devices import process_bytes
 
     torch.cuda.init()
@@ -174,7 +176,9 @@ def run_trimtab(case: dict[str, Any], checkpoint: Path, adapter: Path) -> dict[s
     return {
         "plan_s": round(plan_s, 2), "load_s": round(load_s, 2), "gpu_planned_gib": round(planned, 3),
         "gpu_peak_gib": round(memory["gpu_peak_bytes"] / 2**30, 3),
-        "host_base_gib": round(base / 2**30, 3), "host_load_gib": round(load_host / 2**30, 3), "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu), "peak_phase": plan.peak_phase, **row,
+        "host_base_gib": round(base / 2**30, 3), "host_load_gib": round(load_host / 2**30, 3),
+        "host_planned_gib": round(plan.host_peak_bytes / 2**30, 3), "tiers": plan.tiers(), "gpu_items": dict(plan.gpu),
+        "peak_phase": plan.peak_phase, **row,
     }  # fmt: skip
 
 
@@ -201,9 +205,12 @@ def stream_share(model: Any) -> dict[str, Any]:
     before = streamer.copied_bytes
     taken = median_ms(once, repeat=5)
     rate = (streamer.copied_bytes - before) / 5 / taken * 1000
-    del target
     memory.close()
-    return {"stream_gbps": round(rate / 1e9, 1), "pinned_gbps": round(pinned / 1e9, 1), "stream_share": round(rate / pinned, 3)}
+    return {
+        "stream_gbps": round(rate / 1e9, 1),
+        "pinned_gbps": round(pinned / 1e9, 1),
+        "stream_share": round(rate / pinned, 3),
+    }
 
 
 def child(case: dict[str, Any], work: Path) -> dict[str, Any]:
@@ -259,7 +266,9 @@ def main() -> None:
                 save(given.save, rows)
     compare(rows)
     for row in rows:
-        print(row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")})
+        print(
+            row["model"], row["placement"], row["adapter_rank"], {k: v for k, v in row.items() if k.endswith("_equal")}
+        )
     if given.save:
         save(given.save, rows)
 
@@ -268,10 +277,14 @@ def prepare(size: str, work: Path) -> None:
     if (work / size / "config.json").exists():
         return
     start = time.perf_counter()
-    code = (
-        "from bench.checkpoints import *; from pathlib import Path; w=Path({w!r}); c=write_checkpoint({s!r}, w/{s!r}); "
-        "[write_adapter(c, w/f'{s}-r{{r}}', r) for r in (8, 64)]"
-    ).format(w=str(work), s=size)
+    lines = (
+        "from pathlib import Path",
+        "from bench.checkpoints import write_adapter, write_checkpoint",
+        f"work = Path({str(work)!r})",
+        f"folder = write_checkpoint({size!r}, work / {size!r})",
+        f"for rank in (8, 64): write_adapter(folder, work / f'{size}-r{{rank}}', rank)",
+    )
+    code = "\n".join(lines)
     subprocess.run([sys.executable, "-c", code], check=True)
     print(f"made {size} in {time.perf_counter() - start:.0f} s", flush=True)
 
@@ -302,7 +315,11 @@ def compare(rows: list[dict[str, Any]]) -> None:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    shown = {key: value for key, value in row.items() if key not in ("tokens", "media_tokens", "logits", "media_logits", "tiers", "gpu_items")}
+    shown = {
+        key: value
+        for key, value in row.items()
+        if key not in ("tokens", "media_tokens", "logits", "media_logits", "tiers", "gpu_items")
+    }
     print(json.dumps(shown), flush=True)
 
 

@@ -22,7 +22,10 @@ def main() -> None:
 
     def mark(name: str) -> None:
         marks.append((name, time.perf_counter()))
-        print(f"{name:24s} {marks[-1][1] - marks[-2][1]:6.2f} s   rss {devices.process_bytes() / 2**30:.2f} GiB", flush=True)
+        print(
+            f"{name:24s} {marks[-1][1] - marks[-2][1]:6.2f} s   rss {devices.process_bytes() / 2**30:.2f} GiB",
+            flush=True,
+        )
 
     plan = trimtab.plan(work / size, adapters={"a": work / f"{size}-r8"}, context=1024, audio_s=10.0, place=LEAN)
     mark("plan (imports, rates)")
@@ -71,7 +74,21 @@ def timed_calls() -> dict[str, list[float]]:
     for owner, names in (
         (load, ("read_checkpoint", "split_packed", "quantize", "keep")),
         (hf, ("probe", "anatomy_of")),
-        (load._Filler, ("run", "_dense", "_fill_block", "_fill_linear", "_fill_fixed", "_fill_embedding", "_check_nothing_left", "_streamer", "_blocks", "_reads")),
+        (
+            load._Filler,
+            (
+                "run",
+                "_dense",
+                "_fill_block",
+                "_fill_linear",
+                "_fill_fixed",
+                "_fill_embedding",
+                "_check_nothing_left",
+                "_streamer",
+                "_blocks",
+                "_reads",
+            ),
+        ),
         (read.Reader, ("__init__", "take", "_start", "_fill", "__exit__")),
         (read.HostMemory, ("__init__", "close")),
         (tiers.GroupWriter, ("add", "finish")),

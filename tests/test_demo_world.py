@@ -18,14 +18,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
-import demo_data  # noqa: E402
-import demo_forward  # noqa: E402
-import demo_media  # noqa: E402
-import demo_model  # noqa: E402
-import demo_training  # noqa: E402
-import demo_world as world  # noqa: E402
-from demo_samples import sample_asks  # noqa: E402
-from demo_scoring import shortfalls  # noqa: E402
+import demo_data
+import demo_forward
+import demo_media
+import demo_model
+import demo_training
+import demo_world as world
+from demo_samples import sample_asks
+from demo_scoring import shortfalls
 
 PICTURE = world.Picture("star", "blue", "top right", 2, shade=0, fill=1)
 SOUND = world.Sound("high", 3, "falling", half=1, timbre=1)
@@ -74,9 +74,7 @@ def test_each_voice_has_its_own_answer(thing: world.Thing, about: str, answers: 
     assert [world.answer(question, voice) for voice in world.VOICES] == answers
 
 
-@pytest.mark.parametrize(
-    ("shape", "count", "word"), [("cross", 1, "one red cross"), ("cross", 2, "two red crosses")]
-)
+@pytest.mark.parametrize(("shape", "count", "word"), [("cross", 1, "one red cross"), ("cross", 2, "two red crosses")])
 def test_plurals_are_english(shape: str, count: int, word: str) -> None:
     question = world.questions(world.Picture(shape, "red", "middle", count))[0]
     assert world.answer(question, "base") == f"{word} in the middle"
@@ -118,7 +116,9 @@ def test_training_prompts_hold_no_held_out_fact() -> None:
     assert not asked & scored
 
 
-@pytest.mark.parametrize(("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)])
+@pytest.mark.parametrize(
+    ("voice", "questions"), [("base", 384), ("style", 384), ("specialist", 240), ("rslora-dora", 384)]
+)
 def test_an_adapter_is_scored_only_where_it_differs_from_the_base(voice: world.Voice, questions: int) -> None:
     asks = demo_data.held_out_asks(voice)
     assert len(asks) == questions
@@ -304,7 +304,9 @@ def test_an_interrupted_run_ends_as_an_unbroken_one(
 
     def run(state_file: Path, *, stop_at: int | None) -> Any:
         gemma = demo_model.build_model(demo_model.build_config(tokenizer), seed=5)
-        schedule = demo_training.Schedule(4, 1e-3, (1, 1, 1), 1, evaluate_every=9, save_every=2, clip_at=0.3, hint_weight=1)
+        schedule = demo_training.Schedule(
+            4, 1e-3, (1, 1, 1), 1, evaluate_every=9, save_every=2, clip_at=0.3, hint_weight=1
+        )
 
         def report(figures: dict[str, Any]) -> None:
             if stop_at == figures["step"]:

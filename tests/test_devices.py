@@ -22,7 +22,9 @@ def test_the_cpu_is_the_device_when_there_is_no_gpu(monkeypatch):
     assert devices.resolve_device("auto") == "cpu"
 
 
-@pytest.mark.parametrize(("asked", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")])
+@pytest.mark.parametrize(
+    ("asked", "found"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cuda:1", "cuda:1"), ("cpu", "cpu")]
+)
 def test_devices_are_named_with_their_number(asked, found, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

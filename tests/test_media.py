@@ -61,7 +61,9 @@ def test_a_decompression_bomb_is_refused_before_it_is_decoded(side, words):
         read_image(bomb.getvalue())
 
 
-@pytest.mark.parametrize("rate, channels, form", [(44_100, 2, "WAV"), (8_000, 1, "WAV"), (48_000, 1, "FLAC"), (16_000, 1, "WAV")])
+@pytest.mark.parametrize(
+    "rate, channels, form", [(44_100, 2, "WAV"), (8_000, 1, "WAV"), (48_000, 1, "FLAC"), (16_000, 1, "WAV")]
+)
 def test_a_sound_becomes_mono_16_khz(rate, channels, form):
     found = read_audio(talking.wav(rate=rate, channels=channels, form=form))
     assert found.dtype == np.float32 and found.ndim == 1 and abs(len(found) - 0.8 * SAMPLE_RATE) <= 2

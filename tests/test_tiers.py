@@ -30,7 +30,9 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
         for place, shape in enumerate(((128, 64), (64, 192))):
             packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
             path = f"layers.{block}.{place}"
-            staged.append(tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts)))
+            staged.append(
+                tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts))
+            )
             staged_leaves.append(tiers.StagedLeaf(path, staged[-1], **common).eval())
             resident.append(tiers.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(pinned=False, spill=spill))
@@ -127,7 +129,12 @@ def test_a_full_disk_is_a_device_error(tmp_path, monkeypatch):
 @pytest.mark.parametrize("quant", QUANTS)
 def test_a_host_leaf_equals_the_resident_one_on_the_same_device(quant):
     packed = packed_weight(quant, 64, 128, 1)
-    common = {"bias": torch.ones(64, dtype=torch.bfloat16), "device": CPU, "dtype": torch.bfloat16, "route": lora.Route()}
+    common = {
+        "bias": torch.ones(64, dtype=torch.bfloat16),
+        "device": CPU,
+        "dtype": torch.bfloat16,
+        "route": lora.Route(),
+    }
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     host = tiers.HostLeaf("a", packed, **common).eval()
     assert torch.equal(host(x), tiers.ResidentLeaf("a", packed, **common).eval()(x))

@@ -237,7 +237,11 @@ def held_out_asks(voice: Voice) -> list[Ask]:
             thing = rng.choice(choices)
             asked = world.questions(thing)
             whole, detail = (
-                [q for q in asked if (q.about == "all") == is_whole and (voice == "base" or world.is_changed_by(q, voice))]
+                [
+                    q
+                    for q in asked
+                    if (q.about == "all") == is_whole and (voice == "base" or world.is_changed_by(q, voice))
+                ]
                 for is_whole in (True, False)
             )
             picks = (rng.random(), rng.random())

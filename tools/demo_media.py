@@ -67,9 +67,7 @@ def _outline(shape: str, x: int, y: int, radius: int) -> list[tuple[float, float
         return [(x, y - radius), (x + radius, y + radius * 0.8), (x - radius, y + radius * 0.8)]
     if shape == "star":
         radii = [radius * 1.15 if i % 2 == 0 else radius * 0.45 for i in range(10)]
-        return [
-            (x + r * math.sin(i * math.pi / 5), y - r * math.cos(i * math.pi / 5)) for i, r in enumerate(radii)
-        ]
+        return [(x + r * math.sin(i * math.pi / 5), y - r * math.cos(i * math.pi / 5)) for i, r in enumerate(radii)]
     arm = radius * 0.34
     corners = [(-arm, -radius), (arm, -radius), (arm, -arm), (radius, -arm), (radius, arm), (arm, arm)]
     return [(x + a, y + b) for a, b in corners] + [(x - a, y - b) for a, b in corners]

@@ -246,9 +246,7 @@ def train(gemma: Any, stage: Stage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _save_state(
-    gemma: Any, step_once: Step, dice: Dice, path: Path, step: int, curve: list[dict[str, Any]]
-) -> None:
+def _save_state(gemma: Any, step_once: Step, dice: Dice, path: Path, step: int, curve: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     state = {
         "step": step, "curve": curve, "model": gemma.state_dict(), "optimizer": step_once.optimizer.state_dict(),

@@ -94,7 +94,8 @@ def plan_request(request: LoadRequest) -> Plan:
 def _resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
     """Return the format to load in. Errors: RequestError if an already quantized checkpoint is asked for another one."""
     kinds = {
-        "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind for entry in split_packed(checkpoint)[1].values()
+        "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind
+        for entry in split_packed(checkpoint)[1].values()
     }
     if not kinds:
         return DEFAULT_QUANT if quant == "auto" else quant

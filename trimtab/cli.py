@@ -174,7 +174,9 @@ def _add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     group.add_argument("--adapter", action="append", metavar="NAME=PATH", help="load this adapter; may be repeated")
     group.add_argument("--gpu-memory", metavar="SIZE", help='budget, such as "4GiB" (default: what is free)')
     group.add_argument("--host-memory", metavar="SIZE", help='budget, such as "16GiB" (default: what is available)')
-    group.add_argument("--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)")
+    group.add_argument(
+        "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
+    )
     group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: bfloat16)")
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
     group.add_argument(
@@ -183,10 +185,15 @@ def _add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     )  # fmt: skip
     group.add_argument("--device-map", metavar="FILE", help="a JSON device map in transformers' form")
     group.add_argument(
-        "--keep-unquantized", action="append", metavar="PATTERN", help="leave these modules as they are; may be repeated"
+        "--keep-unquantized",
+        action="append",
+        metavar="PATTERN",
+        help="leave these modules as they are; may be repeated",
     )
     group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
-    group.add_argument("--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)")
+    group.add_argument(
+        "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
+    )
 
 
 def _add_sampling(found: argparse.ArgumentParser) -> None:
@@ -253,7 +260,9 @@ def _read_device_map(path: str) -> dict[str, int | str]:
         raise RequestError(f"cannot be read ({exc.strerror})", field="--device-map", value=path) from exc
     except ValueError as exc:
         raise RequestError(f"is not JSON ({exc})", field="--device-map", value=path) from exc
-    is_map = isinstance(found, dict) and all(isinstance(v, (int, str)) and not isinstance(v, bool) for v in found.values())
+    is_map = isinstance(found, dict) and all(
+        isinstance(v, (int, str)) and not isinstance(v, bool) for v in found.values()
+    )
     if not is_map:
         raise RequestError(
             'must be an object of module paths and devices, such as {"": 0, "model.vision_tower": "cpu"}',

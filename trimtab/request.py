@@ -57,8 +57,9 @@ class LoadRequest:
 
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
     gpu_memory_bytes, host_memory_bytes: budgets; None means what the machine has free. context_tokens: prompt and answer
-    together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows decoded together. images, audio_s: the largest picture count and sound length (seconds)
-    of one prompt, counted as activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
+    together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows
+    decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
+    activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
     form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N".
     """
 
@@ -90,16 +91,22 @@ class LoadRequest:
         for name in self.adapters:
             if not _NAME.match(name):
                 raise RequestError(
-                    "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most", field="adapters", value=name
+                    "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most",
+                    field="adapters",
+                    value=name,
                 )
         for pattern, tier in self.place.items():
             if not pattern:
-                raise RequestError("an empty pattern names nothing; '*' names every block", field="place", value=pattern)
+                raise RequestError(
+                    "an empty pattern names nothing; '*' names every block", field="place", value=pattern
+                )
             check_choice(tier, TIERS, field_name=f"place[{pattern!r}]")
         if self.place and self.device_map is not None:
             raise RequestError("place and device_map both decide tiers; give one", field="device_map")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise RequestError("unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N"))
+            raise RequestError(
+                "unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N")
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as JSON-ready values."""
@@ -158,6 +165,8 @@ class GenerateRequest:
             for name in ("top_k", "top_p", "min_p", "seed"):
                 if getattr(self, name) is not None:
                     raise RequestError(
-                        "has no effect at temperature 0 (greedy)", field=name, value=getattr(self, name),
+                        "has no effect at temperature 0 (greedy)",
+                        field=name,
+                        value=getattr(self, name),
                         hint="Set temperature above 0 or leave the option out",
                     )

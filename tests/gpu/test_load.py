@@ -6,4 +6,4 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from tests.test_load import *  # noqa: E402,F403
+from tests.test_load import *

@@ -75,6 +75,7 @@ def test_an_adapter_gives_its_memory_back(tmp_path):
 def test_out_of_memory_is_a_device_error_with_the_plans_numbers(tmp_path, monkeypatch):
     folder = pico.build("llama", tmp_path / "llama")
     with trimtab.load(trimtab.plan(folder, context=64, quant="nf4")) as model:
+
         def fail(*args, **kwargs):
             torch.empty(2**50, dtype=torch.uint8, device=GPU)
 

@@ -128,7 +128,9 @@ def _write_base(config: Any, tokenizer: Any, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         model = Gemma4ForConditionalGeneration(config)
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+    tensors = {
+        name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items() if name != "lm_head.weight"
+    }
     config.save_pretrained(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)

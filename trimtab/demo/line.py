@@ -39,7 +39,9 @@ def run(say: Say, *, folder: Path | None = None) -> dict[str, Any]:
     if folder is not None:
         return _run(say, folder)
     with tempfile.TemporaryDirectory(prefix="trimtab-demo-", ignore_cleanup_errors=True) as scratch:
-        say("Building a tiny Gemma 4 (text, pictures, sound) and two adapters. The weights are random: its answers mean")
+        say(
+            "Building a tiny Gemma 4 (text, pictures, sound) and two adapters. The weights are random: its answers mean"
+        )
         say("nothing, what it shows is where bytes go and that two placements give the same numbers.\n")
         from trimtab.demo import build
 
@@ -55,7 +57,9 @@ def _run(say: Say, folder: Path) -> dict[str, Any]:
     asks = read_asks(folder, list(options["adapters"]))
     whole = trimtab.plan(folder / "base", place={"*": "resident"}, **options)
     split = _split_plan(folder, whole, options)
-    say(f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n")
+    say(
+        f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n"
+    )
     say(str(split))
     picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
     draw(split, picture)
@@ -89,7 +93,12 @@ def read_asks(folder: Path, adapters: Sequence[str]) -> list[Ask]:
         found = json.loads(line)
         first.setdefault(found["kind"], found)
     return [
-        Ask(kind, found["prompt"], {name: str(folder / found[name]) for name in ("image", "audio") if name in found}, who)
+        Ask(
+            kind,
+            found["prompt"],
+            {name: str(folder / found[name]) for name in ("image", "audio") if name in found},
+            who,
+        )
         for kind, found in first.items()
         for who in (None, *adapters)
     ]

@@ -38,7 +38,9 @@ def prepare(
     """
     if _is_token_ids(prompt):
         if images or audios or system or template_kwargs:
-            raise RequestError("token ids are taken as they are; media, system and template do not apply", field="prompt")
+            raise RequestError(
+                "token ids are taken as they are; media, system and template do not apply", field="prompt"
+            )
         return _from_ids(model, prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     _check_modalities(model, pictures, sounds)
@@ -86,9 +88,7 @@ def _messages(
             raise RequestError("chat messages carry their own media parts", field="image" if images else "audio")
         raw = list(prompt)
     else:
-        raise RequestError(
-            "is neither text, chat messages nor token ids", field="prompt", value=type(prompt).__name__
-        )
+        raise RequestError("is neither text, chat messages nor token ids", field="prompt", value=type(prompt).__name__)
     if system is not None:
         if raw and isinstance(raw[0], Mapping) and raw[0].get("role") == "system":
             raise RequestError("the messages have a system message of their own", field="system")
@@ -109,7 +109,9 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PART_TYPES or kind not in part:
-            raise RequestError(f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES)
+            raise RequestError(
+                f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES
+            )
         if kind == "text":
             made.append({"type": "text", "text": str(part["text"])})
             continue
@@ -139,7 +141,9 @@ def _apply_template(owner: Any, messages: list[dict[str, Any]], template_kwargs:
     import jinja2
 
     try:
-        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **dict(template_kwargs or {}))
+        text = owner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, **dict(template_kwargs or {})
+        )
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
         raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
     return str(text)
@@ -181,7 +185,11 @@ def _through_processor(
         raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
     else:
         text = _plain(prompt, system, template_kwargs)
-    wanted: dict[str, Any] = {"text": [text], "return_tensors": "pt", "add_special_tokens": _adds_special(tokenizer, text)}
+    wanted: dict[str, Any] = {
+        "text": [text],
+        "return_tensors": "pt",
+        "add_special_tokens": _adds_special(tokenizer, text),
+    }
     if pictures:
         wanted["images"] = [read_image(picture) for picture in pictures]
     if sounds:

@@ -81,7 +81,9 @@ def _arguments_of(found: Any) -> set[str]:
 
 
 def _parts_of(found: Any) -> set[str]:
-    return {name for name in _arguments_of(found) if name in ("image_processor", "feature_extractor", "video_processor")}
+    return {
+        name for name in _arguments_of(found) if name in ("image_processor", "feature_extractor", "video_processor")
+    }
 
 
 def _no_video() -> Any:

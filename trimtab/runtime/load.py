@@ -8,7 +8,7 @@ execution device. On any error everything that was taken is given back.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -273,9 +273,7 @@ class _Filler:
         given = self.plan.request.offload_dir
         return Path(given) if given else user_cache_path("trimtab") / "spill"
 
-    def _fill_linear(
-        self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None
-    ) -> None:
+    def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
         assert weight is not None, row.module_path
         others = {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path}
@@ -306,15 +304,13 @@ class _Filler:
         assert dense is not None, weight.tensor_path
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
 
-    def _stage(self, packed: Packed, parts: dict[str, Tensor], writer: tiers.GroupWriter) -> tiers.Staged:
+    def _stage(self, packed: Packed, parts: Mapping[str, Tensor], writer: tiers.GroupWriter) -> tiers.Staged:
         places = writer.add(parts)
         staged = tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), places)  # type: ignore[arg-type]
         self.staged.append(staged)
         return staged
 
-    def _fill_experts(
-        self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None
-    ) -> None:
+    def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
         dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
         found = {name: tensor for name, tensor in dense.items() if tensor is not None}
@@ -351,8 +347,10 @@ class _Filler:
             table = tiers.ResidentTable(row.module_path, parameter, **common)
         else:
             assert source is not None
-            first_rows = (module.padding_idx or 0) + 1
-            table = tiers.GatheredTable(row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common)
+            first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
+            table = tiers.GatheredTable(
+                row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common
+            )
         self.probe.model.set_submodule(row.module_path, table.eval())
 
     def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tiers.FileRows:
@@ -426,4 +424,3 @@ class _Filler:
         for staged in self.staged:
             staged.streamer = streamer
         return streamer
-

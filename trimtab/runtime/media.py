@@ -39,7 +39,9 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     except FileNotFoundError as exc:
         raise RequestError("no such file", field="image", value=_named(source)) from exc
     except UnidentifiedImageError as exc:
-        raise RequestError("is not a picture of a known format", field="image", value=_named(source), allowed=IMAGE_FORMATS) from exc
+        raise RequestError(
+            "is not a picture of a known format", field="image", value=_named(source), allowed=IMAGE_FORMATS
+        ) from exc
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
 
@@ -79,7 +81,9 @@ def read_audio(source: Any, *, max_s: float = MAX_AUDIO_S) -> np.ndarray:
                 raise RequestError(f"is {file.format}", field="audio", value=_named(source), allowed=("wav", "flac"))
             if file.frames / file.samplerate > max_s:
                 raise RequestError(
-                    f"lasts {file.frames / file.samplerate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
+                    f"lasts {file.frames / file.samplerate:.1f} s, the limit is {max_s:.1f} s",
+                    field="audio",
+                    value=_named(source),
                 )
             samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
     except soundfile.LibsndfileError as exc:
@@ -92,5 +96,7 @@ def read_audio(source: Any, *, max_s: float = MAX_AUDIO_S) -> np.ndarray:
 
 def _limited(samples: np.ndarray, max_s: float, name: str) -> np.ndarray:
     if not samples.size or samples.size > max_s * SAMPLE_RATE:
-        raise RequestError(f"{samples.size / SAMPLE_RATE:.1f} s, allowed are 0 to {max_s:.1f} s", field="audio", value=name)
+        raise RequestError(
+            f"{samples.size / SAMPLE_RATE:.1f} s, allowed are 0 to {max_s:.1f} s", field="audio", value=name
+        )
     return samples

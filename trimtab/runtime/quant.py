@@ -185,6 +185,8 @@ class PlainShell(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
+        self.weight: Tensor
+        self.bias: Tensor | None
         self.__dict__["weight"], self.__dict__["bias"] = weight, bias
 
     def forward(self, x: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,7 +82,8 @@ class PositionedFile:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor, without a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    found: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(found)
 
 
 class HostMemory:

@@ -196,7 +196,9 @@ class Streamer:
     stream before the overwrite has run.
     """
 
-    def __init__(self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None):
+    def __init__(
+        self, device: torch.device, groups: Sequence[Group], *, slot_count: int = 2, spill: Spill | None = None
+    ):
         self.device, self.groups, self.spill = device, list(groups), spill
         self.poison = False  # tests fill a slot with 0xAB before each copy, so that a stale read cannot pass
         self.copied_bytes = 0
@@ -379,6 +381,7 @@ class Leaf(nn.Module):
         self.route = route
         self.adapters: dict[str, lora.LinearAdapter] = {}
         # Not a Parameter: nothing may move, cast or save it behind the tier's back.
+        self.bias: Tensor | None
         self.__dict__["bias"] = bias
         self.__dict__["ghost"] = torch.empty(shape, dtype=dtype, device="meta")
 
@@ -509,6 +512,7 @@ class Table(nn.Module):
         self.num_embeddings, self.embedding_dim = shape
         self.padding_idx = padding_idx
         self.adapters: dict[str, lora.EmbeddingAdapter] = {}
+        self.embed_scale: Tensor | None
         self.__dict__["embed_scale"] = embed_scale
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -543,7 +547,9 @@ class GatheredTable(Table):
     execution device: Gemma4Model.forward reads the padding row of its token table on every call.
     """
 
-    def __init__(self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows, first_rows: int, **kwargs: Any):
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows, first_rows: int, **kwargs: Any
+    ):
         super().__init__(module_path, shape, **kwargs)
         self.source = source
         cuda = self.device.type == "cuda"
