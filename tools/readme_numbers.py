@@ -1,7 +1,7 @@
 """Write the README's table of numbers from the bench results, so that no figure is typed by hand.
 
-    python tools/readme_numbers.py            rewrite the table
-    python tools/readme_numbers.py --check    exit 1 if it is not what the results say
+python tools/readme_numbers.py            rewrite the table
+python tools/readme_numbers.py --check    exit 1 if it is not what the results say
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -139,5 +140,6 @@ def compare(found: Sequence[Any], expected: Sequence[Any]) -> float:
     for one, other in zip(found, expected, strict=True):
         if not one.equal(other):
             difference = float((one - other).abs().max())
-            largest = max(largest, difference or float("nan"))
+            # Not a number is no measure of sameness, in one of them or in both.
+            largest = max(largest, difference if difference > 0 else math.inf)
     return largest

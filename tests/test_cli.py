@@ -1,0 +1,523 @@
+"""The command line: flags reach the request unchanged, errors keep their exit codes, answers go out as they come."""
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+
+import trimtab
+from trimtab import cli, errors, show
+from trimtab.demo import build, line
+from trimtab.errors import (
+    AdapterError,
+    CheckpointError,
+    DeviceError,
+    DoesNotFitError,
+    ParityError,
+    RequestError,
+    UpstreamError,
+)
+from trimtab.request import LoadRequest
+from trimtab.runtime.model import LoadedModel
+
+ERRORS = [
+    (RequestError("why", field="f", value=1, allowed=("a",)), 2, {"field": "f", "value": 1, "allowed": ["a"]}),
+    (CheckpointError("why", path="p", tensor_name="t"), 3, {"path": "p", "tensor_name": "t"}),
+    (
+        DoesNotFitError("why", block="b", device="cuda:0", needed_bytes=2, budget_bytes=1), 4,
+        {"block": "b", "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1},
+    ),
+    (AdapterError("p", ["one", "two"]), 5, {"path": "p", "problems": ["one", "two"]}),
+    (DeviceError("why", device="cuda:0", block="b"), 6, {"device": "cuda:0", "block": "b"}),
+    (
+        ParityError("why", position=3, max_abs=1.0, mean_abs=0.5, tolerance=0.1), 7,
+        {"position": 3, "max_abs": 1.0, "mean_abs": 0.5, "tolerance": 0.1},
+    ),
+    (
+        UpstreamError("why", package="peft", installed="0.1", fixed_in="0.2", url="u"), 8,
+        {"package": "peft", "installed": "0.1", "fixed_in": "0.2", "url": "u"},
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Build the demo's folder: base/, adapters/, images/, sounds/."""
+    folder = tmp_path_factory.mktemp("world")
+    build.build(folder)
+    return folder
+
+
+@pytest.fixture
+def asks(world, capsys):
+    """Run a command on the demo's base; return (exit code, stdout, stderr)."""
+
+    def ask(name, *arguments, model=world / "base"):
+        placement = ["--context", "128", "--device", "cpu"] if not str(model).endswith(".json") else []
+        code = cli.main([name, str(model), *placement, *map(str, arguments)])
+        return (code, *capsys.readouterr())
+
+    return ask
+
+
+def failing(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+# Starting -------------------------------------------------------------------------------------------------------------
+
+
+def test_help_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from trimtab.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as done: assert done.code == 0\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'matplotlib', 'rich', 'bitsandbytes'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"\n    {name} " in done.stdout for name in ("plan", "inspect", "run", "demo"))
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert (done.value.code, capsys.readouterr().out) == (0, f"trimtab {trimtab.__version__}\n")
+
+
+# Usage and errors -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["paln"], ["plan"], ["plan", "m", "--contxt", "5"], ["plan", "m", "--cont", "5"], ["plan", "m", "--context", "x"],
+     ["run", "m"], ["inspect"], ["demo", "extra"], ["run", "m", "p", "--batch", "2"]],
+)  # fmt: skip
+def test_a_wrong_command_line_says_how_it_is_written(arguments, capsys):
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("usage: trimtab")
+    assert "trimtab: command line: " in err
+
+
+def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
+    assert cli.main(["plan", "m", "--contxt", "5", "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert (error["class"], error["fields"]["field"], err) == ("RequestError", "command line", "")
+    assert "--contxt" in error["message"]
+
+
+def test_every_error_class_has_an_exit_code_of_its_own():
+    kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrimtabError)}
+    table = dict(cli.EXIT_CODES)
+    assert set(table) == kinds - {errors.TrimtabError}
+    assert len(set(table.values())) == len(table)
+    assert {type(error): code for error, code, _ in ERRORS} == table
+
+
+@pytest.mark.parametrize(("error", "code", "fields"), ERRORS)
+def test_an_error_is_one_line_on_stderr_with_its_code(error, code, fields, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run_inspect", failing(error))
+    assert cli.main(["inspect", "a"]) == code
+    assert capsys.readouterr() == ("", f"trimtab: {error}\n")
+
+
+@pytest.mark.parametrize(("error", "code", "fields"), ERRORS)
+def test_an_error_is_an_object_on_stdout_with_json(error, code, fields, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "run_inspect", failing(error))
+    assert cli.main(["inspect", "a", "--json"]) == code
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert err == ""
+    assert found == {"error": {"class": type(error).__name__, "message": str(error), "fields": fields | {"hint": ""}}}
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(cli, "run_inspect", failing(ZeroDivisionError()))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["inspect", "a"])
+
+
+def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
+    with (tmp_path / "out").open("w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        monkeypatch.setattr(cli, "run_inspect", failing(BrokenPipeError()))
+        assert cli.main(["inspect", "a"]) == cli.READER_GONE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["plan", "{tmp}/missing"], 3),
+        (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
+        (["plan", "{base}", "--quant", "nf5"], 2),
+        (["inspect", "{tmp}/missing"], 5),
+        (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
+    ],
+)
+def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
+    filled = [text.format(tmp=tmp_path, base=world / "base") for text in arguments]
+    assert cli.main(filled) == code
+    assert capsys.readouterr().err.startswith("trimtab: ")
+
+
+# Flags ----------------------------------------------------------------------------------------------------------------
+
+
+def request_of(*arguments, **counted):
+    return cli.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
+
+
+def test_without_flags_the_request_has_its_own_defaults():
+    assert request_of() == LoadRequest(model="m")
+
+
+def test_every_flag_reaches_its_field(tmp_path):
+    arguments = {
+        "--adapter": ["a=one", "b=two=2"], "--gpu-memory": ["4GiB"], "--host-memory": ["500MB"], "--quant": ["int8"],
+        "--dtype": ["float16"], "--context": ["77"], "--batch": ["3"], "--images": ["0"], "--audio-s": ["1.5"],
+        "--place": ["*=resident", "a.b=stream"], "--keep-unquantized": ["x.*", "y"], "--device": ["cuda:1"],
+        "--offload-dir": ["E:/spill"],
+    }  # fmt: skip
+    given = [text for flag, values in arguments.items() for value in values for text in (flag, value)]
+    request = request_of(*given)
+    assert request == LoadRequest(
+        model="m", adapters={"a": "one", "b": "two=2"}, gpu_memory_bytes=4 * 2**30, host_memory_bytes=500_000_000,
+        quant="int8", dtype="float16", context_tokens=77, batch=3, images=0, audio_s=1.5,
+        place={"*": "resident", "a.b": "stream"}, keep_unquantized=("x.*", "y"), device="cuda:1", offload_dir="E:/spill",
+    )  # fmt: skip
+    assert list(request.place) == ["*", "a.b"]  # the last match wins: order is part of the question
+
+
+def test_a_device_map_is_read_from_its_file(tmp_path):
+    (tmp_path / "map.json").write_text('{"": 0, "model.vision_tower": "cpu"}')
+    request = request_of("--device-map", str(tmp_path / "map.json"))
+    assert request.device_map == {"": 0, "model.vision_tower": "cpu"}
+
+
+def test_every_placement_field_of_a_request_has_a_flag():
+    fields = set(LoadRequest.__dataclass_fields__) - {"model"}
+    assert set(cli._PLACEMENT.values()) == fields
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["--adapter", "path"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "adapters"),
+        (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
+        (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
+        (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--host-memory", "0"], "--host-memory"),
+        (["--context", "0"], "context_tokens"), (["--device", "tpu"], "device"),
+        (["--device-map", "missing.json"], "--device-map"),
+    ],
+)  # fmt: skip
+def test_a_flag_that_cannot_be_followed_is_named(arguments, field):
+    with pytest.raises(RequestError) as caught:
+        request_of(*arguments)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"cpu"', '{"a": true}', '{"a": null}', '{"a": 1.5}'])
+def test_a_file_that_holds_no_device_map_is_refused(text, tmp_path):
+    (tmp_path / "map.json").write_text(text)
+    with pytest.raises(RequestError) as caught:
+        request_of("--device-map", str(tmp_path / "map.json"))
+    assert (caught.value.field, caught.value.value) == ("--device-map", str(tmp_path / "map.json"))
+
+
+# plan -----------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_the_table(asks):
+    code, out, err = asks("plan", "--place", "*=resident")
+    assert (code, err) == (0, "")
+    assert out.startswith("Gemma4ForConditionalGeneration on cpu: nf4-dq, bfloat16, context 128")
+    assert "asked for: place *=resident" in out
+
+
+def test_plan_json_is_the_saved_plan(asks, tmp_path):
+    code, out, err = asks("plan", "--json", "--save", tmp_path / "plan.json", "--place", "table=gather")
+    assert (code, err) == (0, "")
+    plan = trimtab.Plan.from_json(json.loads(out))
+    assert plan == trimtab.Plan.load(tmp_path / "plan.json")
+    assert plan.tiers()["model.language_model.embed_tokens_per_layer"] == "gather"
+    assert plan.request.context_tokens == 128
+
+
+def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
+    code, _, err = asks("plan", "--picture", tmp_path / "plan.svg")
+    assert (code, err) == (0, f"written: {tmp_path / 'plan.svg'}\n")
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag.endswith("svg")
+
+
+def test_plan_refuses_a_picture_of_another_kind(asks, tmp_path):
+    code, _, err = asks("plan", "--picture", tmp_path / "plan.gif")
+    assert code == 2
+    assert "picture=" in err
+    assert not (tmp_path / "plan.gif").exists()
+
+
+def test_plan_follows_a_device_map(asks, tmp_path):
+    (tmp_path / "map.json").write_text('{"": "cpu", "model.vision_tower": "disk"}')
+    code, out, _ = asks("plan", "--json", "--device-map", tmp_path / "map.json")
+    assert code == 0
+    assert trimtab.Plan.from_json(json.loads(out)).tiers()["model.vision_tower.encoder.layers.0"] == "disk"
+
+
+def test_plan_for_less_than_the_least_says_what_would_do(asks):
+    code, out, _ = asks("plan", "--json", "--gpu-memory", "1MiB")
+    fields = json.loads(out)["error"]["fields"]
+    assert (code, fields["budget_bytes"]) == (4, 2**20)
+    code, out, _ = asks("plan", "--json", "--gpu-memory", fields["needed_bytes"])
+    assert code == 0
+    assert json.loads(out)["gpu_budget_bytes"] == fields["needed_bytes"]
+
+
+# inspect --------------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_counts_the_file_alone(world, capsys):
+    assert cli.main(["inspect", str(world / "adapters" / "senses")]) == 0
+    out = capsys.readouterr().out
+    assert "holds     126 tensors, 700.0 KiB (126 in float32)" in out
+    assert "config    r 8, lora_alpha 16" in out
+    assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "18"]]
+
+
+def test_inspect_with_a_model_says_what_is_applied(world, capsys):
+    assert cli.main(["inspect", str(world / "adapters" / "senses"), "--model", str(world / "base")]) == 0
+    out = capsys.readouterr().out
+    assert "applied   to 63 modules: 15 linears inside a wrapper, 48 linears; 700.0 KiB on the device" in out
+    assert "ranks     8 (63); scales 2 (63)" in out
+
+
+def test_inspect_json_is_the_librarys_report(world, capsys):
+    arguments = [str(world / "adapters" / "words"), "--model", str(world / "base")]
+    assert cli.main(["inspect", *arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == trimtab.inspect(arguments[0], model=arguments[2])
+
+
+def test_inspect_lists_what_has_no_effect_and_where_keys_went():
+    report = {
+        "path": "p", "base_model": None, "peft_version": "0.19.1", "tensors": 9, "bytes": 2048, "dtypes": {"float32": 9},
+        "parts": {"language": 9}, "config": {}, "target_modules": ["q_proj", "v_proj"],
+        "targets": {"wrapped": 1, "linear": 0, "total": 1}, "ranks": {"8": 1}, "scales": {"2": 1}, "dora": 1,
+        "lora_bias": 0, "bytes_attached": 1024, "notes": ["a note"],
+        "dropped": [{"key": f"k{number}", "reason": "no such projection"} for number in range(7)],
+        "remapped": [{"from": "a.q_proj", "to": "a.q_proj.linear"}],
+    }  # fmt: skip
+    text = show.adapter_text(report)
+    assert "made for  not said, with peft 0.19.1" in text
+    assert "no effect 7 tensors: no such projection\n            k0\n" in text
+    assert "            and 2 more (--json has all)" in text
+    assert "remapped  1 modules\n            a.q_proj -> a.q_proj.linear" in text
+    assert "dora      on 1 modules" in text
+    assert text.endswith("note      a note")
+    assert "0 linears" not in text
+
+
+# run ------------------------------------------------------------------------------------------------------------------
+
+
+def adapters_of(world, *names):
+    return [text for name in names for text in ("--adapter", f"{name}={world / 'adapters' / name}")]
+
+
+def answer_of(out):
+    return json.loads(out)["text"]
+
+
+def test_run_streams_the_text_that_json_has_whole(asks, world):
+    short = ["--max-new-tokens", 8]
+    code, out, err = asks("run", *short, "Hello")
+    assert (code, err) == (0, "")
+    code, whole, err = asks("run", *short, "--json", "Hello")
+    report = json.loads(whole)
+    assert (code, err, out) == (0, "", report["text"] + "\n")
+    assert (len(report["token_ids"]), report["finish_reason"], report["adapter"]) == (8, "length", None)
+    assert set(report["memory"]) == {"gpu_bytes", "gpu_peak_bytes", "host_peak_bytes"}
+    assert report["planned"]["gpu_peak_bytes"] <= report["planned"]["gpu_budget_bytes"]
+
+
+def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):
+    short = ["--json", "--max-new-tokens", 6, "Hello"]
+    base = asks("run", *short)[1]
+    words = asks("run", *adapters_of(world, "words"), *short)[1]
+    named = asks("run", *adapters_of(world, "senses", "words"), "--use", "words", *short)[1]
+    assert json.loads(words)["adapter"] == json.loads(named)["adapter"] == "words"
+    assert answer_of(words) == answer_of(named) != answer_of(base)
+
+
+def test_run_with_several_adapters_asks_which_one(asks, world):
+    code, out, _ = asks("run", "--json", *adapters_of(world, "senses", "words"), "Hello")
+    fields = json.loads(out)["error"]["fields"]
+    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["senses", "words"])
+
+
+def test_run_refuses_an_adapter_that_was_not_given(asks, world):
+    code, out, _ = asks("run", "--json", *adapters_of(world, "senses"), "--use", "sences", "Hello")
+    fields = json.loads(out)["error"]["fields"]
+    assert (code, fields["field"], fields["value"]) == (2, "--use", "sences")
+
+
+def test_run_counts_its_own_pictures_and_sounds(asks, world, monkeypatch):
+    plans = []
+    load = trimtab.load
+    monkeypatch.setattr(trimtab, "load", lambda plan, **options: plans.append(plan) or load(plan, **options))
+    media = ["--image", world / "images" / "shapes.png", "--audio", world / "sounds" / "beeps.wav"]
+    code, out, _ = asks("run", *media, "--json", "--max-new-tokens", 2, "What?")
+    assert code == 0
+    assert (plans[0].request.images, plans[0].request.audio_s) == (1, 1.0)
+    # 64 soft tokens for the picture and 25 for the second of sound, beside the words.
+    assert json.loads(out)["prompt_tokens"] > 64 + 25
+
+
+def test_run_takes_a_saved_plan(asks, tmp_path, world):
+    asks("plan", "--save", tmp_path / "plan.json", "--place", "*=stream", "--place", "table=gather")
+    code, saved, _ = asks("run", "--json", "--max-new-tokens", 6, "Hello", model=tmp_path / "plan.json")
+    assert code == 0
+    assert answer_of(saved) == answer_of(asks("run", "--json", "--max-new-tokens", 6, "Hello")[1])
+
+
+def test_a_placement_flag_on_a_saved_plan_has_no_effect_and_is_refused(asks, tmp_path):
+    asks("plan", "--save", tmp_path / "plan.json")
+    code, out, _ = asks("run", "--json", "--gpu-memory", "4GiB", "Hello", model=tmp_path / "plan.json")
+    assert (code, json.loads(out)["error"]["fields"]["field"]) == (2, "--gpu-memory")
+
+
+def test_sampling_flags_reach_the_request():
+    options = cli.parser().parse_args(
+        "run m p --max-new-tokens 3 --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.2 "
+        "--seed 7 --stop a --stop b".split()
+    )
+    assert cli._generate_request(options) == {
+        "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
+        "seed": 7, "stop": ("a", "b"),
+    }  # fmt: skip
+    assert cli._generate_request(cli.parser().parse_args(["run", "m", "p"])) == {}
+
+
+def test_an_option_without_effect_is_refused_before_anything_is_read(capsys):
+    assert cli.main(["run", "/no/such/model", "Hello", "--top-k", "5", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "top_k"
+
+
+def test_stopped_while_answering_it_keeps_what_came_and_closes_the_model(asks, monkeypatch):
+    closed = []
+
+    def pieces(self, prompt, **options):
+        yield "as far "
+        yield "as this"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LoadedModel, "generate", pieces)
+    close = LoadedModel.close
+    monkeypatch.setattr(LoadedModel, "close", lambda self: closed.append(self) or close(self))
+    assert asks("run", "Hello") == (130, "as far as this\n", "trimtab: stopped\n")
+    assert len(closed) == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a POSIX signal")
+def test_ctrl_c_ends_a_running_process_with_its_answer_so_far(world):
+    command = [
+        sys.executable,
+        "-m",
+        "trimtab",
+        "run",
+        str(world / "base"),
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "4000",
+    ]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [*command, "Hello"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
+    )
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    start = time.monotonic()
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err.decode().splitlines()[-1:]) == (130, ["trimtab: stopped"])
+    assert (first + out).endswith(b"\n")
+    # One step takes milliseconds; the whole answer of 4000 tokens would take half a minute.
+    assert time.monotonic() - start < 15
+
+
+# Progress -------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal():
+    stream = Terminal()
+    with show.loading_bar(stream) as progress:
+        progress(2**20, 4 * 2**20)
+        progress(4 * 2**20, 4 * 2**20)
+    assert "loading" in stream.getvalue()
+    assert "4.2/4.2" in stream.getvalue() or "4.0/4.0 MiB" in stream.getvalue()
+
+
+def test_there_is_no_progress_elsewhere():
+    stream = io.StringIO()
+    with show.loading_bar(stream) as progress:
+        assert progress is None
+    assert stream.getvalue() == ""
+
+
+# demo -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_walks_the_line_and_proves_it(world, capsys, monkeypatch):
+    monkeypatch.setattr(line, "NEW_TOKENS", 3)
+    said = []
+    report = line.run(said.append, folder=world)
+    text = "\n".join(said)
+    assert report["same"] is True
+    assert report["max_abs"] == 0.0
+    assert {"gather", "stream"} <= set(report["tiers"])
+    assert {(row["kind"], row["adapter"]) for row in report["answers"]} == {
+        (kind, adapter) for kind in ("text", "image", "audio") for adapter in (None, "words", "senses")
+    }
+    by_kind = {kind: {row["text"] for row in report["answers"] if row["kind"] == kind} for kind in ("text", "image")}
+    assert all(len(texts) > 1 for texts in by_kind.values())  # an adapter changes the answer
+    assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
+    assert "Gemma4ForConditionalGeneration on" in text
+    assert text.endswith("same")
+
+
+def test_a_demo_that_differs_ends_with_the_parity_code(world, monkeypatch, capsys):
+    routes = iter([[torch.zeros(2, 3)] * 9, [torch.zeros(2, 3)] * 8 + [torch.full((2, 3), 0.25)]])
+    monkeypatch.setattr(line, "_answers", lambda *_: ([], next(routes)))
+    run = line.run
+    monkeypatch.setattr(line, "run", lambda say: run(say, folder=world))
+    assert cli.main(["demo", "--json"]) == 7
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["class"], error["fields"]["max_abs"], error["fields"]["tolerance"]) == ("ParityError", 0.25, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compare_is_zero_only_for_the_same_bits(dtype):
+    one = torch.tensor([1.0, -2.0, 3.0], dtype=dtype)
+    assert line.compare([one], [one.clone()]) == 0.0
+    assert line.compare([one, one], [one, one + 1]) == 1.0
+    other = one.clone()
+    other[0] = float("nan")
+    assert line.compare([one], [other]) == line.compare([other], [other]) == math.inf

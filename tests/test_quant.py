@@ -1,0 +1,69 @@
+"""Formats: what the machine cannot do is named, and packed experts of older files become what they stand for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import trimtab
+from tests import pico, stock
+from trimtab.errors import DeviceError, RequestError
+from trimtab.runtime import quant
+
+
+@pytest.mark.parametrize("kind, name", [("nf4", "quantize_4bit"), ("int8", "int8_vectorwise_quant")])
+def test_a_format_that_the_machine_cannot_make_is_a_device_error(kind, name, monkeypatch):
+    def fail(*args, **kwargs):
+        raise NotImplementedError("no kernel image is available")
+
+    monkeypatch.setattr(quant, name, fail, raising=False)
+    monkeypatch.setattr(quant.bnb.functional, name, fail)
+    with pytest.raises(DeviceError, match=r"cannot quantize to .* \(no kernel image") as caught:
+        quant.quantize(torch.ones(64, 64), kind)
+    assert caught.value.device == "cpu"
+
+
+def test_a_packed_checkpoint_is_never_packed_again(tmp_path):
+    reference = stock.load_stock(pico.build("llama", tmp_path / "plain"), "nf4")
+    reference.save_pretrained(tmp_path / "packed")
+    assert trimtab.plan(tmp_path / "packed", device="cpu", context=64).request.quant == "nf4"
+    with pytest.raises(RequestError, match="never quantized twice") as caught:
+        trimtab.plan(tmp_path / "packed", device="cpu", context=64, quant="int8")
+    assert caught.value.field == "quant" and "nf4" in caught.value.allowed
+
+
+def test_experts_that_an_older_file_packs_one_by_one_are_dequantized(tmp_path):
+    """Stock 5.6.2 loads the packed bytes of such a file as weights, 5.23.0 refuses it."""
+    folder = pico.build("mixtral", tmp_path / "mixtral")
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as handle:
+        metadata = handle.metadata()
+    tensors, dense = {}, {}
+    for name, tensor in load_file(file).items():
+        if ".experts." not in name:
+            tensors[name] = tensor
+            continue
+        data, state = quant.quantize_4bit(tensor.contiguous(), blocksize=64, quant_type="nf4")
+        tensors[name] = data
+        tensors |= {f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()}
+        dense[name] = quant.dequantize_4bit(data, state)
+    assert dense
+    save_file({name: value.contiguous() for name, value in tensors.items()}, file, metadata=metadata)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "load_in_8bit": False,
+        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    plain = pico.build("mixtral", tmp_path / "again")
+    save_file(load_file(plain / "model.safetensors") | dense, plain / "model.safetensors", metadata=metadata)
+    for place in ({"*": "resident"}, {"*": "stream"}):
+        with trimtab.load(trimtab.plan(folder, device="cpu", context=64, place=place)) as model:
+            found = stock.logits(model.hf_model, pico.inputs("mixtral", model.hf_model.config))
+        with trimtab.load(trimtab.plan(plain, device="cpu", context=64, quant="none")) as model:
+            expected = stock.logits(model.hf_model, pico.inputs("mixtral", model.hf_model.config))
+        assert torch.equal(found, expected), place
