@@ -164,7 +164,7 @@ def _write_adapter(config: Any, targets: str, folder: Path) -> None:
     with torch.device("meta"):
         model = Gemma4ForConditionalGeneration(config)
     generator = torch.Generator().manual_seed(SEED + len(targets))
-    tensors = {}
+    tensors: dict[str, Any] = {}
     for path, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and re.fullmatch(targets, path):
             a = torch.randn(RANK, module.in_features, generator=generator) / math.sqrt(module.in_features)

@@ -27,7 +27,7 @@ class Ask:
 
     kind: str
     prompt: str
-    media: Mapping[str, str]
+    media: Mapping[str, Any]
     adapter: str | None
 
 
