@@ -1,7 +1,7 @@
 """Put the measured figures into README.md: its tables are made from bench/results, so that no number is typed by hand.
 
-    python tools/readme_numbers.py            write
-    python tools/readme_numbers.py --check    exit 1 if README.md does not say what the results say
+python tools/readme_numbers.py            write
+python tools/readme_numbers.py --check    exit 1 if README.md does not say what the results say
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def memory(results: Mapping[str, Any]) -> str:
     lines = [head, ["---"] * 4 + ["---:"] * len(COLUMNS) + ["---"], *(_row(row, rows) for row in rows)]
     where = results["environment"]
     packages = ", ".join(
-        f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft", "accelerate") if name in where
+        f"{name} {where[name]}"
+        for name in ("torch", "transformers", "bitsandbytes", "peft", "accelerate")
+        if name in where
     )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context {results['context']}.\n"
@@ -71,7 +73,9 @@ def filled(text: str) -> str:
         name = slot.group(2)
         file = RESULTS / f"{name}.json"
         if not file.is_file():
-            return f"{slot.group(1)}Not measured yet: `make bench` on a machine with a GPU fills this in.\n{slot.group(3)}"
+            return (
+                f"{slot.group(1)}Not measured yet: `make bench` on a machine with a GPU fills this in.\n{slot.group(3)}"
+            )
         return slot.group(1) + MAKERS[name](json.loads(file.read_text(encoding="utf-8"))) + slot.group(3)
 
     return SLOT.sub(fill, text)
@@ -84,7 +88,9 @@ def main(arguments: list[str]) -> int:
     found = filled(text)
     if "--check" in arguments:
         if found != text:
-            print("README.md does not say what bench/results says; run: python tools/readme_numbers.py", file=sys.stderr)
+            print(
+                "README.md does not say what bench/results says; run: python tools/readme_numbers.py", file=sys.stderr
+            )
         return int(found != text)
     readme.write_text(found, encoding="utf-8", newline="\n")
     return 0
