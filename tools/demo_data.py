@@ -185,10 +185,19 @@ def _in_parallel(work: Callable[[Sequence[Any]], np.ndarray], jobs: Sequence[Any
     cores = os.cpu_count() or 1
     if cores < 4 or len(jobs) < 2000:
         return work(jobs)
-    size = -(-len(jobs) // (cores * 2))
+    workers = min(8, cores // 2)
+    size = -(-len(jobs) // (workers * 2))
     chunks = [jobs[start : start + size] for start in range(0, len(jobs), size)]
-    with ProcessPoolExecutor(cores, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return np.concatenate(list(pool.map(work, chunks)))
+    # Each worker would otherwise start as many threads as there are cores.
+    threads = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+            return np.concatenate(list(pool.map(work, chunks)))
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if threads is not None:
+            os.environ["OMP_NUM_THREADS"] = threads
 
 
 def to_patches(images: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ RGB = {
     "purple": ((92, 18, 104), (200, 130, 235)), "orange": ((168, 72, 4), (252, 160, 60)),
 }  # fmt: skip
 CENTRES = {
-    "top left": (32, 32), "top right": (96, 32), "bottom left": (32, 96), "bottom right": (96, 96), "middle": (64, 64),
+    "top left": (30, 30), "top right": (98, 30), "bottom left": (30, 98), "bottom right": (98, 98), "middle": (64, 64),
 }  # fmt: skip
 # Ten centres in equal ratios of 1.3: a jitter of 4 % and a glide of 16 % around the centre stay within one class.
 LOWEST_HZ, RATIO = 240.0, 1.3
@@ -37,11 +37,13 @@ def draw(picture: Picture, seed: int) -> Image.Image:
     base = RGB[picture.colour][picture.shade]
     colour = tuple(min(255, max(0, channel + rng.randint(-12, 12))) for channel in base)
     centre_x, centre_y = CENTRES[picture.place]
-    # Up to three shapes of radius 9..11 on distinct cells of a 2 x 2 grid inside the place.
-    cells = rng.sample([(-14, -14), (14, -14), (-14, 14), (14, 14)], picture.count)
+    # One shape is near the centre of its place: on a corner of the grid it would stand between two places. Two or three
+    # are on distinct cells of a 2 x 2 grid, wide enough apart not to touch.
+    grid = [(-14, -14), (14, -14), (-14, 14), (14, 14)]
+    cells = rng.sample(grid, picture.count) if picture.count > 1 else [(rng.randint(-6, 6), rng.randint(-6, 6))]
     for cell_x, cell_y in cells:
         x, y = centre_x + cell_x + rng.randint(-2, 2), centre_y + cell_y + rng.randint(-2, 2)
-        _shape(pen, picture.shape, x, y, rng.randint(9, 11), colour, hollow=picture.fill == 1)
+        _shape(pen, picture.shape, x, y, rng.randint(8, 10), colour, hollow=picture.fill == 1)
     noise = np.random.default_rng(rng.getrandbits(32)).normal(0, 3, (PIXELS, PIXELS, 3))
     return Image.fromarray(np.clip(np.asarray(image) + noise, 0, 255).astype(np.uint8))
 

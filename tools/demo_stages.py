@@ -32,10 +32,10 @@ from torch.nn import functional
 STAGES: tuple[Voice, ...] = world.VOICES
 SEEDS: dict[Voice, int] = {"base": 11, "style": 21, "specialist": 31, "rslora-dora": 41}
 SCHEDULES: dict[Voice, Schedule] = {
-    "base": Schedule(steps=12_000, learning_rate=1.5e-3, clip_at=0.5, hint_weight=0.5, weight_decay=0.02),
-    "style": Schedule(steps=1_500, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
-    "specialist": Schedule(steps=3_000, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
-    "rslora-dora": Schedule(steps=2_000, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
+    "base": Schedule(steps=6_500, learning_rate=1.5e-3, clip_at=0.5, hint_weight=0.5, weight_decay=0.02),
+    "style": Schedule(steps=1_000, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
+    "specialist": Schedule(steps=1_400, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
+    "rslora-dora": Schedule(steps=1_400, learning_rate=2e-3, warmup_steps=50, evaluate_every=500, weight_decay=0.0),
 }
 
 
@@ -44,7 +44,7 @@ class Sizes:
     """How much is rendered and asked: copies of each fine picture and sound, prompts for each thing."""
 
     pictures: int = 6
-    sounds: int = 40
+    sounds: int = 16
     prompts: tuple[int, int, int] = (12, 48, 6)
     echoes: int = 6_000
 

@@ -92,7 +92,7 @@ class TrainingSet:
         return self
 
     def draw(self, rows: tuple[int, int, int], dice: Dice) -> Batch:
-        """Return a random batch; its media are shifted by up to 5 pixels or 3 frames and get a little noise."""
+        """Return a random batch; its media are shifted by up to 2 pixels or 3 frames and get a little noise."""
         images, sounds, texts = rows
         seen, heard = dice.pick(len(self.media.pictures), images), dice.pick(len(self.media.sounds), sounds)
         echoes = int(texts * self.echo_share) if self.echoes else 0
@@ -105,7 +105,7 @@ class TrainingSet:
             picked.append(self.echoes.take(dice.pick(len(self.echoes.ids), echoes)))
         ids, start, tokens = (torch.cat(parts) for parts in zip(*picked))
         # One shift for the whole batch.
-        pixels = to_patches(torch.roll(self.media.pictures[seen], (dice.shift(5), dice.shift(5)), (2, 3)))
+        pixels = to_patches(torch.roll(self.media.pictures[seen], (dice.shift(2), dice.shift(2)), (2, 3)))
         features = torch.roll(self.media.sounds[heard].float(), dice.shift(3), 1)
         pixels, features = pixels + 0.02 * dice.noise(pixels), features + 0.1 * dice.noise(features)
         named = (self.media.picture_labels[seen], self.media.sound_labels[heard])

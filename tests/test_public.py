@@ -1,0 +1,263 @@
+"""What is promised in public: names, imports, the map of rooms, and every example in the docs."""
+
+import ast
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trimtab
+from tools import readme_numbers
+from trimtab import cli, errors
+from trimtab.demo import build
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "trimtab"
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PURE = [
+    file for file in SOURCES if file.parent.name in ("checkpoint", "plan") or file.name in ("request.py", "errors.py")
+]
+HEAVY = {"torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil"}
+
+
+def name_of(file):
+    return str(file.relative_to(ROOT).as_posix())
+
+
+# Names and imports ----------------------------------------------------------------------------------------------------
+
+
+def test_the_public_names_are_exactly_these():
+    assert set(trimtab.__all__) == {
+        "AdapterError", "CheckpointError", "DeviceError", "DoesNotFitError", "GenerateRequest", "LoadRequest",
+        "LoadedModel", "ParityError", "Plan", "RequestError", "TrimtabError", "UpstreamError", "__version__", "inspect",
+        "load", "plan",
+    }  # fmt: skip
+    for name in trimtab.__all__:
+        assert getattr(trimtab, name) is not None
+    assert dir(trimtab) == sorted(trimtab.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'trimtab' has no attribute 'pland'"):
+        _ = trimtab.pland
+
+
+def test_importing_trimtab_imports_nothing_heavy_and_plan_stays_a_function():
+    code = (
+        "import sys, trimtab, trimtab.plan.picture, trimtab.checkpoint\n"
+        "from trimtab.plan import make_plan\n"
+        f"heavy = {HEAVY!r} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "assert callable(trimtab.plan) and trimtab.plan.__module__ == 'trimtab.api'\n"
+        "assert trimtab.Plan is sys.modules['trimtab.plan'].Plan\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_every_error_is_public():
+    tree = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrimtabError)}
+    assert {kind.__name__ for kind in tree} <= set(trimtab.__all__)
+
+
+def imports_of(file):
+    """Return the top-level packages that a file imports anywhere, those for the type checker alone left out."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    unused = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found = set()
+    for node in ast.walk(tree):
+        if node in unused:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_each_foreign_library_is_imported_where_it_belongs(file):
+    found = imports_of(file)
+    allowed = {
+        "transformers": (file.parent.name == "runtime" and file.name.startswith("hf")) or name_of(file) == "trimtab/demo/build.py",
+        "bitsandbytes": name_of(file) == "trimtab/runtime/quant.py",
+        "psutil": name_of(file) == "trimtab/runtime/devices.py",
+        "peft": False, "accelerate": False,
+    }  # fmt: skip
+    assert [name for name, is_allowed in allowed.items() if name in found and not is_allowed] == []
+
+
+@pytest.mark.parametrize("file", PURE, ids=name_of)
+def test_pure_files_import_the_standard_library_and_each_other(file):
+    allowed = set(sys.stdlib_module_names) | {"trimtab"}
+    if file.name == "picture.py":
+        allowed.add("matplotlib")  # for a PNG, when one is drawn
+    assert imports_of(file) <= allowed
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=name_of)
+def test_a_file_opens_with_what_it_answers(file):
+    text = file.read_text(encoding="utf-8")
+    if text.strip():
+        assert len(ast.get_docstring(ast.parse(text)) or "") > 20
+
+
+# The map --------------------------------------------------------------------------------------------------------------
+
+
+def mapped_files():
+    """Return the files that CONTRIBUTING's picture shows, with their folders."""
+    block = re.search(r"```\n(trimtab/\n.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    folders, found = [], []
+    for line in block.group(1).splitlines():
+        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name]
+        if not name.endswith("/"):
+            found.append("".join(folders))
+    return found
+
+
+def test_the_map_of_rooms_is_the_tree():
+    # A folder's own __init__.py says the same as the folder's line.
+    files = {name_of(file) for file in SOURCES if file.name != "__init__.py" or file.parent == PACKAGE}
+    shown = mapped_files()
+    assert len(shown) == len(set(shown))
+    assert set(shown) == files
+
+
+# Docs -----------------------------------------------------------------------------------------------------------------
+
+
+def python_blocks():
+    for file in DOCS:
+        for place, block in enumerate(
+            re.findall(r"^( *)```python\n(.*?)```", file.read_text("utf-8"), re.DOTALL | re.M)
+        ):
+            indent, code = block
+            yield pytest.param(re.sub(rf"^{indent}", "", code, flags=re.M), id=f"{name_of(file)}-{place}")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("docs")
+    build.build(folder)
+    return folder
+
+
+PYTHON_BLOCKS = list(python_blocks())
+
+
+@pytest.mark.parametrize("code", PYTHON_BLOCKS)
+def test_python_in_the_docs_runs(code, world, monkeypatch, capsys):
+    stand_ins = {
+        "google/gemma-4-E4B-it": world / "base", "adapters/medical": world / "adapters" / "words",
+        "xray.png": world / "images" / "shapes.png",
+    }  # fmt: skip
+    for name, path in stand_ins.items():
+        code = code.replace(f'"{name}"', repr(str(path)))
+    # The docs' examples are for a GPU; here they run on what there is, with short answers.
+    code = code.replace("max_new_tokens=64", "max_new_tokens=4").replace("max_new_tokens=16", "max_new_tokens=4")
+    exec(compile(code, "example", "exec"), {})
+
+
+def commands():
+    for file in DOCS:
+        for line in file.read_text("utf-8").splitlines():
+            if line.startswith((" ", "\t")) and line.strip().startswith("trimtab "):
+                yield pytest.param(line.strip(), id=f"{name_of(file)}: {line.strip()}")
+
+
+COMMANDS = list(commands())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_in_the_docs_can_be_parsed(command):
+    options = cli.parser().parse_args(shlex.split(command)[1:])
+    if options.name in ("plan", "run") and getattr(options, "device_map", None) is None:
+        cli.load_request(options)
+
+
+def test_examples_are_found_in_the_docs():
+    assert len(PYTHON_BLOCKS) >= 2
+    assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {"plan", "inspect", "run"}
+
+
+def flags_of_the_parser():
+    commands = next(action for action in cli.parser()._actions if action.dest == "name").choices.values()
+    return {flag for command in commands for action in command._actions for flag in action.option_strings}
+
+
+def test_flags_in_the_docs_and_in_error_messages_exist():
+    texts = {name_of(file): file.read_text("utf-8") for file in [*DOCS, *SOURCES]}
+    flags = flags_of_the_parser()
+    # Flags of other programs: pip, pytest, and our scripts in tools and bench.
+    others = {"--no-deps", "--no-build-isolation", "--check", "--version"}
+    unknown = {
+        (name, flag)
+        for name, text in texts.items()
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)
+        if flag not in flags | others
+    }
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("file", DOCS, ids=name_of)
+def test_links_lead_to_files_and_headings_that_exist(file):
+    for target in re.findall(r"\]\(([^)#\s]*)(#[^)]*)?\)", file.read_text("utf-8")):
+        path, heading = target
+        if path.startswith("http"):
+            continue
+        found = (file.parent / path).resolve() if path else file
+        assert found.exists(), path
+        if heading:
+            slugs = {
+                re.sub(r"[^\w -]", "", line.lstrip("# ").lower()).replace(" ", "-")
+                for line in found.read_text("utf-8").splitlines()
+                if line.startswith("#")
+            }
+            assert heading[1:] in slugs, heading
+
+
+def test_the_exit_codes_in_the_docs_are_the_tables():
+    text = (ROOT / "docs" / "fit-a-model.md").read_text("utf-8")
+    told = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
+    assert told == {0, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
+
+
+def test_the_numbers_in_the_readme_are_the_measured_ones():
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert "<!-- numbers:memory -->" in text
+    assert readme_numbers.filled(text) == text
+
+
+def test_the_changelog_has_this_version():
+    assert f"## [{trimtab.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_numbers_are_compared_with_stock_of_the_same_adapter():
+    stock = {
+        "model": "m",
+        "engine": "stock",
+        "placement": "resident",
+        "adapter_rank": 8,
+        "logits": "a",
+        "media_logits": "b",
+    }
+    row = {**stock, "engine": "trimtab", "gpu_peak_gib": 1.239}
+    results = {"rows": [stock, row, {**row, "media_logits": "x"}, {**row, "adapter_rank": 64}, {**row, "error": "why"}]}
+    results |= {"context": 1, "environment": {"gpu": "G", "python": "3"}}
+    lines = [line for line in readme_numbers.memory(results).splitlines() if line.startswith("| M |")]
+    assert [line.split(" | ")[-1].rstrip(" |") for line in lines] == [
+        "-", "yes", "text yes, media no", "not compared", "failed: why"
+    ]  # fmt: skip
+    assert "| 1.24 |" in lines[1]
