@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -10,18 +12,20 @@ from tests import talking
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime import hf_processor
 
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = talking.build_gemma4(tmp_path_factory.mktemp("gemma4"))
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=256, audio_s=1.0)) as loaded:
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=256, audio_s=1.0)) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory):
     folder = talking.build_llama(tmp_path_factory.mktemp("llama"))
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=128)) as loaded:
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=128)) as loaded:
         yield loaded
 
 
@@ -107,7 +111,7 @@ def test_a_tokenizer_alone_is_enough_for_text(llama):
 def test_template_arguments_pass_through(tmp_path):
     template = "{{ bos_token }}{% if enable_thinking %}THINK {% endif %}{{ messages[0]['content'] }}"
     folder = talking.build_llama(tmp_path / "llama", chat_template=template)
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=128)) as loaded:
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=128)) as loaded:
         tokenizer = loaded.processor
         with_it = loaded.prepare("Hello", template_kwargs={"enable_thinking": True}).token_ids
         without = loaded.prepare("Hello").token_ids
@@ -119,7 +123,7 @@ def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
     from tests import pico
 
     folder = pico.build("llama", tmp_path / "bare")
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=64)) as loaded:
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=64)) as loaded:
         with pytest.raises(CheckpointError, match="no usable processor"):
             loaded.prepare("Hello")
         assert loaded.answer([1, 2, 3], max_new_tokens=3).text == ""  # token ids need none

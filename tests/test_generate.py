@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import threading
 
@@ -16,6 +17,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime.generate import Detokenizer, Generation
 
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
 
 
@@ -26,14 +28,14 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(folder):
-    plan = trimtab.plan(folder, quant="none", device="cpu", context=512, audio_s=1.0, place={"*": "stream"})
+    plan = trimtab.plan(folder, quant="none", device=DEVICE, context=512, audio_s=1.0, place={"*": "stream"})
     with trimtab.load(plan) as loaded:
         yield loaded
 
 
 @pytest.fixture(scope="module")
 def stock_model(folder):
-    return stock.load_stock(folder)
+    return stock.load_stock(folder, device=DEVICE)
 
 
 def stock_tokens(stock_model, inputs, count, **options):
@@ -146,7 +148,7 @@ def test_an_error_of_the_model_reaches_the_caller(model, monkeypatch):
 
 def test_logits_equal_stocks_teacher_forced(model, stock_model):
     inputs = model.prepare("Hello there", image=talking.png())
-    expected = stock.logits(stock_model, dict(inputs.tensors))[0].float()
+    expected = stock.logits(stock_model, dict(inputs.tensors))[0].float().cpu()
     assert torch.equal(model.logits("Hello there", image=talking.png()), expected)
 
 
@@ -154,7 +156,7 @@ def test_a_long_prompt_in_pieces_gives_the_same_answer(folder):
     """In float32, where pieces differ from the whole by the order of sums alone (3e-6 of 0.8 seen): the greedy tokens of
     a random model are further apart than that."""
     tokens = torch.randint(300, 1500, (300,), generator=torch.Generator().manual_seed(0)).tolist()
-    plan = trimtab.plan(folder, quant="none", dtype="float32", device="cpu", context=512, audio_s=1.0, images=0)
+    plan = trimtab.plan(folder, quant="none", dtype="float32", device=DEVICE, context=512, audio_s=1.0, images=0)
     with trimtab.load(plan) as loaded:
         whole = loaded.answer(tokens, max_new_tokens=8)
         object.__setattr__(loaded.plan, "prefill_tokens", 64)
