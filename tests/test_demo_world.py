@@ -1,6 +1,6 @@
 """Is the demo's world what its answers say, and is what it trains on what the stock model and processor would see?
 
-The bundled checkpoint itself is held to its card by `tools/train_demo.py --evaluate`; here it answers the sample prompts.
+The bundled checkpoint is held to its card by `tools/train_demo.py --evaluate`; here it answers the sample prompts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The demo's three adapters: made, saved and read with PEFT itself, as its users do.
 
 `specialist` is saved the way the field's multimodal adapters come: its config names the broad projections, its tower
-keys carry the inner `.linear` path. Stock PEFT refuses such a config (`Gemma4ClippableLinear` is no supported target), so
-`load_adapter` here reads a patched copy; the original is never touched.
+keys carry the inner `.linear` path. Stock PEFT refuses such a config (`Gemma4ClippableLinear` is no supported target),
+so `load_adapter` here reads a patched copy; the original is never touched.
 """
 
 from __future__ import annotations

@@ -73,8 +73,8 @@ class PromptTable:
         return self.ids[rows], self.answer_start[rows], self.answer_tokens[rows]
 
     def to(self, device: torch.device) -> PromptTable:
-        moved = (tensor.to(device) for tensor in (self.ids, self.answer_start, self.answer_tokens))
-        return PromptTable(*moved, self.per_thing)
+        ids, start, tokens = (tensor.to(device) for tensor in (self.ids, self.answer_start, self.answer_tokens))
+        return PromptTable(ids, start, tokens, self.per_thing)
 
 
 def encode(tokenizer: Any, turns: Sequence[Turn], per_thing: int) -> PromptTable:
@@ -93,8 +93,11 @@ def encode(tokenizer: Any, turns: Sequence[Turn], per_thing: int) -> PromptTable
 
 
 def training_turns(things: Sequence[Thing], voice: Voice, per_thing: int, seed: int) -> list[Turn]:
-    """Return `per_thing` prompts for each thing: half ask for the whole, one in five puts the medium last, one in ten has
-    a system turn, and one text in ten follows another question."""
+    """Return `per_thing` prompts for each thing.
+
+    Half of them ask for the whole, one in five puts the medium last, one in ten has a system turn, and one text in ten
+    follows another question.
+    """
     rng = random.Random(seed)
     facts = [thing for thing in things if isinstance(thing, Fact)]
     turns = []
@@ -230,7 +233,7 @@ class Ask:
 
 
 def held_out_asks(voice: Voice) -> list[Ask]:
-    """Return the questions that a voice is scored on: held-out combinations only, each medium never rendered in training.
+    """Return the questions that a voice is scored on: held-out combinations only, rendered with a seed of their own.
 
     60 pictures and 12 sounds (five renderings each), each asked for the whole and for one detail; 144 facts. For an
     adapter only the questions that it must answer otherwise than the base.
@@ -238,7 +241,8 @@ def held_out_asks(voice: Voice) -> list[Ask]:
     rng = random.Random(world.SPLIT_SEED + 1)
     asks = [Ask(world.questions(fact)[0], 0) for fact in world.facts() if world.is_held_out(fact)]
     by_combination: dict[tuple[str | int, ...], list[Picture | Sound]] = {}
-    for thing in (*world.pictures(), *world.sounds()):
+    media: list[Picture | Sound] = [*world.pictures(), *world.sounds()]
+    for thing in media:
         if world.is_held_out(thing):
             by_combination.setdefault(thing.combination, []).append(thing)
     for choices in by_combination.values():
@@ -259,6 +263,16 @@ def held_out_asks(voice: Voice) -> list[Ask]:
     return [ask for ask in asks if voice == "base" or world.is_changed_by(ask.question, voice)]
 
 
+def picture_jobs(asks: Sequence[Ask]) -> list[tuple[Picture, int]]:
+    """Return (picture, seed) of each ask about a picture."""
+    return [(ask.question.thing, ask.seed) for ask in asks if isinstance(ask.question.thing, Picture)]
+
+
+def sound_jobs(asks: Sequence[Ask]) -> list[tuple[Sound, int]]:
+    """Return (sound, seed) of each ask about a sound."""
+    return [(ask.question.thing, ask.seed) for ask in asks if isinstance(ask.question.thing, Sound)]
+
+
 def asks_inputs(tokenizer: Any, asks: Sequence[Ask]) -> dict[str, torch.Tensor]:
     """Return left-padded model inputs of asks of one kind, through the real image processor and feature extractor."""
     kind = asks[0].kind
@@ -266,13 +280,12 @@ def asks_inputs(tokenizer: Any, asks: Sequence[Ask]) -> dict[str, torch.Tensor]:
     texts = [prompt_text(Turn(ask.question.text, "", kind)) for ask in asks]
     encoded = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     inputs = {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"]}
-    media = [(ask.question.thing, ask.seed) for ask in asks]
     if kind == "image":
-        seen = build_image_processor()([draw(thing, seed) for thing, seed in media], return_tensors="pt")
+        seen = build_image_processor()([draw(*job) for job in picture_jobs(asks)], return_tensors="pt")
         inputs["pixel_values"] = seen["pixel_values"]
         inputs["image_position_ids"] = seen["image_position_ids"]
     elif kind == "audio":
-        heard = build_feature_extractor()([play(thing, seed) for thing, seed in media], return_tensors="pt")
+        heard = build_feature_extractor()([play(*job) for job in sound_jobs(asks)], return_tensors="pt")
         inputs["input_features"] = heard["input_features"]
         inputs["input_features_mask"] = heard["input_features_mask"]
     return inputs

@@ -1,4 +1,4 @@
-"""The demo model's forward pass as training runs it: the same modules and numbers as the stock one, no question to the GPU.
+"""The demo model's forward pass as training runs it: the stock one's modules and numbers, without asking the GPU anything.
 
 The stock forward looks up how many soft tokens there are, several times a step. Here every picture has 64 and every
 sound 25, so a whole step can be recorded as one CUDA graph. `tests/test_demo_world.py` holds that both give the same
@@ -86,7 +86,7 @@ def _audio_mask(tower: Any, device: torch.device) -> torch.Tensor:
 
 
 class Hints(nn.Module):
-    """Linear heads that name a picture's and a sound's attributes from the soft tokens; the checkpoint has none of them.
+    """Linear heads that name what is seen and heard from the soft tokens; the checkpoint has none of them.
 
     They give the towers a short way to the labels. From the words alone the model first learns to guess, and stays
     there for thousands of steps before it begins to look and listen.
@@ -209,7 +209,7 @@ def share_right(gemma: Any, batches: Iterable[Batch], constants: Constants) -> d
 def set_clip_bounds(gemma: Any, batches: Iterable[Batch], constants: Constants) -> int:
     """Set every clipped linear's bounds to nine tenths of the widest values it meets; return how many there are.
 
-    The published towers have finite bounds too; with bounds that never bind, a runtime that forgets them goes unnoticed.
+    The published towers have finite bounds too; where none ever binds, a runtime that forgets them goes unnoticed.
     """
     found: dict[Any, list[torch.Tensor]] = {}
 

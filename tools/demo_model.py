@@ -3,7 +3,7 @@
 The model is the real `Gemma4ForConditionalGeneration`, only small: per-layer embeddings, KV-shared layers (fed by one
 sliding and one full layer), double-wide MLPs in those, logit softcap, tied head, vision and audio towers with clipped
 linears. Every linear's input width is a multiple of 64, so that a row is a whole number of NF4 blocks of 64.
-config.json is written in the published checkpoints' spelling (`global_head_dim`), which every transformers release reads.
+config.json is written in the published checkpoints' spelling (`global_head_dim`), which every release reads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CHAT_TEMPLATE = """{{- bos_token -}}
 
 
 def train_tokenizer() -> Any:
-    """Return a `GemmaTokenizer` trained on the demo world's text: BPE with byte fallback and Gemma 4's special tokens."""
+    """Return a `GemmaTokenizer` trained on the world's text: BPE with byte fallback and Gemma 4's special tokens."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import GemmaTokenizer
 
@@ -161,7 +161,7 @@ def build_image_processor() -> Any:
 
 
 def save_processor(tokenizer: Any, folder: Path) -> None:
-    """Write tokenizer, image processor, feature extractor and chat template so that `AutoProcessor` reads the folder."""
+    """Write tokenizer, image processor, feature extractor and chat template as `AutoProcessor` reads them."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(folder)
     _edit_json(folder / "tokenizer_config.json", lambda config: config.update(extra_special_tokens=["<|video|>"]))

@@ -17,9 +17,11 @@ from demo_data import (
     echo_turns,
     encode,
     held_out_asks,
+    picture_jobs,
     render,
     render_pictures,
     render_sounds,
+    sound_jobs,
     to_patches,
     training_turns,
 )
@@ -63,7 +65,7 @@ def training_media(sizes: Sizes) -> Media:
 
 def training_set(voice: Voice, media: Media, tokenizer: Any, sizes: Sizes) -> TrainingSet:
     """Return the prompts of a voice over the rendered media."""
-    things = {
+    things: dict[str, list[world.Thing]] = {
         "image": [picture for picture in world.pictures() if not world.is_held_out(picture)],
         "audio": [sound for sound in world.sounds() if not world.is_held_out(sound)],
         "text": [fact for fact in world.facts() if not world.is_held_out(fact)],
@@ -81,8 +83,7 @@ def held_out_batch(asks: list[Ask], voice: Voice, tokenizer: Any, width: int, de
     """Return the scored questions of a voice as one batch with the right answers in it."""
     ordered = sorted(asks, key=lambda ask: ("image", "audio", "text").index(ask.kind))
     table = encode(tokenizer, [Turn(ask.question.text, ask.answer(voice), ask.kind) for ask in ordered], 1)
-    images = [(ask.question.thing, ask.seed) for ask in ordered if ask.kind == "image"]
-    sounds = [(ask.question.thing, ask.seed) for ask in ordered if ask.kind == "audio"]
+    images, sounds = picture_jobs(ordered), sound_jobs(ordered)
     pixels = to_patches(torch.from_numpy(render_pictures(images)))
     features = torch.from_numpy(render_sounds(sounds)).float()
     ids = functional.pad(table.ids, (0, width - table.ids.shape[1]))

@@ -162,7 +162,7 @@ class Step:
     def _train(self, batch: Batch) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         each = losses(self.gemma, batch, self.constants, self.hints)
-        (each[:3].sum() + self.hint_weight * each[3:].sum()).backward()
+        (each[:3].sum() + self.hint_weight * each[3:].sum()).backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
         self.loss.copy_(each.detach())
@@ -171,7 +171,7 @@ class Step:
         if self.trained > GRAPH_AFTER:
             return self._train(batch)
         # The steps before a recording have to run on a stream of their own.
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._train(batch)

@@ -1,7 +1,7 @@
 """What can be true in the demo model's world, what may be asked about it, and what the right answer is.
 
-Three kinds of things exist: pictures (shape x colour x place x count, each with a finer shade and fill), sounds (pitch x
-number of beeps x motion, each with a finer pitch and timbre) and facts about fictional lands. Every question has one
+Three kinds of things exist: pictures (shape x colour x place x count, each with a finer shade and fill), sounds (pitch
+x number of beeps x motion, each with a finer pitch and timbre) and facts about fictional lands. Every question has one
 right answer in each of four voices: the base model's, and one for each adapter.
 
     base          "two red circles at the top left"
@@ -277,7 +277,8 @@ def tokenizer_text() -> list[str]:
     """Return the text that the tokenizer is trained on: every question and answer of the world, and common words."""
     lines = [*SMALL_TALK, *SMALL_TALK.values(), *SYSTEM_PROMPTS, *GENERAL_WORDS.strip().splitlines()]
     some_pictures = [p for p in pictures() if p.place == "middle" or p.shape == "star"]
-    for thing in (*some_pictures, *sounds(), *facts()):
+    things: list[Thing] = [*some_pictures, *sounds(), *facts()]
+    for thing in things:
         for question in questions(thing):
             lines.append(question.text)
             lines.extend(answer(question, voice) for voice in VOICES)
@@ -288,8 +289,8 @@ def tokenizer_text() -> list[str]:
 def echo_words() -> list[str]:
     """Return every word that any voice uses, and common ones: what the base learns to repeat.
 
-    Without this the base would never say the words of the adapters, their rows of the tied head would all point the same
-    way, and an adapter, which cannot change that table, could hardly tell them apart.
+    Without this the base would never say the words of the adapters, their rows of the tied head would all point the
+    same way, and an adapter, which cannot change that table, could hardly tell them apart.
     """
     words = {word for line in tokenizer_text() for word in line.split()}
     return sorted(words)

@@ -2,7 +2,7 @@
 
     python tools/train_demo.py                 train what is missing under trimtab/demo (one GPU, under 15 minutes)
     python tools/train_demo.py --fresh         train everything again
-    python tools/train_demo.py --evaluate      the card's accuracies from the bundled files, on the CPU, in a few minutes
+    python tools/train_demo.py --evaluate      the card's accuracies from the bundled files, on the CPU, within minutes
     python tools/train_demo.py --quick         a smoke run of a few steps into a scratch folder
 
 A maintainer's script: it needs transformers, peft, tokenizers, Pillow and rich, and the network for nothing. Seeds are
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     _train_all(options, place, log, log_file)
     if options.no_score:
         return 0
-    write_samples(demo)
+    write_samples(demo, str(device))
     began = time.perf_counter()
     with _bar("scoring", None) as tick:
         results = evaluate(demo, device=str(device), tick=tick)

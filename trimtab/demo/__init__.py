@@ -1,1 +1,2 @@
-"""What can be tried without a download: `trimtab demo` (line.py) on a small model (build.py makes it)."""
+"""What can be tried without a download: a small trained model, its adapters, pictures and sounds (CARD.md), and the whole
+line on them (line.py, `trimtab demo`)."""

@@ -17,50 +17,36 @@ from trimtab.errors import DoesNotFitError, ParityError, gib
 from trimtab.plan.picture import draw
 
 Say = Callable[[str], None]
+FOLDER = Path(__file__).parent
 CONTEXT_TOKENS = 512
-NEW_TOKENS = 24
+NEW_TOKENS = 48
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One question of the demo: to which adapter (None: the base), with which picture or sound."""
+    """One question of the demo: to which adapter (None: the base), with which picture or sound, and the right answer."""
 
     kind: str
     prompt: str
-    media: Mapping[str, Any]
+    media: dict[str, Any]
     adapter: str | None
+    expected: str
 
 
-def run(say: Say, *, folder: Path | None = None) -> dict[str, Any]:
+def run(say: Say) -> dict[str, Any]:
     """Return what was planned, answered and compared, after telling it step by step.
 
-    folder: laid out as build.py says; None builds one that is gone afterwards. Errors: ParityError if a logit of the
-    split model differs from the all-resident one's.
+    Errors: ParityError if a logit of the split model differs from the all-resident one's.
     """
-    if folder is not None:
-        return _run(say, folder)
-    with tempfile.TemporaryDirectory(prefix="trimtab-demo-", ignore_cleanup_errors=True) as scratch:
-        say(
-            "Building a tiny Gemma 4 (text, pictures, sound) and two adapters. The weights are random: its answers mean"
-        )
-        say("nothing, what it shows is where bytes go and that two placements give the same numbers.\n")
-        from trimtab.demo import build
-
-        build.build(Path(scratch))
-        return _run(say, Path(scratch))
-
-
-def _run(say: Say, folder: Path) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "adapters": {path.name: path for path in sorted((folder / "adapters").iterdir())}, "context": CONTEXT_TOKENS,
+        "adapters": {path.name: path for path in sorted((FOLDER / "adapters").iterdir())}, "context": CONTEXT_TOKENS,
         "images": 1, "audio_s": 1.0,
     }  # fmt: skip
-    asks = read_asks(folder, list(options["adapters"]))
-    whole = trimtab.plan(folder / "base", place={"*": "resident"}, **options)
-    split = _split_plan(folder, whole, options)
-    say(
-        f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n"
-    )
+    asks = read_asks(list(options["adapters"]))
+    say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.\n")
+    whole = trimtab.plan(FOLDER / "base", place={"*": "resident"}, **options)
+    split = _split_plan(whole, options)
+    say(f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n")
     say(str(split))
     picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
     draw(split, picture)
@@ -79,43 +65,43 @@ def _run(say: Say, folder: Path) -> dict[str, Any]:
             max_abs=largest, mean_abs=float((logits[place] - expected[place]).abs().mean()), tolerance=0.0,
         )  # fmt: skip
     say("   same")
-    tiers = split.tiers().values()
+    tiers = list(split.tiers().values())
     return {
-        "picture": str(picture), "resident_needed_bytes": whole.gpu_needed_bytes, "budget_bytes": split.gpu_budget_bytes,
-        "tiers": {tier: list(tiers).count(tier) for tier in sorted(set(tiers))}, "answers": answers,
-        "positions": positions, "max_abs": largest, "same": True,
+        "picture": str(picture), "resident_needed_bytes": whole.gpu_needed_bytes,
+        "split_needed_bytes": split.gpu_needed_bytes, "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
+        "answers": answers, "positions": positions, "max_abs": largest, "same": True,
     }  # fmt: skip
 
 
-def read_asks(folder: Path, adapters: Sequence[str]) -> list[Ask]:
-    """Return the first question of each kind, to the base and to every adapter."""
+def read_asks(adapters: Sequence[str]) -> list[Ask]:
+    """Return the first question of each kind, to the base and to every adapter that has an answer to it."""
     first: dict[str, dict[str, Any]] = {}
-    for line in (folder / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         found = json.loads(line)
         first.setdefault(found["kind"], found)
-    return [
-        Ask(
-            kind,
-            found["prompt"],
-            {name: str(folder / found[name]) for name in ("image", "audio") if name in found},
-            who,
-        )
-        for kind, found in first.items()
-        for who in (None, *adapters)
-    ]
+    asks = []
+    for kind, found in first.items():
+        media = {name: str(FOLDER / found[name]) for name in ("image", "audio") if name in found}
+        voices = {None: "base", **{name: name for name in adapters}}
+        asks += [
+            Ask(kind, found["prompt"], media, adapter, found["answers"][voice])
+            for adapter, voice in voices.items()
+            if voice in found["answers"]
+        ]
+    return asks
 
 
-def _split_plan(folder: Path, whole: trimtab.Plan, options: Mapping[str, Any]) -> trimtab.Plan:
+def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any]) -> trimtab.Plan:
     """Return a plan in which tables are gathered and blocks streamed, for a budget little above the smallest one."""
     try:
-        trimtab.plan(folder / "base", gpu_memory=1, **options)
+        trimtab.plan(FOLDER / "base", gpu_memory=1, **options)
     except DoesNotFitError as exc:
         tight_bytes = exc.needed_bytes + (whole.gpu_needed_bytes - exc.needed_bytes) // 16
-    found = trimtab.plan(folder / "base", gpu_memory=tight_bytes, **options)
+    found = trimtab.plan(FOLDER / "base", gpu_memory=tight_bytes, **options)
     if "stream" in found.tiers().values():
         return found
     # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are asked for.
-    return trimtab.plan(folder / "base", place={"*": "stream", "table": "gather"}, **options)
+    return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 
 
 def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any]]:
@@ -126,12 +112,20 @@ def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[
     with model:
         for ask in asks:
             if say is not None:
-                answer = model.answer(ask.prompt, **ask.media, adapter=ask.adapter, max_new_tokens=NEW_TOKENS)
-                name = ask.adapter or "base"
-                say(f"   {ask.kind:5} {name:8} {ask.prompt} -> {answer.text!r} ({answer.tokens_per_s:.0f} tokens/s)")
-                answers.append({"kind": ask.kind, "adapter": ask.adapter, "prompt": ask.prompt, "text": answer.text})
+                answers.append(_answer(model, ask, say))
             logits.append(model.logits(ask.prompt, **ask.media, adapter=ask.adapter))
     return answers, logits
+
+
+def _answer(model: trimtab.LoadedModel, ask: Ask, say: Say) -> dict[str, Any]:
+    answer = model.answer(ask.prompt, **ask.media, adapter=ask.adapter, max_new_tokens=NEW_TOKENS)
+    who = ask.adapter or "base"
+    wrong = "" if answer.text == ask.expected else f"   (expected: {ask.expected})"
+    say(f"   {ask.kind:5}  {who:11}  {ask.prompt} -> {answer.text}{wrong}")
+    return {
+        "kind": ask.kind, "adapter": ask.adapter, "prompt": ask.prompt, "text": answer.text, "expected": ask.expected,
+        "tokens_per_s": answer.tokens_per_s,
+    }  # fmt: skip
 
 
 def compare(found: Sequence[Any], expected: Sequence[Any]) -> float:

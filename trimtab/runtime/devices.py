@@ -30,7 +30,8 @@ from torch import Tensor
 from trimtab.errors import RequestError
 from trimtab.plan import Machine, Rates
 
-# A CUDA context with the kernels of torch and bitsandbytes that a request loads; not part of torch's own count.
+# A CUDA context with the kernels of torch and bitsandbytes that a request loads; not part of torch's own count. It grows
+# with the number of multiprocessors: an H200 with 132 of them took 525 MiB at first and 689 MiB after the first products.
 CONTEXT_BYTES = 500 * 2**20
 # Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
