@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trimtab
 from trimtab import cli, errors, show
-from trimtab.demo import build, line
+from trimtab.demo import line
 from trimtab.errors import (
     AdapterError,
     CheckpointError,
@@ -49,11 +50,9 @@ ERRORS = [
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    """Build the demo's folder: base/, adapters/, images/, sounds/."""
-    folder = tmp_path_factory.mktemp("world")
-    build.build(folder)
-    return folder
+def world():
+    """Return the demo's folder: base/, adapters/, images/, sounds/."""
+    return line.FOLDER
 
 
 @pytest.fixture
@@ -291,22 +290,22 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
 
 
 def test_inspect_counts_the_file_alone(world, capsys):
-    assert cli.main(["inspect", str(world / "adapters" / "senses")]) == 0
+    assert cli.main(["inspect", str(world / "adapters" / "specialist")]) == 0
     out = capsys.readouterr().out
-    assert "holds     126 tensors, 700.0 KiB (126 in float32)" in out
-    assert "config    r 8, lora_alpha 16" in out
-    assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "18"]]
+    assert "holds     150 tensors, 2.2 MiB (150 in float32)" in out
+    assert "config    r 16, lora_alpha 32" in out
+    assert [line.split() for line in out.splitlines()[-3:]] == [["audio", "12"], ["language", "96"], ["vision", "42"]]
 
 
 def test_inspect_with_a_model_says_what_is_applied(world, capsys):
-    assert cli.main(["inspect", str(world / "adapters" / "senses"), "--model", str(world / "base")]) == 0
+    assert cli.main(["inspect", str(world / "adapters" / "specialist"), "--model", str(world / "base")]) == 0
     out = capsys.readouterr().out
-    assert "applied   to 63 modules: 15 linears inside a wrapper, 48 linears; 700.0 KiB on the device" in out
-    assert "ranks     8 (63); scales 2 (63)" in out
+    assert "applied   to 75 modules: 27 linears inside a wrapper, 48 linears; 2.2 MiB on the device" in out
+    assert "ranks     16 (75); scales 2 (75)" in out
 
 
 def test_inspect_json_is_the_librarys_report(world, capsys):
-    arguments = [str(world / "adapters" / "words"), "--model", str(world / "base")]
+    arguments = [str(world / "adapters" / "style"), "--model", str(world / "base")]
     assert cli.main(["inspect", *arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == trimtab.inspect(arguments[0], model=arguments[2])
 
@@ -342,43 +341,44 @@ def answer_of(out):
 
 
 def test_run_streams_the_text_that_json_has_whole(asks, world):
-    short = ["--max-new-tokens", 8]
-    code, out, err = asks("run", *short, "Hello")
+    short = ["--max-new-tokens", 4, "What is the ruler of Lorienth?"]
+    code, out, err = asks("run", *short)
     assert (code, err) == (0, "")
-    code, whole, err = asks("run", *short, "--json", "Hello")
+    code, whole, err = asks("run", "--json", *short)
     report = json.loads(whole)
     assert (code, err, out) == (0, "", report["text"] + "\n")
-    assert (len(report["token_ids"]), report["finish_reason"], report["adapter"]) == (8, "length", None)
+    assert (len(report["token_ids"]), report["finish_reason"], report["adapter"]) == (4, "length", None)
     assert set(report["memory"]) == {"gpu_bytes", "gpu_peak_bytes", "host_peak_bytes"}
     assert report["planned"]["gpu_peak_bytes"] <= report["planned"]["gpu_budget_bytes"]
 
 
 def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):
-    short = ["--json", "--max-new-tokens", 6, "Hello"]
-    base = asks("run", *short)[1]
-    words = asks("run", *adapters_of(world, "words"), *short)[1]
-    named = asks("run", *adapters_of(world, "senses", "words"), "--use", "words", *short)[1]
-    assert json.loads(words)["adapter"] == json.loads(named)["adapter"] == "words"
-    assert answer_of(words) == answer_of(named) != answer_of(base)
+    text = {ask.adapter: ask for ask in line.read_asks(["style"]) if ask.kind == "text"}
+    question = ["--json", "--max-new-tokens", 48, text[None].prompt]
+    only = asks("run", *adapters_of(world, "style"), *question)[1]
+    named = asks("run", *adapters_of(world, "specialist", "style"), "--use", "style", *question)[1]
+    assert json.loads(only)["adapter"] == json.loads(named)["adapter"] == "style"
+    assert answer_of(only) == answer_of(named) == text["style"].expected
+    assert answer_of(asks("run", *question)[1]) == text[None].expected != text["style"].expected
 
 
 def test_run_with_several_adapters_asks_which_one(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "senses", "words"), "Hello")
+    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist", "style"), "Hello")
     fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["senses", "words"])
+    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["specialist", "style"])
 
 
 def test_run_refuses_an_adapter_that_was_not_given(asks, world):
-    code, out, _ = asks("run", "--json", *adapters_of(world, "senses"), "--use", "sences", "Hello")
+    code, out, _ = asks("run", "--json", *adapters_of(world, "specialist"), "--use", "specialst", "Hello")
     fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["value"]) == (2, "--use", "sences")
+    assert (code, fields["field"], fields["value"]) == (2, "--use", "specialst")
 
 
 def test_run_counts_its_own_pictures_and_sounds(asks, world, monkeypatch):
     plans = []
     load = trimtab.load
     monkeypatch.setattr(trimtab, "load", lambda plan, **options: plans.append(plan) or load(plan, **options))
-    media = ["--image", world / "images" / "shapes.png", "--audio", world / "sounds" / "beeps.wav"]
+    media = ["--image", world / "images" / "image_1.png", "--audio", world / "sounds" / "audio_1.wav"]
     code, out, _ = asks("run", *media, "--json", "--max-new-tokens", 2, "What?")
     assert code == 0
     assert (plans[0].request.images, plans[0].request.audio_s) == (1, 1.0)
@@ -506,29 +506,38 @@ def test_there_is_no_progress_elsewhere():
 # demo -----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_demo_walks_the_line_and_proves_it(world, capsys, monkeypatch):
-    monkeypatch.setattr(line, "NEW_TOKENS", 3)
+def test_the_demo_walks_the_line_answers_rightly_and_proves_it():
     said = []
-    report = line.run(said.append, folder=world)
+    report = line.run(said.append)
     text = "\n".join(said)
     assert report["same"] is True
     assert report["max_abs"] == 0.0
     assert {"gather", "stream"} <= set(report["tiers"])
-    assert {(row["kind"], row["adapter"]) for row in report["answers"]} == {
-        (kind, adapter) for kind in ("text", "image", "audio") for adapter in (None, "words", "senses")
-    }
-    by_kind = {kind: {row["text"] for row in report["answers"] if row["kind"] == kind} for kind in ("text", "image")}
-    assert all(len(texts) > 1 for texts in by_kind.values())  # an adapter changes the answer
+    assert report["split_peak_bytes"] < report["resident_peak_bytes"]
+    adapters = (None, "rslora-dora", "specialist", "style")
+    asked = {(row["kind"], row["adapter"]) for row in report["answers"]}
+    assert asked == {(kind, adapter) for kind in ("text", "image", "audio") for adapter in adapters}
+    # These questions are answered rightly in bf16 (CARD.md); in NF4 a letter may change, an answer in another voice not.
+    right = [row for row in report["answers"] if row["text"] == row["expected"]]
+    assert len(right) >= 10
     assert ElementTree.parse(report["picture"]).getroot().tag.endswith("svg")
     assert "Gemma4ForConditionalGeneration on" in text
     assert text.endswith("same")
 
 
-def test_a_demo_that_differs_ends_with_the_parity_code(world, monkeypatch, capsys):
-    routes = iter([[torch.zeros(2, 3)] * 9, [torch.zeros(2, 3)] * 8 + [torch.full((2, 3), 0.25)]])
+def test_a_wrong_answer_of_the_demo_is_shown_with_the_right_one():
+    class Model:
+        def answer(self, prompt, **options):
+            return SimpleNamespace(text="two", tokens_per_s=1.0)
+
+    said = []
+    line._answer(Model(), line.Ask("text", "How many?", {}, None, "three"), said.append)
+    assert said == ["   text   base         How many? -> two   (expected: three)"]
+
+
+def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
+    routes = iter([[torch.zeros(2, 3)] * 12, [torch.zeros(2, 3)] * 11 + [torch.full((2, 3), 0.25)]])
     monkeypatch.setattr(line, "_answers", lambda *_: ([], next(routes)))
-    run = line.run
-    monkeypatch.setattr(line, "run", lambda say: run(say, folder=world))
     assert cli.main(["demo", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
     assert (error["class"], error["fields"]["max_abs"], error["fields"]["tolerance"]) == ("ParityError", 0.25, 0.0)

@@ -12,7 +12,7 @@ import pytest
 import trimtab
 from tools import readme_numbers
 from trimtab import cli, errors
-from trimtab.demo import build
+from trimtab.demo.line import FOLDER as DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trimtab"
@@ -88,7 +88,7 @@ def imports_of(file):
 def test_each_foreign_library_is_imported_where_it_belongs(file):
     found = imports_of(file)
     allowed = {
-        "transformers": (file.parent.name == "runtime" and file.name.startswith("hf")) or name_of(file) == "trimtab/demo/build.py",
+        "transformers": file.parent.name == "runtime" and file.name.startswith("hf"),
         "bitsandbytes": name_of(file) == "trimtab/runtime/quant.py",
         "psutil": name_of(file) == "trimtab/runtime/devices.py",
         "peft": False, "accelerate": False,
@@ -146,21 +146,14 @@ def python_blocks():
             yield pytest.param(re.sub(rf"^{indent}", "", code, flags=re.M), id=f"{name_of(file)}-{place}")
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("docs")
-    build.build(folder)
-    return folder
-
-
 PYTHON_BLOCKS = list(python_blocks())
 
 
 @pytest.mark.parametrize("code", PYTHON_BLOCKS)
-def test_python_in_the_docs_runs(code, world, monkeypatch, capsys):
+def test_python_in_the_docs_runs(code, capsys):
     stand_ins = {
-        "google/gemma-4-E4B-it": world / "base", "adapters/medical": world / "adapters" / "words",
-        "xray.png": world / "images" / "shapes.png",
+        "google/gemma-4-E4B-it": DEMO / "base", "adapters/medical": DEMO / "adapters" / "style",
+        "xray.png": DEMO / "images" / "image_1.png",
     }  # fmt: skip
     for name, path in stand_ins.items():
         code = code.replace(f'"{name}"', repr(str(path)))

@@ -37,7 +37,11 @@ base's share on the same questions when the adapter is not loaded.
 
 {training}
 
-Device: {device}; {packages}. The whole curves are in `bench/results/demo_training.json`.
+Device: {device}; {packages}.
+The whole curves are in `bench/results/demo_training.json`.
+
+`images/`, `sounds/` and `prompts.jsonl` hold six held-out pictures, sounds and facts. Each medium is the one of eight
+renderings on which the least sure of the four voices is surest: prompts to look at, not a score.
 
 ## Sizes
 
@@ -45,7 +49,7 @@ Device: {device}; {packages}. The whole curves are in `bench/results/demo_traini
 
 ## Licence
 
-The weights, pictures, sounds and texts are original works of the trimtab project, under the project's own licence.
+Apache-2.0, as the project. Weights, pictures, sounds and texts are original works of the trimtab project.
 """
 
 

@@ -296,7 +296,8 @@ def echo_words() -> list[str]:
     return sorted(words)
 
 
-# So that ordinary prompts are words too and not only letters; the model only ever repeats them.
+# So that ordinary prompts are words too and not only letters; the model only ever repeats them. The line breaks count:
+# a word at the start of a line is learnt without its space, so other breaks make another tokenizer.
 GENERAL_WORDS = """
 a about above after again all also always am an and another any are around as ask at away back be because been before
 below best better between big black both bring but by call came can cannot change city close cold come could cut day did

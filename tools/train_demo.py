@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     _train_all(options, place, log, log_file)
     if options.no_score:
         return 0
-    write_samples(demo, str(device))
+    log["sample_leads"] = write_samples(demo, str(device))
     began = time.perf_counter()
     with _bar("scoring", None) as tick:
         results = evaluate(demo, device=str(device), tick=tick)

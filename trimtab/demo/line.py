@@ -46,7 +46,10 @@ def run(say: Say) -> dict[str, Any]:
     say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.\n")
     whole = trimtab.plan(FOLDER / "base", place={"*": "resident"}, **options)
     split = _split_plan(whole, options)
-    say(f"1. plan: with every weight resident it needs {gib(whole.gpu_needed_bytes)} on {whole.execution_device}; split:\n")
+    peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
+    say(
+        f"1. plan: with every weight resident {whole.execution_device} holds {peaks[0]} at its peak, split {peaks[1]}\n"
+    )
     say(str(split))
     picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
     draw(split, picture)
@@ -67,8 +70,8 @@ def run(say: Say) -> dict[str, Any]:
     say("   same")
     tiers = list(split.tiers().values())
     return {
-        "picture": str(picture), "resident_needed_bytes": whole.gpu_needed_bytes,
-        "split_needed_bytes": split.gpu_needed_bytes, "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
+        "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes, "split_peak_bytes": split.gpu_peak_bytes,
+        "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
         "answers": answers, "positions": positions, "max_abs": largest, "same": True,
     }  # fmt: skip
 
@@ -81,8 +84,8 @@ def read_asks(adapters: Sequence[str]) -> list[Ask]:
         first.setdefault(found["kind"], found)
     asks = []
     for kind, found in first.items():
-        media = {name: str(FOLDER / found[name]) for name in ("image", "audio") if name in found}
-        voices = {None: "base", **{name: name for name in adapters}}
+        media: dict[str, Any] = {name: str(FOLDER / found[name]) for name in ("image", "audio") if name in found}
+        voices: dict[str | None, str] = {None: "base", **{name: name for name in adapters}}
         asks += [
             Ask(kind, found["prompt"], media, adapter, found["answers"][voice])
             for adapter, voice in voices.items()

@@ -1,0 +1,53 @@
+"""The bundled model: right answers in every format and tier, from the base and from every adapter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import trimtab
+from trimtab.demo import line
+
+DEMO = line.FOLDER
+PROMPTS = [json.loads(text) for text in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+ADAPTERS = {folder.name: folder for folder in sorted((DEMO / "adapters").iterdir())}
+# Answers that a format may change, of 72: none of those below. fp4 is coarser and changed up to three on one sample set.
+QUANTS = ("none", "nf4", "nf4-dq", "int8")
+
+
+def wrong_answers(prompts, **options) -> list[tuple[str, str, str]]:
+    plan = trimtab.plan(DEMO / "base", adapters=ADAPTERS, context=256, audio_s=1.0, device="cpu", **options)
+    found = []
+    with trimtab.load(plan) as model:
+        for prompt in prompts:
+            media = {kind: str(DEMO / prompt[kind]) for kind in ("image", "audio") if prompt.get(kind)}
+            for voice, expected in prompt["answers"].items():
+                adapter = None if voice == "base" else voice
+                text = model.answer(prompt["prompt"], **media, adapter=adapter, max_new_tokens=48).text
+                if text != expected:
+                    found.append((prompt["id"], voice, text))
+    return found
+
+
+def first_of_each_kind():
+    return [next(prompt for prompt in PROMPTS if prompt["kind"] == kind) for kind in ("image", "audio", "text")]
+
+
+@pytest.mark.parametrize("quant", QUANTS)
+def test_every_prompt_is_answered_exactly(quant):
+    assert len(PROMPTS) == 18 and all(set(prompt["answers"]) == {"base", *ADAPTERS} for prompt in PROMPTS)
+    assert wrong_answers(PROMPTS, quant=quant, place={"*": "resident"}) == []
+
+
+@pytest.mark.parametrize("place", [{"*": "stream", "table": "gather"}, {"*": "disk", "table": "gather"}, {"*": "host"}])
+@pytest.mark.parametrize("quant", QUANTS)
+def test_every_tier_answers_exactly(quant, place):
+    assert wrong_answers(first_of_each_kind(), quant=quant, place=place) == []
+
+
+def test_the_adapters_really_change_the_answer():
+    for prompt in PROMPTS:
+        answers = prompt["answers"]
+        assert answers["base"] != answers["style"] and answers["base"] != answers["rslora-dora"]
+        assert prompt["kind"] == "text" or answers["base"] != answers["specialist"]
