@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
 import trimtab
 from trimtab.demo import line
+from trimtab.errors import CheckpointError
 
 DEMO = line.FOLDER
 PROMPTS = [json.loads(text) for text in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-ADAPTERS = {folder.name: folder for folder in sorted((DEMO / "adapters").iterdir())}
+ADAPTERS = {name: DEMO / "adapters" / name for name in line.ADAPTERS}
 # Answers that a format may change, of 72: none of those below. fp4 is coarser and changed up to three on one sample set.
 QUANTS = ("none", "nf4", "nf4-dq", "int8")
 
@@ -51,3 +53,23 @@ def test_the_adapters_really_change_the_answer():
         answers = prompt["answers"]
         assert answers["base"] != answers["style"] and answers["base"] != answers["rslora-dora"]
         assert prompt["kind"] == "text" or answers["base"] != answers["specialist"]
+
+
+@pytest.mark.parametrize("lost", ["base/config.json", "prompts.jsonl", "adapters/style/adapter_model.safetensors"])
+def test_a_missing_file_says_how_to_get_it_back(lost, tmp_path, monkeypatch):
+    folder = shutil.copytree(DEMO, tmp_path / "demo")
+    (folder / lost).unlink()
+    monkeypatch.setattr(line, "FOLDER", folder)
+    with pytest.raises(CheckpointError, match="missing: .*git checkout") as caught:
+        line.run(lambda *text: None)
+    assert lost in str(caught.value) and caught.value.path == str(folder)
+
+
+def test_a_damaged_file_says_how_to_get_it_back(tmp_path, monkeypatch):
+    folder = shutil.copytree(DEMO, tmp_path / "demo")
+    shard = next((folder / "base").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    monkeypatch.setattr(line, "FOLDER", folder)
+    with pytest.raises(CheckpointError, match="bundled model is damaged") as caught:
+        line.run(lambda *text: None)
+    assert caught.value.path == str(shard) and "git checkout" in caught.value.hint

@@ -13,11 +13,13 @@ from typing import Any
 
 import trimtab
 from trimtab import show
-from trimtab.errors import DoesNotFitError, ParityError, gib
+from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.plan.picture import draw
 
 Say = Callable[[str], None]
 FOLDER = Path(__file__).parent
+ADAPTERS = ("rslora-dora", "specialist", "style")
+GET_IT_BACK = "Install trimtab again, in a source tree run `git checkout -- trimtab/demo`, or make it anew with tools/train_demo.py"
 CONTEXT_TOKENS = 512
 NEW_TOKENS = 48
 
@@ -36,10 +38,40 @@ class Ask:
 def run(say: Say) -> dict[str, Any]:
     """Return what was planned, answered and compared, after telling it step by step.
 
-    Errors: ParityError if a logit of the split model differs from the all-resident one's.
+    Errors: ParityError if a logit of the split model differs from the all-resident one's; CheckpointError, with how to
+    get it back, if a file of the bundled model is missing or damaged.
     """
+    check_files()
+    try:
+        return _run(say)
+    except CheckpointError as exc:
+        if exc.hint == GET_IT_BACK or not exc.path.startswith(str(FOLDER)):
+            raise
+        raise CheckpointError(
+            f"the bundled model is damaged ({exc})", path=exc.path, tensor_name=exc.tensor_name, hint=GET_IT_BACK
+        ) from exc
+
+
+def check_files() -> None:
+    """Raise CheckpointError if a file that the demo needs is not there."""
+    adapters = [f"adapters/{name}/adapter_model.safetensors" for name in ADAPTERS]
+    needed = [
+        "prompts.jsonl",
+        "base/config.json",
+        "base/model.safetensors.index.json",
+        "base/tokenizer.json",
+        *adapters,
+    ]
+    missing = [name for name in needed if not (FOLDER / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"the bundled model is incomplete, missing: {', '.join(missing)}", path=FOLDER, hint=GET_IT_BACK
+        )
+
+
+def _run(say: Say) -> dict[str, Any]:
     options: dict[str, Any] = {
-        "adapters": {path.name: path for path in sorted((FOLDER / "adapters").iterdir())}, "context": CONTEXT_TOKENS,
+        "adapters": {name: FOLDER / "adapters" / name for name in ADAPTERS}, "context": CONTEXT_TOKENS,
         "images": 1, "audio_s": 1.0,
     }  # fmt: skip
     asks = read_asks(list(options["adapters"]))
