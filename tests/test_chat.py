@@ -18,7 +18,7 @@ DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = talking.build_gemma4(tmp_path_factory.mktemp("gemma4"))
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=256, audio_s=1.0)) as loaded:
+    with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=256, images=2, audio_s=1.0)) as loaded:
         yield loaded
 
 
@@ -55,6 +55,15 @@ def test_several_pictures_and_messages_in_their_order(model):
     plain = model.prepare("one two", image=[talking.png(), talking.png(size=(90, 90))])
     assert plain.tensors["pixel_values"].shape == found.tensors["pixel_values"].shape
     assert plain.token_ids != found.token_ids
+
+
+def test_more_media_than_were_counted_are_refused(model):
+    with pytest.raises(RequestError, match="has 3 pictures, the plan counted memory for 2") as caught:
+        model.prepare("one", image=[talking.png()] * 3)
+    assert caught.value.field == "image"
+    with pytest.raises(RequestError, match="1.6 seconds of sound, the plan counted memory for 1") as caught:
+        model.prepare("one", audio=[talking.wav()] * 2)
+    assert caught.value.field == "audio"
 
 
 def test_the_text_route_equals_the_processors_own(model):

@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
 
+import demo_adapters
 import demo_data
 import demo_forward
 import demo_media
@@ -25,7 +27,7 @@ import demo_model
 import demo_training
 import demo_world as world
 from demo_samples import sample_asks
-from demo_scoring import shortfalls
+from demo_scoring import load_base, shortfalls
 
 PICTURE = world.Picture("star", "blue", "top right", 2, shade=0, fill=1)
 SOUND = world.Sound("high", 3, "falling", half=1, timbre=1)
@@ -345,3 +347,146 @@ def test_samples_are_held_out_and_different() -> None:
     assert all(world.is_held_out(ask.question.thing) for ask in asks)
     assert len({ask.question.thing.combination for ask in asks}) == 18
     assert json.loads(asks[0].answer("rslora-dora"))["count"] == asks[0].question.thing.count  # type: ignore[union-attr]
+
+
+# The bundled files
+
+DEMO = ROOT / "trimtab/demo"
+LINES = [json.loads(line) for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(file)
+
+
+def test_bundled_files_keep_within_their_sizes() -> None:
+    base = sum(file.stat().st_size for file in (DEMO / "base").iterdir())
+    whole = sum(file.stat().st_size for file in DEMO.rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+    assert base <= 16_000_000
+    assert whole < 25_000_000
+
+
+def test_bundled_shards_and_index_agree() -> None:
+    index = json.loads((DEMO / "base/model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    shards = sorted((DEMO / "base").glob("*.safetensors"))
+    assert len(shards) >= 2
+    found = {name: shard.name for shard in shards for name in _tensors(shard)}
+    assert found == index
+    assert "lm_head.weight" not in found
+
+
+def test_bundled_weights_are_bf16_and_their_clip_bounds_finite_and_in_order() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in (DEMO / "base").glob("*.safetensors"):
+        tensors |= _tensors(shard)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    lows = [name for name in tensors if name.endswith(("input_min", "output_min"))]
+    assert len(lows) == 2 * 41
+    assert all(tensors[name] < 0 < tensors[name.replace("_min", "_max")] for name in lows)
+    scalars = {float(tensor) for name, tensor in tensors.items() if name.endswith("layer_scalar")}
+    assert len(scalars) == 4
+
+
+def test_bundled_config_and_tokenizer_are_what_the_script_makes(tokenizer: Any) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    bundled, made = AutoConfig.from_pretrained(DEMO / "base"), demo_model.build_config(tokenizer)
+    for part in ("text_config", "vision_config", "audio_config"):
+        ours, theirs = (getattr(config, part).to_dict() for config in (made, bundled))
+        for name in ("dtype", "transformers_version", "_name_or_path"):
+            ours.pop(name, None)
+            theirs.pop(name, None)
+        assert theirs == ours
+    assert AutoTokenizer.from_pretrained(DEMO / "base").get_vocab() == tokenizer.get_vocab()
+
+
+def test_bundled_config_has_every_quirk() -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(DEMO / "base")
+    text = config.text_config
+    assert text.hidden_size_per_layer_input == 64 and text.use_double_wide_mlp and text.final_logit_softcapping == 30.0
+    first_shared = text.num_hidden_layers - text.num_kv_shared_layers
+    assert set(text.layer_types[:first_shared]) == set(text.layer_types[first_shared:]) == set(demo_model.LAYER_TYPES)
+    assert config.tie_word_embeddings
+    assert config.vision_config.use_clipped_linears and config.audio_config.use_clipped_linears
+
+
+@pytest.mark.parametrize("width", ["hidden_size", "intermediate_size", "hidden_size_per_layer_input"])
+def test_inner_widths_are_whole_blocks_of_64(width: str, gemma: Any) -> None:
+    assert getattr(gemma.config.text_config, width) % 64 == 0
+    linears = [module for module in gemma.modules() if isinstance(module, torch.nn.Linear)]
+    assert [module for module in linears if module.in_features % 64] == []
+
+
+def test_specialist_names_broad_targets_and_its_tower_keys_the_inner_linear() -> None:
+    config = json.loads((DEMO / "adapters/specialist/adapter_config.json").read_text(encoding="utf-8"))
+    keys = list(_tensors(DEMO / "adapters/specialist/adapter_model.safetensors"))
+    assert sorted(config["target_modules"]) == sorted(demo_adapters.PROJECTIONS)
+    parts = {
+        part: [key for key in keys if f".{part}." in key] for part in ("language_model", "vision_tower", "audio_tower")
+    }
+    # Two tensors a target: 8 layers of 7 less the K and V of 4 shared ones; 3 vision layers of 7; 2 audio layers of 3.
+    assert {part: len(found) for part, found in parts.items()} == {
+        "language_model": 2 * (8 * 7 - 4 * 2), "vision_tower": 2 * 3 * 7, "audio_tower": 2 * 2 * 3,
+    }  # fmt: skip
+    assert all(".linear.lora_" in key for part in ("vision_tower", "audio_tower") for key in parts[part])
+    assert not any(".linear." in key for key in parts["language_model"])
+
+
+def test_stock_peft_refuses_the_specialist_as_it_is() -> None:
+    from peft import PeftModel
+
+    base = load_base(DEMO / "base", "cpu")
+    with pytest.raises(ValueError, match="Gemma4ClippableLinear"):
+        PeftModel.from_pretrained(base, str(DEMO / "adapters/specialist"))
+
+
+def test_rslora_dora_is_both_and_the_smallest() -> None:
+    config = json.loads((DEMO / "adapters/rslora-dora/adapter_config.json").read_text(encoding="utf-8"))
+    assert config["use_rslora"] and config["use_dora"]
+    sizes = {
+        name: (DEMO / f"adapters/{name}/adapter_model.safetensors").stat().st_size for name in demo_adapters.ADAPTERS
+    }
+    assert min(sizes, key=lambda name: sizes[name]) == "rslora-dora"
+    assert any("magnitude" in key for key in _tensors(DEMO / "adapters/rslora-dora/adapter_model.safetensors"))
+
+
+def test_bundled_prompts_are_the_world_s() -> None:
+    asks = sample_asks()
+    assert [line["kind"] for line in LINES] == [ask.kind for ask in asks]
+    for line, ask in zip(LINES, asks):
+        assert line["prompt"] == ask.question.text
+        assert line["answers"] == {voice: ask.answer(voice) for voice in world.VOICES}
+
+
+def _file_inputs(tokenizer: Any, kind: str) -> dict[str, torch.Tensor]:
+    """Return left-padded inputs of the bundled prompts of a kind, read from their files."""
+    lines = [line for line in LINES if line["kind"] == kind]
+    texts = [demo_data.prompt_text(demo_data.Turn(line["prompt"], "", kind)) for line in lines]
+    inputs = dict(tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False))
+    if kind == "image":
+        images = [Image.open(DEMO / line["image"]) for line in lines]
+        seen = demo_model.build_image_processor()(images, return_tensors="pt")
+        inputs |= {name: seen[name] for name in ("pixel_values", "image_position_ids")}
+    elif kind == "audio":
+        sounds = [demo_media.read_wav(DEMO / line["audio"]) for line in lines]
+        inputs |= dict(demo_model.build_feature_extractor()(sounds, return_tensors="pt"))
+    return inputs
+
+
+@pytest.mark.parametrize("voice", world.VOICES)
+def test_the_bundled_model_answers_every_sample_prompt(voice: world.Voice, tokenizer: Any) -> None:
+    model = load_base(DEMO / "base", "cpu")
+    if voice != "base":
+        model = demo_adapters.load_adapter(model, voice, DEMO / "adapters" / voice)
+    for kind in ("image", "audio", "text"):
+        inputs = _file_inputs(tokenizer, kind)
+        inputs = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in inputs.items()}
+        with torch.no_grad():
+            made = model.generate(**inputs, max_new_tokens=40, do_sample=False)
+        given = tokenizer.batch_decode(made[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+        assert given == [line["answers"][voice] for line in LINES if line["kind"] == kind]

@@ -180,17 +180,23 @@ def save_processor(tokenizer: Any, folder: Path) -> None:
 def save_base(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write the whole checkpoint: bf16 shards with an index, configs, processor. Weights are rounded, not changed."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in folder.glob("*.safetensors*"):
-        old.unlink()
-    exact = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=exact, max_shard_size=SHARD_BYTES)
-    for shard in folder.glob("*.safetensors"):
-        shard.chmod(0o644)
+    save_weights(model, folder)
     _edit_json(folder / "config.json", _published_spelling)
     stops = [1, tokenizer.convert_tokens_to_ids("<turn|>")]
     generation = {"bos_token_id": 2, "do_sample": False, "eos_token_id": stops, "pad_token_id": 0}
     _write_json(folder / "generation_config.json", generation)
     save_processor(tokenizer, folder)
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the shards, the index and config.json. The tied head is not written: it is the embedding."""
+    for old in folder.glob("*.safetensors*"):
+        old.unlink()
+    exact = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in model.state_dict().items()}
+    del exact["lm_head.weight"]
+    model.save_pretrained(folder, state_dict=exact, max_shard_size=SHARD_BYTES)
+    for shard in folder.glob("*.safetensors"):
+        shard.chmod(0o644)
 
 
 def _published_spelling(config: dict[str, Any]) -> None:

@@ -156,7 +156,7 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
     # two places of the largest one's size, held for the whole load.
     places = 2 * max(transient, leaving_transient)
     filling = resident + places
-    packing = places + limits.held_bytes if leaving_transient else 0
+    packing = places + min(limits.held_bytes, staged) if leaving_transient else 0
     reading = limits.host_load_bytes + spilled
     return Totals(
         run_bytes=limits.run_bytes + running, load_bytes=limits.load_bytes + max(filling, packing, running),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -207,7 +208,8 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     except OSError as exc:
         raise RequestError(f"cannot be written ({exc.strerror})", field=field, value=str(path)) from exc
     finally:
-        sibling.unlink(missing_ok=True)
+        with suppress(OSError):  # a parent that is a file has no sibling to remove either
+            sibling.unlink(missing_ok=True)
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:

@@ -1,0 +1,1 @@
+"""What runs: the machine, formats, tiers, loading, adapters, questions and answers."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.runtime.media import MAX_AUDIO_S, read_audio, read_image
+from trimtab.runtime.media import MAX_AUDIO_S, SAMPLE_RATE, read_audio, read_image
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
@@ -44,6 +44,7 @@ def prepare(
         return _from_ids(model, prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     _check_modalities(model, pictures, sounds)
+    _check_planned(model, "image", len(pictures), "images", "pictures")
     processor = model.processor
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
         return _text_only(model, processor, messages, prompt, system, template_kwargs)
@@ -132,6 +133,16 @@ def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> Non
         raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Leave the sound out")
 
 
+def _check_planned(model: Any, field: str, count: float, planned: str, what: str) -> None:
+    """Raise RequestError if a prompt has more media than the memory that was counted for them."""
+    limit = getattr(model.plan.request, planned)
+    if count > limit:
+        raise RequestError(
+            f"the prompt has {count:g} {what}, the plan counted memory for {limit:g}", field=field,
+            hint=f"Plan with {planned}={count:g}",
+        )  # fmt: skip
+
+
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with plain text contents, the form of text-only templates."""
     return [{"role": m["role"], "content": "".join(part["text"] for part in m["content"])} for m in messages]
@@ -197,6 +208,8 @@ def _through_processor(
         if feature is None:
             raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
         wanted["audio"] = [read_audio(sound, max_s=MAX_AUDIO_S) for sound in sounds]
+        seconds = sum(len(samples) for samples in wanted["audio"]) / SAMPLE_RATE
+        _check_planned(model, "audio", seconds, "audio_s", "seconds of sound")
     try:
         encoded = processor(**wanted)
     except (ValueError, TypeError, IndexError) as exc:

@@ -11,11 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-from platformdirs import user_cache_path
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
@@ -25,6 +23,7 @@ from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.cost import buffer_bytes, packed_parts
 from trimtab.runtime import hf, lora, tiers
+from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
 
@@ -264,14 +263,10 @@ class _Filler:
                 self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors})
         if writer is not None and writer.group.nbytes:
             if tier == "disk" and self.spill is None:
-                self.spill = tiers.Spill(self._spill_folder())
+                self.spill = tiers.Spill(spill_folder(self.plan.request.offload_dir))
             self.groups.append(
                 writer.finish(pinned=self.device.type == "cuda", spill=self.spill if tier == "disk" else None)
             )
-
-    def _spill_folder(self) -> Path:
-        given = self.plan.request.offload_dir
-        return Path(given) if given else user_cache_path("trimtab") / "spill"
 
     def _fill_linear(self, row: ModuleRow, module: nn.Linear, tier: str, writer: tiers.GroupWriter | None) -> None:
         weight = row.weight
