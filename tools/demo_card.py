@@ -33,7 +33,8 @@ base's share on the same questions when the adapter is not loaded.
 ## How it was made
 
 `python tools/train_demo.py` from fixed seeds: pictures, sounds and texts drawn by our own code (`tools/demo_world.py`,
-`tools/demo_media.py`), a tokenizer trained on the world's own text, weights trained from scratch.
+`tools/demo_media.py`), a tokenizer trained on the world's own text, weights trained from scratch. A GPU adds in no fixed
+order, so another run makes a model as good, not the same bytes.
 
 {training}
 
