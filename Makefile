@@ -9,7 +9,7 @@ ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-oldest test-gpu lint format bench clean
+.PHONY: demo test test-oldest test-upstream test-slow test-gpu lint format bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -19,6 +19,14 @@ test: $(NEWEST)
 
 test-oldest: $(OLDEST)
 	$(ENV) .venv-oldest/bin/python -m pytest -q -n $(WORKERS) --maxprocesses 8 tests
+
+# The known bugs of other packages, shown on releases that have them and on releases that have not; minutes.
+test-upstream: $(NEWEST) $(OLDEST)
+	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests/upstream
+
+# What takes minutes: whole matrices, every kill, in this environment.
+test-slow: $(NEWEST) $(OLDEST)
+	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:

@@ -16,6 +16,8 @@ import torch
 
 import trimtab
 from trimtab import cli, errors, show
+from trimtab.commands import flags
+from trimtab.commands import line as commands
 from trimtab.demo import line
 from trimtab.errors import (
     AdapterError,
@@ -129,14 +131,14 @@ def test_every_error_class_has_an_exit_code_of_its_own():
 
 @pytest.mark.parametrize(("error", "code", "fields"), ERRORS)
 def test_an_error_is_one_line_on_stderr_with_its_code(error, code, fields, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "run_inspect", failing(error))
+    monkeypatch.setattr(commands, "run_inspect", failing(error))
     assert cli.main(["inspect", "a"]) == code
     assert capsys.readouterr() == ("", f"trimtab: {error}\n")
 
 
 @pytest.mark.parametrize(("error", "code", "fields"), ERRORS)
 def test_an_error_is_an_object_on_stdout_with_json(error, code, fields, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "run_inspect", failing(error))
+    monkeypatch.setattr(commands, "run_inspect", failing(error))
     assert cli.main(["inspect", "a", "--json"]) == code
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -145,7 +147,7 @@ def test_an_error_is_an_object_on_stdout_with_json(error, code, fields, monkeypa
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setattr(cli, "run_inspect", failing(ZeroDivisionError()))
+    monkeypatch.setattr(commands, "run_inspect", failing(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         cli.main(["inspect", "a"])
 
@@ -153,7 +155,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
     with (tmp_path / "out").open("w") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        monkeypatch.setattr(cli, "run_inspect", failing(BrokenPipeError()))
+        monkeypatch.setattr(commands, "run_inspect", failing(BrokenPipeError()))
         assert cli.main(["inspect", "a"]) == cli.READER_GONE
 
 
@@ -177,7 +179,7 @@ def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
 
 
 def request_of(*arguments, **counted):
-    return cli.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
+    return flags.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
 
 
 def test_without_flags_the_request_has_its_own_defaults():
@@ -209,7 +211,7 @@ def test_a_device_map_is_read_from_its_file(tmp_path):
 
 def test_every_placement_field_of_a_request_has_a_flag():
     fields = set(LoadRequest.__dataclass_fields__) - {"model"}
-    assert set(cli._PLACEMENT.values()) == fields
+    assert set(flags.PLACEMENT.values()) == fields
 
 
 @pytest.mark.parametrize(
@@ -425,11 +427,11 @@ def test_sampling_flags_reach_the_request():
             "b",
         ]
     )
-    assert cli._generate_request(options) == {
+    assert flags.sampling_options(options) == {
         "max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2,
         "seed": 7, "stop": ("a", "b"),
     }  # fmt: skip
-    assert cli._generate_request(cli.parser().parse_args(["run", "m", "p"])) == {}
+    assert flags.sampling_options(cli.parser().parse_args(["run", "m", "p"])) == {}
 
 
 def test_an_option_without_effect_is_refused_before_anything_is_read(capsys):

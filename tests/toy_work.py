@@ -1,0 +1,36 @@
+"""Work for a process of its own that behaves, fails, hangs, eats memory or dies, as asked."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import time
+
+
+def main(request, tell):
+    for place in range(request.get("count", 0)):
+        tell({"line": place})
+    match request["do"]:
+        case "tell":
+            print("to stdout")
+            print("to stderr", file=sys.stderr)
+        case "fail":
+            raise ZeroDivisionError
+        case "hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+            tell({"child": child.pid})
+            time.sleep(60)
+        case "eat":
+            held = []
+            for _ in range(200):
+                held.append(bytearray(os.urandom(1)) * (10 * 2**20))
+                time.sleep(0.01)
+            time.sleep(5)
+        case "signal":
+            os.kill(os.getpid(), getattr(signal, request["signal"]))
+            time.sleep(5)
+        case "exit":
+            os._exit(0)
+        case "import":
+            tell({"imported": importlib.util.find_spec(request["name"]) is not None})

@@ -1,0 +1,126 @@
+"""How flags become a request: the placement and sampling groups that several commands share, and what their values mean."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import DTYPES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+
+
+def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
+    """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known."""
+    found.add_argument("model", metavar="MODEL", help=model_help)
+    group = found.add_argument_group("placement")
+    group.add_argument("--adapter", action="append", metavar="NAME=PATH", help="load this adapter; may be repeated")
+    group.add_argument("--gpu-memory", metavar="SIZE", help='budget, such as "4GiB" (default: what is free)')
+    group.add_argument("--host-memory", metavar="SIZE", help='budget, such as "16GiB" (default: what is available)')
+    group.add_argument(
+        "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
+    )
+    group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: bfloat16)")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
+    group.add_argument(
+        "--place", action="append", metavar="PATTERN=TIER",
+        help=f"put blocks, modules or a part in a tier ({', '.join(TIERS)}); may be repeated, the last match wins",
+    )  # fmt: skip
+    group.add_argument("--device-map", metavar="FILE", help="a JSON device map in transformers' form")
+    group.add_argument(
+        "--keep-unquantized",
+        action="append",
+        metavar="PATTERN",
+        help="leave these modules as they are; may be repeated",
+    )
+    group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
+    group.add_argument(
+        "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
+    )
+
+
+def add_sampling(found: argparse.ArgumentParser) -> None:
+    group = found.add_argument_group("sampling")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help="the longest answer (default: 256)")
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    group.add_argument("--top-k", type=int, metavar="N", help="draw from the N most likely tokens")
+    group.add_argument("--top-p", type=float, metavar="P", help="draw from the most likely tokens that sum to P")
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the most likely one's share")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 repeats less")
+    group.add_argument("--seed", type=int, metavar="N", help="the same draws every time")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated")
+
+
+# What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself.
+PLACEMENT = {
+    "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
+    "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
+    "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
+    "keep_unquantized": "keep_unquantized",
+}  # fmt: skip
+
+
+def given_flags(options: argparse.Namespace) -> list[str]:
+    return [name for name in PLACEMENT if getattr(options, name, None) is not None]
+
+
+def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
+    """Return the request that the flags ask. counted: fields that a command knows without a flag."""
+    values: dict[str, Any] = {"model": options.model, **counted}
+    for name in given_flags(options):
+        value = getattr(options, name)
+        if name in ("gpu_memory", "host_memory"):
+            value = parse_bytes(value, field_name=f"--{name.replace('_', '-')}")
+        elif name == "adapter":
+            value = pairs(value, "--adapter", "NAME=PATH", first=True)
+        elif name == "place":
+            value = pairs(value, "--place", "PATTERN=TIER", first=False)
+        elif name == "device_map":
+            value = read_device_map(value)
+        elif name == "keep_unquantized":
+            value = tuple(value)
+        values[PLACEMENT[name]] = value
+    return LoadRequest(**values)
+
+
+def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[str, str]:
+    """Return NAME -> VALUE of repeated NAME=VALUE flags; first: a value may hold "=" itself, else the name may."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=") if first else text.rpartition("=")
+        if not (name and equals and value):
+            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,))
+        if name in found:
+            raise RequestError(f"{name} is given twice", field=flag, value=text)
+        found[name] = value
+    return found
+
+
+def read_device_map(path: str) -> dict[str, int | str]:
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="--device-map", value=path) from exc
+    except ValueError as exc:
+        raise RequestError(f"is not JSON ({exc})", field="--device-map", value=path) from exc
+    is_map = isinstance(found, dict) and all(
+        isinstance(v, (int, str)) and not isinstance(v, bool) for v in found.values()
+    )
+    if not is_map:
+        raise RequestError(
+            'must be an object of module paths and devices, such as {"": 0, "model.vision_tower": "cpu"}',
+            field="--device-map", value=path,
+        )  # fmt: skip
+    return dict(found)
+
+
+def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the sampling options that were given, checked before anything is read or loaded."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if "stop" in given:
+        given["stop"] = tuple(given["stop"])
+    GenerateRequest(**given)
+    return given

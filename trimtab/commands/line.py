@@ -1,0 +1,132 @@
+"""The commands of the line: plan, inspect, run, demo. Each is flags -> request -> one library call -> print."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import trimtab
+from trimtab import show
+from trimtab.commands.flags import add_placement, add_sampling, given_flags, load_request, sampling_options
+from trimtab.commands.saying import Command, print_json
+from trimtab.errors import RequestError
+
+
+def add(command: Command) -> None:
+    """Add the four commands."""
+    planned = command("plan", run_plan, "where every block of a model goes, without loading it")
+    add_placement(planned, model_help="a checkpoint folder, or a hub id that is in the local cache")
+    planned.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
+    planned.add_argument("--images", type=int, metavar="N", help="pictures in one prompt (default: 1)")
+    planned.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one prompt (default: 30)")
+    planned.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
+    planned.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
+
+    inspected = command("inspect", run_inspect, "what an adapter targets, and what of it a model would take")
+    inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote")
+    inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
+
+    ran = command("run", run_run, "plan, load and answer one prompt")
+    add_placement(ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
+    ran.add_argument("prompt", metavar="PROMPT", help="the question")
+    ran.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
+    ran.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
+    ran.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
+    ran.add_argument("--system", metavar="S", help="a system message")
+    add_sampling(ran)
+
+    command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    from trimtab.api import plan_request
+
+    plan = plan_request(load_request(options))
+    if options.save:
+        plan.save(options.save)
+    if options.picture:
+        from trimtab.plan.picture import draw
+
+        draw(plan, options.picture)
+    if options.json:
+        print_json(plan.to_json())
+        return 0
+    print(plan)
+    for path in (options.save, options.picture):
+        if path:
+            print(f"written: {path}", file=sys.stderr)
+    return 0
+
+
+def run_inspect(options: argparse.Namespace) -> int:
+    report = trimtab.inspect(options.adapter, model=options.model)
+    if options.json:
+        print_json(report)
+    else:
+        print(show.adapter_text(report))
+    return 0
+
+
+def run_run(options: argparse.Namespace) -> int:
+    answering = sampling_options(options)
+    plan = _plan_to_run(options)
+    adapter = _adapter_to_use(options.use, list(plan.request.adapters))
+    question: dict[str, Any] = {
+        "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
+    }  # fmt: skip
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress)
+    with model:
+        if options.json:
+            answer = model.answer(options.prompt, **question, **answering)
+            print_json(show.answer_json(answer, plan, model.memory(), adapter))
+            return 0
+        with closing(model.generate(options.prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
+            return _stream(pieces)
+
+
+def _stream(pieces: Any) -> int:
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise
+    print()
+    return 0
+
+
+def _plan_to_run(options: argparse.Namespace) -> trimtab.Plan:
+    from trimtab.api import plan_request
+    from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+
+    for path in options.image:
+        read_image(path)
+    sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
+    if not (options.model.endswith(".json") and Path(options.model).is_file()):
+        return plan_request(load_request(options, images=len(options.image), audio_s=sound_s))
+    for name in given_flags(options):
+        flag = f"--{name.replace('_', '-')}"
+        raise RequestError(f"{flag} has no effect on a saved plan", field=flag, hint="Plan again with it")
+    return trimtab.Plan.load(options.model)
+
+
+def _adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
+    if use is None and len(names) > 1:
+        raise RequestError("several adapters are given; say which one answers", field="--use", allowed=names)
+    if use is not None and use not in names:
+        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=names)
+    return use if use is not None else next(iter(names), None)
+
+
+def run_demo(options: argparse.Namespace) -> int:
+    from trimtab.demo import line
+
+    report = line.run((lambda text: None) if options.json else (lambda text: print(text, flush=True)))
+    if options.json:
+        print_json(report)
+    return 0

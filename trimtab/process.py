@@ -1,0 +1,177 @@
+"""One piece of work in a process of its own: within a time and a memory limit, and what it had said before it ended.
+
+The work is a module of trimtab with `main(request, tell)` (see `inside.py`), run by this interpreter or another one. The
+process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its
+children, and killed as a tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trimtab.errors import RequestError
+
+INSIDE = Path(__file__).with_name("inside.py")
+POLL_S = 0.05
+DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED = "done", "failed", "timeout", "oom-host", "crashed"
+ENDINGS = (DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of the work.
+
+    ended: "done" (it said all), "failed" (an exception left `main`), "timeout" and "oom-host" (killed by us at the limit,
+    or by the system's own killer), "crashed" (a signal or an exit inside native code). lines: what `tell` was given, in
+    order. peak_host_bytes: the largest resident size of the process and its children that was seen (every 50 ms).
+    stdout, stderr: their last 20,000 characters.
+    """
+
+    ended: str
+    lines: tuple[dict[str, Any], ...]
+    seconds: float
+    peak_host_bytes: int
+    exit_code: int | None
+    stdout: str
+    stderr: str
+
+
+def run_inside(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    python: str | os.PathLike[str] | None = None,
+    timeout_s: float = 600.0,
+    memory_bytes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    heard: Callable[[dict[str, Any]], None] | None = None,
+) -> Outcome:
+    """Return what came of `module.main(request, tell)`.
+
+    python: the interpreter (None: this one). environment: variables to add. heard: called with each line as it arrives.
+    Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the tree and goes on as KeyboardInterrupt.
+    """
+    with tempfile.TemporaryDirectory(prefix="trimtab-process-", ignore_cleanup_errors=True) as folder:
+        paths = {name: Path(folder, name) for name in ("request.json", "lines.jsonl", "stdout", "stderr")}
+        paths["request.json"].write_text(json.dumps(dict(request), default=str), encoding="utf-8")
+        paths["lines.jsonl"].touch()
+        command = [
+            os.fspath(python) if python is not None else sys.executable, str(INSIDE), module,
+            str(paths["request.json"]), str(paths["lines.jsonl"]),
+        ]  # fmt: skip
+        with paths["stdout"].open("wb") as out, paths["stderr"].open("wb") as err:
+            started = time.monotonic()
+            process = _start(command, out, err, environment, cwd)
+            reader = _Lines(paths["lines.jsonl"], heard)
+            try:
+                killed, peak = _watch(process, reader, started + timeout_s, memory_bytes)
+            finally:
+                kill_tree(process)
+            seconds = time.monotonic() - started
+        reader.read()
+        lines = tuple(reader.lines)
+        ended = killed or _ending(process.returncode, lines)
+        return Outcome(
+            ended, tuple(line for line in lines if line.get("event") != "end"), seconds, peak, process.returncode,
+            _tail(paths["stdout"]), _tail(paths["stderr"]),
+        )  # fmt: skip
+
+
+def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str] | None, cwd: Any) -> Any:
+    given = {
+        **os.environ, "PYTHONIOENCODING": "utf-8", "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1",
+        **(environment or {}),
+    }  # fmt: skip
+    try:
+        return subprocess.Popen(
+            command, stdout=out, stderr=err, stdin=subprocess.DEVNULL, env=given, cwd=cwd,
+            start_new_session=os.name == "posix",
+        )  # fmt: skip
+    except OSError as exc:
+        raise RequestError(f"cannot be started ({exc.strerror})", field="python", value=command[0]) from exc
+
+
+class _Lines:
+    """Reads the lines of a growing file; a half-written last line waits for its end."""
+
+    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None] | None) -> None:
+        self._path, self._heard, self._at, self._rest = path, heard, 0, b""
+        self.lines: list[dict[str, Any]] = []
+
+    def read(self) -> None:
+        with self._path.open("rb") as file:
+            file.seek(self._at)
+            new = file.read()
+        self._at += len(new)
+        *whole, self._rest = (self._rest + new).split(b"\n")
+        for text in whole:
+            line = json.loads(text)
+            self.lines.append(line)
+            if self._heard is not None and line.get("event") != "end":
+                self._heard(line)
+
+
+def _watch(process: Any, reader: _Lines, deadline: float, memory_bytes: int | None) -> tuple[str | None, int]:
+    peak = 0
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)
+        reader.read()
+        peak = max(peak, tree_bytes(process.pid))
+        if process.returncode is not None:
+            return None, peak
+        if memory_bytes is not None and peak > memory_bytes:
+            return OOM_HOST, peak
+        if time.monotonic() > deadline:
+            return TIMEOUT, peak
+
+
+def tree_bytes(pid: int) -> int:
+    """Return the resident bytes of a process and its children now; 0 if it is gone."""
+    total = 0
+    with suppress(psutil.Error):
+        root = psutil.Process(pid)
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error):
+                total += process.memory_info().rss
+    return total
+
+
+def kill_tree(process: Any) -> None:
+    """Kill a process with all its children, and wait for it."""
+    with suppress(psutil.Error):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                child.kill()
+    if process.poll() is None:
+        process.kill()
+    process.wait()
+
+
+def _ending(exit_code: int, lines: tuple[dict[str, Any], ...]) -> str:
+    if exit_code == 0 and lines and lines[-1].get("event") == "end":
+        return DONE
+    # SIGKILL that we did not send: the system's out-of-memory killer (a person's own kill looks the same).
+    if hasattr(signal, "SIGKILL") and exit_code == -signal.SIGKILL:
+        return OOM_HOST
+    return FAILED if exit_code == 1 else CRASHED
+
+
+def _tail(path: Path, limit: int = 20_000) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - limit))
+        return file.read().decode("utf-8", "replace")
