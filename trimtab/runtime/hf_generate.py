@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,45 @@ class _Over(transformers.StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         return torch.full((input_ids.shape[0],), self.is_over(), device=input_ids.device, dtype=torch.bool)
+
+
+class Sampler:
+    """Draws the tokens of one request: transformers' own processors in the order in which `generate` applies them.
+
+    The same seed draws what `generate` draws for a batch of one: each row has a generator of its own.
+    """
+
+    def __init__(self, request: GenerateRequest, device: torch.device) -> None:
+        self._processors = transformers.LogitsProcessorList()
+        if request.repetition_penalty is not None:
+            penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty=request.repetition_penalty)
+            self._processors.append(penalty)
+        self._generator: torch.Generator | None = None
+        if request.temperature == 0:
+            return
+        self._generator = torch.Generator(device)
+        if request.seed is not None:
+            self._generator.manual_seed(request.seed)
+        else:
+            self._generator.seed()
+        if request.temperature != 1:
+            self._processors.append(transformers.TemperatureLogitsWarper(float(request.temperature)))
+        if request.top_k:
+            self._processors.append(transformers.TopKLogitsWarper(top_k=request.top_k))
+        if request.top_p is not None and request.top_p < 1:
+            self._processors.append(transformers.TopPLogitsWarper(top_p=request.top_p))
+        if request.min_p is not None:
+            self._processors.append(transformers.MinPLogitsWarper(min_p=request.min_p))
+
+    def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:
+        """Return the next token. token_ids: prompt and answer so far. logits: [V] float32."""
+        if not self._processors and self._generator is None:
+            return int(logits.argmax())
+        ids = torch.tensor([list(token_ids)], device=logits.device)
+        scores = self._processors(ids, logits[None].clone())
+        if self._generator is None:
+            return int(scores[0].argmax())
+        return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
 
 
 def generate(

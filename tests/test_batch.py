@@ -1,0 +1,227 @@
+"""Requests that answer together: every row says what it says alone, whatever the others do."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico, talking
+from trimtab.demo.line import ADAPTERS
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.runtime import hf_slots
+from trimtab.runtime.batch import Batch
+
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
+# Lengths on both sides of the families' sliding window of 8 tokens.
+PROMPTS = [list(range(5, 5 + count)) for count in (3, 20, 11)]
+# Attention over masked places and over exactly as many adds in another order: a float32 step of a tiny model differs by
+# a few rounding steps of values near 1 (largest seen over all families: 4e-6).
+STEP_TOLERANCE = 1e-4
+
+
+def through(batch, inputs, request, **options):
+    """Put a prompt through the model and into a row."""
+    prompt = batch.begin(inputs, request, **options)
+    while not prompt.step():
+        pass
+    return batch.join(prompt)
+
+
+def to_the_end(batch, rows):
+    """Step until every row has finished; rows leave as they do."""
+    while batch.active:
+        batch.step()
+        for row in [row for row in batch.active if row.finish is not None]:
+            batch.leave(row)
+    return [tuple(row.answer_ids) for row in rows]
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_rows_of_every_family_say_what_they_say_alone(family, tmp_path):
+    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
+    with trimtab.load(plan) as model:
+        alone = [model.answer(prompt, max_new_tokens=24).token_ids for prompt in PROMPTS]
+        batch = Batch(model, rows=4)
+        request = GenerateRequest(max_new_tokens=24)
+        rows = [through(batch, model.prepare(prompt), request).row for prompt in PROMPTS]
+        # The first step's logits against the model's own, teacher-forced on the same tokens.
+        expected = torch.stack([model.logits(row.token_ids)[-1] for row in rows])
+        found = batch.logits().cpu()
+        assert (found - expected).abs().max() < STEP_TOLERANCE * expected.abs().max()
+        batch.cache.positions[:3] -= 1  # the step was only looked at: do it again
+        assert to_the_end(batch, rows) == alone
+
+
+@pytest.fixture(scope="module")
+def model():
+    adapters = {name: DEMO / "adapters" / name for name in ADAPTERS}
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", dtype="float32", adapters=adapters, context=384, audio_s=1.0, device=DEVICE
+    )
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+QUESTIONS = [
+    (None, {"image": DEMO / "images" / "image_1.png"}, "What do you see?"),
+    ("style", {}, "Hello"),
+    ("specialist", {"image": DEMO / "images" / "image_2.png"}, "What do you see?"),
+    ("rslora-dora", {"image": DEMO / "images" / "image_1.png"}, "What do you see?"),
+    ("style", {"audio": DEMO / "sounds" / "audio_1.wav"}, "What do you hear?"),
+]
+
+
+def test_pictures_sounds_and_adapters_are_mixed_in_one_batch(model):
+    request = GenerateRequest(max_new_tokens=32)
+    alone = [model.answer(text, **media, adapter=name, max_new_tokens=32) for name, media, text in QUESTIONS]
+    batch = Batch(model, rows=len(QUESTIONS))
+    rows = [through(batch, model.prepare(text, **media), request, adapter=name).row for name, media, text in QUESTIONS]
+    assert to_the_end(batch, rows) == [answer.token_ids for answer in alone]
+    assert [row.finish for row in rows] == [answer.finish_reason for answer in alone]
+    assert len({answer.token_ids for answer in alone}) == len(alone)
+
+
+def test_a_row_that_leaves_and_one_that_joins_change_no_other(model):
+    alone = {
+        name: model.answer("What is red?", adapter=name, max_new_tokens=12).token_ids for name in (None, *ADAPTERS)
+    }
+    request = GenerateRequest(max_new_tokens=12)
+    batch = Batch(model, rows=3)
+    inputs = model.prepare("What is red?")
+    first, second, third = (through(batch, inputs, request, adapter=name).row for name in (None, "style", "specialist"))
+    batch.step()
+    batch.leave(first)  # the last row moves into its place
+    assert [(row.number, row) for row in batch.active] == [(0, third), (1, second)]
+    batch.step()
+    late = through(batch, inputs, request, adapter="rslora-dora").row
+    # Between two pieces of a prompt the others go on.
+    prompt = batch.begin(inputs, request)
+    prompt.step()
+    to_the_end(batch, [])
+    assert tuple(second.answer_ids) == alone["style"]
+    assert tuple(third.answer_ids) == alone["specialist"]
+    assert tuple(late.answer_ids) == alone["rslora-dora"]
+    assert tuple(first.answer_ids) == alone[None][:2]
+
+
+def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
+    prompt_ids = model.prepare("Tell me about red and blue and green and yellow things").token_ids
+    whole = model.answer(list(prompt_ids), max_new_tokens=8).token_ids
+    monkeypatch.setattr(type(model), "prefill_tokens", 5)
+    batch = Batch(model, rows=1)
+    prompt = batch.begin(model.prepare(list(prompt_ids)), GenerateRequest(max_new_tokens=8))
+    steps = 1
+    while not prompt.step():
+        assert prompt.done_tokens == 5 * steps
+        steps += 1
+    assert steps == -(-len(prompt_ids) // 5)
+    assert to_the_end(batch, [batch.join(prompt).row]) == [whole]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 1.5, "seed": 4, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.0, "seed": 5, "repetition_penalty": 1.3},
+        {"repetition_penalty": 1.5},
+    ],
+)
+def test_a_seed_draws_what_it_draws_alone(model, options):
+    alone = model.answer("Hello", max_new_tokens=16, **options).token_ids
+    batch = Batch(model, rows=2)
+    request = GenerateRequest(max_new_tokens=16, **options)
+    noise = through(batch, model.prepare("Hi"), GenerateRequest(max_new_tokens=16, temperature=2.0)).row
+    row = through(batch, model.prepare("Hello"), request).row
+    assert to_the_end(batch, [noise, row])[1] == alone
+
+
+def test_logprobs_are_the_models_own_before_temperature(model):
+    inputs = model.prepare("Hello")
+    batch = Batch(model, rows=1)
+    request = GenerateRequest(max_new_tokens=4, temperature=5.0, top_k=2, seed=1)
+    drawn = [through(batch, inputs, request, top_logprobs=3)]
+    drawn += [found for _ in range(2) for found in batch.step()]
+    expected = torch.log_softmax(model.logits(drawn[0].row.token_ids), dim=-1)[inputs.prompt_tokens - 1 :]
+    for place, found in enumerate(drawn):
+        # Two float32 routes to the same logits, see STEP_TOLERANCE.
+        assert found.logprob == pytest.approx(float(expected[place, found.token_id]), abs=1e-3)
+        assert len(found.top) == 3
+        assert found.top[0][1] == max(value for _, value in found.top)
+
+
+def test_a_constraint_decides_which_tokens_can_be_drawn(model):
+    def only_seven(token_ids, scores):
+        return torch.where(torch.arange(len(scores), device=scores.device) == 7, scores, -torch.inf)
+
+    batch = Batch(model, rows=1)
+    row = through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=3), constraint=only_seven).row
+    assert to_the_end(batch, [row]) == [(7, 7, 7)]
+
+
+def test_a_poisoned_row_harms_no_other(model):
+    """A row whose states are not numbers, and what it leaves behind, stay its own."""
+    alone = model.answer("Hello", max_new_tokens=8).token_ids
+    request = GenerateRequest(max_new_tokens=8)
+    batch = Batch(model, rows=2)
+    bad = through(batch, model.prepare("Hi"), request).row
+    good = through(batch, model.prepare("Hello"), request).row
+    for layer in batch.cache._own():
+        layer.keys[bad.number], layer.values[bad.number] = float("nan"), float("nan")
+    batch.step()
+    batch.leave(bad)
+    next_row = through(batch, model.prepare("Hello"), request).row
+    assert to_the_end(batch, [good, next_row]) == [alone, alone]
+
+
+def test_what_does_not_fit_is_refused_before_any_work(model):
+    batch = Batch(model, rows=1)
+    inputs = model.prepare("Hello")
+    with pytest.raises(RequestError) as caught:
+        batch.begin(inputs, GenerateRequest(max_new_tokens=1000))
+    assert caught.value.field == "prompt"
+    with pytest.raises(RequestError) as caught:
+        batch.begin(inputs, GenerateRequest(), adapter="nobody")
+    assert (caught.value.field, caught.value.allowed) == ("adapter", tuple(model.adapters))
+    with pytest.raises(RequestError) as caught:
+        batch.join(batch.begin(inputs, GenerateRequest()))
+    assert "not through" in str(caught.value)
+    row = through(batch, inputs, GenerateRequest(max_new_tokens=2)).row
+    with pytest.raises(RequestError) as caught:
+        through(batch, inputs, GenerateRequest(max_new_tokens=2))
+    assert (caught.value.field, caught.value.value) == ("rows", 1)
+    batch.leave(row)
+    with pytest.raises(RequestError):
+        batch.leave(row)
+    with pytest.raises(RequestError):
+        Batch(model, rows=0)
+
+
+def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypatch):
+    def strange_cache(hf_model):
+        cache = hf_slots.DynamicCache(config=hf_model.config.get_text_config())
+        cache.layers[1].__class__ = type("Strange", (type(cache.layers[1]),), {})
+        return cache
+
+    monkeypatch.setattr(hf_slots, "prompt_cache", strange_cache)
+    batch = Batch(model, rows=1)
+    with pytest.raises(DeviceError) as caught:
+        through(batch, model.prepare("Hello"), GenerateRequest(max_new_tokens=2))
+    assert "layer 1 keeps a Strange" in str(caught.value)
+    assert batch.free_rows == 1
+
+
+def test_a_talking_model_with_random_weights_agrees_too(tmp_path):
+    folder = talking.build_gemma4(tmp_path)
+    plan = trimtab.plan(folder, quant="nf4-dq", context=512, audio_s=1.0, place={"*": "stream"}, device=DEVICE)
+    with trimtab.load(plan) as model:
+        media = {"image": talking.png(), "audio": talking.wav()}
+        alone = model.answer("What is it?", **media, max_new_tokens=4).token_ids
+        batch = Batch(model, rows=2)
+        row = through(batch, model.prepare("What is it?", **media), GenerateRequest(max_new_tokens=4)).row
+        assert to_the_end(batch, [row]) == [alone]

@@ -1,0 +1,235 @@
+"""How several requests answer together: each with its own adapter, length and sampling, one step of all of them at a time.
+
+    batch = Batch(model, rows=8)
+    prompt = batch.begin(inputs, request, adapter="medical")
+    while not prompt.step(): ...         # in pieces, so that the other rows' steps can run between them
+    row = batch.join(prompt)             # its first token is drawn
+    for drawn in batch.step(): ...       # one token of every row
+    batch.leave(row)
+
+Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
+rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever
+schedules calls from one thread. A row alone computes what `LoadedModel.generate` computes up to rounding: attention
+reads a fixed number of places, where a growing cache has exactly as many as there are tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.runtime import hf_generate, hf_slots
+from trimtab.runtime.chat import Inputs, check_fits
+
+# Attention of a step reads this many places at least, doubled until the longest row fits: few different shapes.
+SMALLEST_PLACES = 256
+Constraint = Callable[[Sequence[int], Tensor], Tensor]
+
+
+@dataclass(eq=False)
+class Row:
+    """One request in the batch. token_ids: prompt and answer so far. finish: None while it goes on, "stop" or "length"."""
+
+    adapter: str | None
+    request: GenerateRequest
+    sampler: hf_generate.Sampler
+    token_ids: list[int]
+    prompt_tokens: int
+    number: int = -1
+    finish: str | None = None
+    constraint: Constraint | None = None
+
+    @property
+    def answer_ids(self) -> list[int]:
+        """The answer's tokens so far, its end token included."""
+        return self.token_ids[self.prompt_tokens :]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token of one row. logprob: of the token under the model's own distribution (before temperature and cuts), with
+    `top`, the likeliest tokens, if the row asked for it."""
+
+    row: Row
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A prompt on its way through the model. done_tokens: how much of it has gone through."""
+
+    batch: Batch
+    inputs: Inputs
+    row: Row
+    top_logprobs: int | None
+    cache: Any
+    done_tokens: int = 0
+    logits: Tensor | None = None
+    offset: int = 0
+
+    def step(self) -> bool:
+        """Put the next piece through the model; returns True when the whole prompt is through."""
+        return self.batch._prefill(self)
+
+
+@dataclass(eq=False)
+class Batch:
+    """Up to `rows` requests of one loaded model, decoded together.
+
+    Errors: DeviceError at the first `join`, by name, for a family whose state cannot be kept by rows.
+    """
+
+    model: Any
+    rows: int
+    context_tokens: int | None = None
+    active: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise RequestError("a batch has at least one row", field="rows", value=self.rows)
+        self.context_tokens = self.context_tokens or self.model.context_tokens
+        self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
+        self.cache = hf_slots.SlotCache(self.rows, self.context_tokens, self.model.device)
+        self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
+        self._top: dict[Row, int | None] = {}
+
+    @property
+    def free_rows(self) -> int:
+        """How many more requests can join."""
+        return self.rows - len(self.active)
+
+    def begin(
+        self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
+        top_logprobs: int | None = None, constraint: Constraint | None = None,
+    ) -> Prompt:  # fmt: skip
+        """Return a prompt to put through the model. Nothing is computed yet, and no row is taken.
+
+        top_logprobs: how many of the likeliest tokens to report with each token (0: the token's own alone; None: none).
+        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. Errors: RequestError if prompt and
+        answer exceed the context, or for an adapter that is not loaded.
+        """
+        check_fits(self.model, inputs, request.max_new_tokens)
+        if adapter is not None and adapter not in self.model.adapters:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
+            )
+        sampler = hf_generate.Sampler(request, self.model.device)
+        row = Row(adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint)
+        return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
+
+    def _prefill(self, prompt: Prompt) -> bool:
+        tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
+        chunk = getattr(self.model, "prefill_tokens", None) or count
+        start = prompt.done_tokens
+        # A picture or sound has to be in one piece with its tokens.
+        end = count if prompt.inputs.has_media else min(count, start + chunk)
+        if not prompt.inputs.has_media:
+            tensors = {
+                "input_ids": tensors["input_ids"][:, start:end],
+                "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device),
+                **hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device),
+            }
+        self.model.route.set(prompt.row.adapter)
+        hf_slots.reset_offset(self.model.hf_model)
+        with torch.no_grad():
+            found = self.model.hf_model(
+                **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
+            )
+        prompt.done_tokens = end
+        if end == count:
+            prompt.logits = found.logits[0, -1].float()
+            prompt.offset = hf_slots.read_offset(self.model.hf_model) if prompt.inputs.has_media else 0
+        return end == count
+
+    def join(self, prompt: Prompt) -> Drawn:
+        """Give a prompt that is through a row and draw its first token. Errors: RequestError if no row is free."""
+        if prompt.logits is None:
+            raise RequestError("the prompt is not through the model yet", field="prompt")
+        if not self.free_rows:
+            raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
+        row = prompt.row
+        row.number = len(self.active)
+        try:
+            self.cache.fill(row.number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
+        except hf_slots.UnsupportedLayersError as exc:
+            raise DeviceError(
+                f"this family cannot be batched: {exc}", device=str(self.model.device),
+                hint="Run the requests one at a time",
+            ) from exc  # fmt: skip
+        self.active.append(row)
+        self._top[row] = prompt.top_logprobs
+        logits, prompt.logits, prompt.cache = prompt.logits, None, None
+        return self._draw(row, logits)
+
+    def step(self) -> list[Drawn]:
+        """Return the next token of every row that has not finished, in the order of the rows.
+
+        Errors: RequestError if rows that differ in their adapters cannot be told apart by a layer.
+        """
+        going = [row for row in self.active if row.finish is None]
+        if not going:
+            return []
+        logits = self.logits()
+        return [self._draw(row, logits[row.number]) for row in going]
+
+    def logits(self) -> Tensor:
+        """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
+        count = len(self.active)
+        self.cache.seen_places = self._seen_places()
+        self.cache.begin()
+        self.model.route.set_rows([row.adapter for row in self.active])
+        with torch.no_grad():
+            found = self.model.hf_model(
+                input_ids=self.tokens[:count], position_ids=hf_slots.step_positions(self.model.hf_model, self.cache, count),
+                attention_mask=hf_slots.step_masks(self.model.hf_model, self.cache, count),
+                past_key_values=self.cache, use_cache=True, logits_to_keep=1, return_dict=True,
+            )  # fmt: skip
+        self.cache.positions[:count] += 1
+        logits: Tensor = found.logits[:, -1].float()
+        return logits
+
+    def _seen_places(self) -> int:
+        assert self.context_tokens is not None
+        longest = max(len(row.token_ids) for row in self.active)
+        places = SMALLEST_PLACES
+        while places < longest:
+            places *= 2
+        return min(places, self.context_tokens)
+
+    def _draw(self, row: Row, logits: Tensor) -> Drawn:
+        scores = logits if row.constraint is None else row.constraint(row.token_ids, logits)
+        token = row.sampler.draw(row.token_ids, scores)
+        row.token_ids.append(token)
+        self.tokens[row.number] = token
+        if token in self.ends:
+            row.finish = "stop"
+        elif len(row.answer_ids) >= row.request.max_new_tokens:
+            row.finish = "length"
+        asked = self._top[row]
+        if asked is None:
+            return Drawn(row, token)
+        logprobs = torch.log_softmax(logits, dim=-1)
+        values, ids = logprobs.topk(asked) if asked else (logprobs[:0], logprobs[:0])
+        top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
+        return Drawn(row, token, float(logprobs[token]), top)
+
+    def leave(self, row: Row) -> None:
+        """Take a request out; the last row takes its place."""
+        if row not in self.active:
+            raise RequestError("this request is not in the batch", field="row", value=row.number)
+        last = self.active.pop()
+        del self._top[row]
+        if last is not row:
+            self.cache.move(last.number, row.number)
+            self.tokens[row.number] = self.tokens[last.number]
+            self.active[row.number] = last
+            last.number = row.number
+        row.number = -1

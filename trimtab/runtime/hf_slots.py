@@ -1,0 +1,222 @@
+"""Keys and values of a fixed number of rows, each at a position of its own: transformers' cache interface on still buffers.
+
+A row's prompt goes through the model with transformers' own growing cache and is copied in afterwards, so that every
+mask a family needs for it (pictures that see each other, chunks) is transformers' own. From then on a decode step writes
+one position of each row in place: shapes, addresses and control flow stay the same from step to step, whatever the rows
+hold, which is what a CUDA graph needs, and rows of different length share one step.
+
+A full layer has a place for every position; a sliding layer is a ring: position p lies in place p % window. The keys are
+already rotated when they get here, so their order among the places does not matter to attention.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+
+class UnsupportedLayersError(Exception):
+    """The family keeps a state that is not keys and values by position; the message names it."""
+
+
+class _Places(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values: [rows, H, places, D]. shared: the cache that knows the rows' positions."""
+
+    is_compileable = True
+
+    def __init__(self, shared: SlotCache, places: int, is_ring: bool) -> None:
+        super().__init__()
+        self.shared, self.places, self.is_ring = shared, places, is_ring
+        self.is_sliding = is_ring
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        rows = self.shared.rows
+        self.keys = key_states.new_zeros(rows, key_states.shape[1], self.places, key_states.shape[-1])
+        self.values = value_states.new_zeros(rows, value_states.shape[1], self.places, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one position of each row of the step, and return the places that the step looks at."""
+        count = key_states.shape[0]
+        rows = self.shared.row_numbers[:count]
+        places = (self.shared.ring_places[self.places] if self.is_ring else self.shared.positions)[:count]
+        self.keys[rows, :, places] = key_states[:, :, 0]
+        self.values[rows, :, places] = value_states[:, :, 0]
+        seen = min(self.places, self.shared.seen_places)
+        return self.keys[:count, :, :seen], self.values[:count, :, :seen]
+
+    def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        kept = min(keys.shape[-2], self.places)
+        first = length - kept
+        for target, source in ((self.keys, keys), (self.values, values)):
+            # An unwritten place is masked, but zero times what is not a number is not a number.
+            target[row].zero_()
+            if self.is_ring:
+                places = torch.arange(first, length, device=target.device) % self.places
+                target[row].index_copy_(1, places, source[0, :, -kept:])
+            else:
+                target[row, :, first:length].copy_(source[0, :, -kept:])
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        self.keys[target].copy_(self.keys[source])
+        self.values[target].copy_(self.values[source])
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return min(self.places, self.shared.seen_places), 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return self.places
+
+    def get_max_length(self) -> int:
+        return self.places
+
+
+class SlotCache(Cache):  # type: ignore[misc]
+    """The keys and values of `rows` rows of up to `context_tokens` positions.
+
+    positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
+    `attention_mask` of a step, see `begin`.
+    """
+
+    def __init__(self, rows: int, context_tokens: int, device: torch.device) -> None:
+        super().__init__(layers=[])
+        self.rows, self.context_tokens, self.device = rows, context_tokens, device
+        self.positions = torch.zeros(rows, dtype=torch.long, device=device)
+        # Families that count pictures along three axes go on after one at a position that is less than the token count.
+        self.offsets = torch.zeros(rows, dtype=torch.long, device=device)
+        self.row_numbers = torch.arange(rows, device=device)
+        self.ring_places: dict[int, Tensor] = {}
+        self.seen_places = context_tokens
+        self._masks: dict[int, Tensor] = {}
+        self._numbers = torch.arange(context_tokens, device=device)
+
+    def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
+        """Take over a row whose prompt of `length` tokens has gone through the model. Errors: UnsupportedLayersError."""
+        if not self.layers:
+            self._build(prompt)
+        for mine, theirs in zip(self.layers, prompt.layers, strict=True):
+            if isinstance(mine, _Places):
+                mine.fill(row, theirs.keys, theirs.values, length)
+        self.positions[row] = length
+        self.offsets[row] = offset
+
+    def _build(self, prompt: DynamicCache) -> None:
+        for number, layer in enumerate(prompt.layers):
+            if type(layer) is DynamicSlidingWindowLayer:
+                window = min(layer.sliding_window, self.context_tokens)
+                self.layers.append(_Places(self, window, is_ring=True))
+                if window not in self.ring_places:
+                    self.ring_places[window] = torch.zeros_like(self.positions)
+                    self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
+            elif type(layer) is DynamicLayer:
+                self.layers.append(_Places(self, self.context_tokens, is_ring=False))
+            elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
+                self.layers.append(type(layer)())
+            else:
+                self.layers.clear()
+                raise UnsupportedLayersError(f"layer {number} keeps a {type(layer).__name__}")
+        self._masks.setdefault(
+            self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
+        )
+
+    def begin(self) -> None:
+        """Write places and masks of a step from the positions, on the device."""
+        for window, places in self.ring_places.items():
+            torch.remainder(self.positions, window, out=places)
+        for count, mask in self._masks.items():
+            torch.le(self._numbers[:count], self.positions[:, None], out=mask.view(self.rows, count))
+
+    def mask(self, count: int, *, is_ring: bool) -> Tensor:
+        """Return which places the first `count` rows look at: [count, 1, 1, places], True where they do."""
+        window = next(iter(self.ring_places)) if is_ring else self.context_tokens
+        return self._masks[window][:count, :, :, : min(window, self.seen_places)]
+
+    def _own(self) -> list[_Places]:
+        return [layer for layer in self.layers if isinstance(layer, _Places) and layer.is_initialized]
+
+    def window_mask(self, count: int, window: int) -> Tensor:
+        """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
+        seen = min(self.context_tokens, self.seen_places)
+        positions = self.positions[:count, None, None, None]
+        return (self._numbers[:seen] <= positions) & (self._numbers[:seen] > positions - window)
+
+    @property
+    def has_rings(self) -> bool:
+        return bool(self.ring_places)
+
+    def move(self, source: int, target: int) -> None:
+        """Copy one row over another."""
+        for layer in self._own():
+            layer.move(source, target)
+        self.positions[target] = self.positions[source]
+        self.offsets[target] = self.offsets[source]
+
+    def nbytes(self) -> int:
+        """Return the bytes that the keys and values hold."""
+        held = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def prompt_cache(hf_model: Any) -> DynamicCache:
+    """Return an empty cache for one prompt."""
+    return DynamicCache(config=hf_model.config.get_text_config())
+
+
+def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
+    """Return the `attention_mask` of a decode step of `count` rows: a mask, or one for each kind of layer of the family.
+
+    A family whose configuration lists the kinds of its layers takes a dictionary (transformers, `create_masks_for_generate`).
+    """
+    config = hf_model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return cache.mask(count, is_ring=cache.has_rings)
+    masks = {kind: cache.mask(count, is_ring=False) for kind in set(kinds)}
+    if "sliding_attention" in masks and cache.has_rings:
+        masks["sliding_attention"] = cache.mask(count, is_ring=True)
+    elif "sliding_attention" in masks:  # transformers 5.6.2 gives Gemma 4 without shared layers no sliding cache
+        masks["sliding_attention"] = cache.window_mask(count, int(config.sliding_window))
+    return masks
+
+
+def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
+    """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
+    if _rope_module(hf_model) is None:
+        return cache.positions[:count, None]
+    return (cache.positions + cache.offsets)[:count, None].expand(3, count, 1)
+
+
+def prompt_positions(hf_model: Any, start: int, end: int, device: torch.device) -> dict[str, Tensor]:
+    """Return `position_ids` of a piece of a text prompt where the family would else take them from its last request."""
+    if _rope_module(hf_model) is None:
+        return {}
+    return {"position_ids": torch.arange(start, end, device=device).expand(3, 1, end - start)}
+
+
+def reset_offset(hf_model: Any) -> None:
+    """Forget the last request's offset: Qwen-VL keeps it on the model."""
+    module = _rope_module(hf_model)
+    if module is not None:
+        module.rope_deltas = None
+
+
+def read_offset(hf_model: Any) -> int:
+    """Return the offset that the prompt which has just gone through leaves its answer."""
+    module = _rope_module(hf_model)
+    found = None if module is None else module.rope_deltas
+    return 0 if found is None else int(found)
+
+
+def _rope_module(hf_model: Any) -> Any:
+    return next((module for module in hf_model.modules() if hasattr(module, "rope_deltas")), None)
