@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +35,22 @@ if TYPE_CHECKING:
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 
 
+@dataclass(frozen=True)
+class HeldAdapter:
+    """An adapter in host memory, matched with one model: ready to be put on it without touching the disk.
+
+    tensors: by file and the byte where each starts there, as the file holds them.
+    """
+
+    spec: AdapterSpec
+    tensors: Mapping[tuple[Path, int], Tensor]
+
+    @property
+    def device_bytes(self) -> int:
+        """What it takes on the execution device."""
+        return self.spec.nbytes(ADAPTER_DTYPE)
+
+
 class LoadedModel:
     """A model in the tiers of its plan. Use as a context manager; `close` gives every byte back.
 
@@ -59,7 +75,8 @@ class LoadedModel:
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 for name, path in plan.request.adapters.items():
-                    self._attach(name, path)
+                    self._attach(name, self.read_adapter(path))
+            self._planned_adapter_bytes = sum(spec.nbytes(ADAPTER_DTYPE) for spec in self._specs.values())
             undo.pop_all()
 
     @property
@@ -115,33 +132,43 @@ class LoadedModel:
 
     # Adapters ---------------------------------------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str) -> None:
-        """Load one more adapter. Errors: AdapterError with every mismatch; DoesNotFitError if its bytes were not planned."""
+    def read_adapter(self, path: str | Path) -> HeldAdapter:
+        """Return an adapter read into host memory and matched with this model. Errors: AdapterError, CheckpointError."""
+        spec = match_adapter(read_adapter(str(path)), self.anatomy)
+        wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
+        tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
+        return HeldAdapter(spec, tensors)
+
+    def free_adapter_bytes(self) -> int:
+        """Return how many more bytes of adapters the plan has room for on the execution device."""
+        loaded = sum(spec.nbytes(ADAPTER_DTYPE) for spec in self._specs.values())
+        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self._planned_adapter_bytes - loaded
+
+    def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
+        """Load one more adapter, from its folder or one held in host memory.
+
+        Errors: AdapterError with every mismatch; DoesNotFitError if its bytes were not planned.
+        """
         if name in self._specs:
             raise RequestError("an adapter of this name is loaded", field="adapter", value=name)
-        spec = match_adapter(read_adapter(path), self.anatomy)
-        needed = spec.nbytes(ADAPTER_DTYPE)
-        extra = sum(s.nbytes(ADAPTER_DTYPE) for n, s in self._specs.items() if n not in self.plan.request.adapters)
-        free = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes - extra
-        if needed > free:
+        held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter)
+        free = self.free_adapter_bytes()
+        if held.device_bytes > free:
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
-                device=str(self.device), needed_bytes=needed, budget_bytes=max(free, 0),
+                device=str(self.device), needed_bytes=held.device_bytes, budget_bytes=max(free, 0),
                 hint="Unload another adapter, or plan with this one (--adapter)",
             )  # fmt: skip
         with self._one_at_a_time("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
-            self._attach(name, path, spec)
+            self._attach(name, held)
 
-    def _attach(self, name: str, path: str, spec: AdapterSpec | None = None) -> None:
-        spec = spec or match_adapter(read_adapter(path), self.anatomy)
-        wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
-        tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
+    def _attach(self, name: str, held: HeldAdapter) -> None:
         with torch.no_grad():
             lora.attach(
-                self.hf_model, spec, name, read=lambda entry: tensors[entry.file, entry.start], device=self.device,
-                route=self.route, dtype=ADAPTER_DTYPE,
+                self.hf_model, held.spec, name, read=lambda entry: held.tensors[entry.file, entry.start],
+                device=self.device, route=self.route, dtype=ADAPTER_DTYPE,
             )  # fmt: skip
-        self._specs[name] = spec
+        self._specs[name] = held.spec
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter out and give its memory back."""

@@ -1,0 +1,93 @@
+"""What travels between the API process and the worker: one JSON object a message, bytes beside it. Never pickle.
+
+A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame a blob; a path says where in the
+message those bytes belong, so that nothing a client writes can be taken for them.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from multiprocessing.connection import Connection
+from typing import Any
+
+from trimtab.request import GenerateRequest
+from trimtab.serve.job import Event, Job, Token
+
+
+class Channel:
+    """One end of the pipe. `send` may be called from several threads; `receive` from one. Errors: EOFError, OSError when
+    the other end is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        blobs: list[bytes] = []
+        paths: list[list[str | int]] = []
+        plain = _without_blobs(message, [], blobs, paths)
+        head = json.dumps({"message": plain, "blobs": paths}, separators=(",", ":"), default=str).encode()
+        with self._lock:
+            self._connection.send_bytes(head)
+            for blob in blobs:
+                self._connection.send_bytes(blob)
+
+    def receive(self) -> dict[str, Any]:
+        head = json.loads(self._connection.recv_bytes())
+        message: dict[str, Any] = head["message"]
+        for path in head["blobs"]:
+            target: Any = message
+            for step in path[:-1]:
+                target = target[step]
+            target[path[-1]] = self._connection.recv_bytes()
+        return message
+
+    def poll(self, timeout_s: float | None) -> bool:
+        """Whether a message is waiting, within a time (None: however long it takes)."""
+        return self._connection.poll(timeout_s)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+def _without_blobs(value: Any, path: list[str | int], blobs: list[bytes], paths: list[list[str | int]]) -> Any:
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        blobs.append(bytes(value))
+        paths.append(path)
+        return None
+    if isinstance(value, Mapping):
+        return {str(name): _without_blobs(item, [*path, str(name)], blobs, paths) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_blobs(item, [*path, place], blobs, paths) for place, item in enumerate(value)]
+    return value
+
+
+def job_to_message(job: Job) -> dict[str, Any]:
+    """Return a job as plain values; bytes stay bytes."""
+    found = {item.name: getattr(job, item.name) for item in fields(Job)}
+    return found | {"request": asdict(job.request)}
+
+
+def job_from_message(message: Mapping[str, Any]) -> Job:
+    """Return the job that `job_to_message` wrote."""
+    request = dict(message["request"])
+    request["stop"] = tuple(request["stop"])
+    return Job(**{**message, "request": GenerateRequest(**request)})
+
+
+def event_to_message(event: Event) -> dict[str, Any]:
+    """Return an event as plain values, without what is empty."""
+    found = {item.name: getattr(event, item.name) for item in fields(Event)}
+    found["tokens"] = [[token.token_id, token.text, token.logprob, token.top] for token in event.tokens]
+    return {name: value for name, value in found.items() if value}
+
+
+def event_from_message(message: Mapping[str, Any]) -> Event:
+    """Return the event that `event_to_message` wrote."""
+    tokens = tuple(
+        Token(token_id, text, logprob, tuple((int(i), str(t), float(p)) for i, t, p in top))
+        for token_id, text, logprob, top in message.get("tokens", ())
+    )
+    return Event(**{**message, "tokens": tokens})

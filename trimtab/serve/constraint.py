@@ -1,0 +1,73 @@
+"""How an answer is held to a JSON schema: at every step only tokens that can still lead to a valid one may be drawn.
+
+The grammar work is llguidance's (the library behind several servers' structured output); here it meets our sampler.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import CheckpointError, RequestError
+
+ANY_OBJECT: dict[str, Any] = {"type": "object"}
+
+
+class Grammar:
+    """The tokenizer's side of every constraint: made once a model. end_ids: tokens that end an answer.
+
+    Errors: CheckpointError for a tokenizer that llguidance cannot read (it needs the fast form, tokenizer.json).
+    """
+
+    def __init__(self, tokenizer: Any, end_ids: Sequence[int]) -> None:
+        import llguidance.hf
+
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_ids[0] if end_ids else None)
+        except (ValueError, TypeError, AttributeError, AssertionError) as exc:
+            raise CheckpointError(
+                f"its tokenizer cannot hold an answer to a schema ({exc})",
+                path=str(getattr(tokenizer, "name_or_path", "")),
+            ) from exc
+        self._ends = list(end_ids)
+
+    def constraint(self, schema: Mapping[str, Any]) -> SchemaConstraint:
+        """Return the constraint of one answer; {} allows any JSON object. Errors: RequestError for a schema that cannot be
+        held to, with the library's reason."""
+        from llguidance import LLMatcher
+
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT))
+        problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
+        if problem:
+            raise RequestError(f"cannot be held to ({problem})", field="response_format.json_schema")
+        return SchemaConstraint(LLMatcher(self._tokenizer, grammar), self._ends)
+
+
+class SchemaConstraint:
+    """One answer's constraint: call with the tokens so far and the scores [V]; forbidden tokens get minus infinity."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, list(ends)
+        self._seen: int | None = None
+
+    def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
+        if self._seen is None:
+            self._seen = len(token_ids)  # the prompt is free
+        for token in token_ids[self._seen :]:
+            self._matcher.consume_token(token)
+        self._seen = len(token_ids)
+        if self._matcher.is_stopped():
+            allowed = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+            allowed[self._ends] = True
+        else:
+            mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+            bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+            allowed = torch.zeros(len(scores), dtype=torch.bool)
+            known = bits.flatten()[: len(scores)].bool()
+            allowed[: len(known)] = known
+            allowed = allowed.to(scores.device)
+        return scores.masked_fill(~allowed, float("-inf"))

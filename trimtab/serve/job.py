@@ -1,0 +1,61 @@
+"""What a client's request is inside the server, and what it is told while it is answered. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.request import GenerateRequest
+
+# How an answer ends, in OpenAI's words where it has one.
+FINISHES = ("stop", "length", "cancelled", "error")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question to one adapter. Everything in it is plain data: it travels between processes.
+
+    id: unique while the server runs. prompt: chat messages whose media parts hold bytes ({"type": "image", "data": b"..."}),
+    a text (completed as it is) or token ids. adapter: None is the base. deadline_s: seconds from arrival until the answer
+    has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
+    schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text.
+    """
+
+    id: str
+    prompt: Any
+    request: GenerateRequest
+    adapter: str | None = None
+    system: str | None = None
+    deadline_s: float | None = None
+    top_logprobs: int | None = None
+    schema: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token as clients that asked for logprobs see it: its text, bytes, and the likeliest tokens in its place."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a job is told. kind:
+
+    "started"  its prompt begins to go through the model (queued_s, prompt_tokens)
+    "text"     a piece of the answer in whole characters, possibly empty (text, tokens)
+    "done"     the answer is complete (finish, usage)
+    "error"    it ends here (error: class, message and fields as `cli.error_json` writes them)
+    """
+
+    job_id: str
+    kind: str
+    text: str = ""
+    tokens: tuple[Token, ...] = ()
+    finish: str | None = None
+    usage: Mapping[str, Any] = field(default_factory=dict)
+    error: Mapping[str, Any] | None = None

@@ -1,0 +1,253 @@
+"""Who is answered next: a bounded queue, fair between adapters, prompts in pieces between the steps of the others.
+
+One thread calls `turn` again and again; each turn puts one piece of one prompt through the model and decodes one step of
+all rows, so that a long prompt delays nobody by more than a piece. Imports no torch: the engine behind it does the work,
+and in the tests a mock one. No clock of its own: time comes from `now`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.serve.job import Event, Job
+
+
+class QueueFullError(RequestError):
+    """The queue is full; `retry_after_s` is when a place is likely to be free."""
+
+    def __init__(self, length: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"{length} requests are waiting", field="queue", hint=f"Try again in {retry_after_s:.0f} seconds"
+        )
+
+
+class DeadlineError(RequestError):
+    """The answer was not complete in the time that the request gave it."""
+
+    def __init__(self, deadline_s: float, where: str) -> None:
+        self.deadline_s = deadline_s
+        super().__init__(f"the time was over while {where}", field="timeout", value=deadline_s)
+
+
+class Engine(Protocol):
+    """What the scheduler drives. An answer is the engine's own object for one job; texts and finishes come from it."""
+
+    rows: int
+
+    def begin(self, job: Job) -> Any:
+        """Check a job and return its answer, nothing computed. Errors: any TrimtabError refuses the job."""
+
+    def prefill(self, answer: Any) -> bool:
+        """Put the next piece of the prompt through the model; True when it is through and the answer has a row."""
+
+    def step(self) -> None:
+        """Decode one step of every row. Errors: OutOfMemory as DeviceError; the step can be called again."""
+
+    def news(self, answer: Any) -> Iterable[Event]:
+        """Return what was decided for this answer since the last call; the last one is "done" or "error"."""
+
+    def drop(self, answer: Any) -> None:
+        """Forget an answer and free its row."""
+
+    def is_ready(self, adapter: str | None) -> bool:
+        """Whether an adapter can take part in the batch now (it is resident, or can be made so without harm)."""
+
+
+@dataclass(eq=False)
+class _Entry:
+    job: Job
+    arrived: float
+    answer: Any = None
+    started: float | None = None
+
+    def is_over(self, now: float) -> bool:
+        return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
+
+
+@dataclass
+class Counts:
+    """What has happened since the scheduler began."""
+
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    refused: int = 0
+    steps: int = 0
+    step_s: float = 0.0
+    by_adapter: dict[str, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Queues jobs and gives each what it is told through `tell`. All methods are called from one thread.
+
+    queue_limit: how many may wait; one more is a QueueFullError.
+    """
+
+    def __init__(
+        self, engine: Engine, tell: Callable[[Event], None], *, queue_limit: int = 64,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.engine, self._tell, self.queue_limit, self._now = engine, tell, queue_limit, now
+        # One line for each adapter; the line that was served longest ago comes first.
+        self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
+        self._prefilling: _Entry | None = None
+        self._rows: list[_Entry] = []
+        self._known: dict[str, _Entry] = {}
+        self.counts = Counts()
+
+    @property
+    def waiting(self) -> int:
+        """How many jobs wait for a row."""
+        return sum(len(line) for line in self._lines.values())
+
+    @property
+    def running(self) -> int:
+        """How many jobs have a row, or their prompt on the way through the model."""
+        return len(self._rows) + (self._prefilling is not None)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._known
+
+    def uses(self, adapter: str | None) -> int:
+        """How many jobs, waiting ones included, need this adapter."""
+        return sum(entry.job.adapter == adapter for entry in self._known.values())
+
+    def submit(self, job: Job) -> None:
+        """Queue a job. Errors: QueueFullError, RequestError for an id in use; what is wrong with the job itself is told."""
+        if job.id in self._known:
+            raise RequestError("a job of this id is being answered", field="id", value=job.id)
+        if self.waiting >= self.queue_limit:
+            self.counts.refused += 1
+            raise QueueFullError(self.waiting, self._retry_after_s())
+        entry = _Entry(job, self._now())
+        try:
+            # What cannot fit is refused before it queues.
+            entry.answer = self.engine.begin(job)
+        except TrimtabError as exc:
+            self.counts.refused += 1
+            self._tell(error_event(job.id, exc))
+            return
+        self._known[job.id] = entry
+        self._lines.setdefault(job.adapter, deque()).append(entry)
+
+    def _retry_after_s(self) -> float:
+        """Return how long a step of one answer takes times a typical one's steps; a second if nothing is known."""
+        mean_s = self.counts.step_s / self.counts.steps if self.counts.steps else 0.0
+        return min(60.0, max(1.0, mean_s * 64))
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a job whose client has left; its row is free before the next step. An unknown id is no error: it may have
+        just been answered."""
+        entry = self._known.get(job_id)
+        if entry is not None:
+            self.counts.cancelled += 1
+            self._forget(entry)
+
+    def _forget(self, entry: _Entry) -> None:
+        del self._known[entry.job.id]
+        line = self._lines.get(entry.job.adapter)
+        if line is not None and entry in line:
+            line.remove(entry)
+            if not line:
+                del self._lines[entry.job.adapter]
+        if self._prefilling is entry:
+            self._prefilling = None
+        if entry in self._rows:
+            self._rows.remove(entry)
+        self.engine.drop(entry.answer)
+
+    def _fail(self, entry: _Entry, error: TrimtabError) -> None:
+        self.counts.failed += 1
+        self._forget(entry)
+        self._tell(error_event(entry.job.id, error))
+
+    def turn(self) -> bool:
+        """Do one turn: drop what is too late, a piece of a prompt, a step of all rows. Returns whether there was work."""
+        self._drop_late()
+        self._prefill()
+        self._step()
+        return not self.is_idle
+
+    def _drop_late(self) -> None:
+        now = self._now()
+        for entry in [entry for entry in self._known.values() if entry.is_over(now)]:
+            where = "it waited" if entry.started is None else "it was answered"
+            assert entry.job.deadline_s is not None
+            self._fail(entry, DeadlineError(entry.job.deadline_s, where))
+
+    def _next(self) -> _Entry | None:
+        """Return the first of the adapter whose turn it is, and put that adapter last."""
+        for adapter, line in self._lines.items():
+            if self.engine.is_ready(adapter):
+                entry = line.popleft()
+                del self._lines[adapter]
+                if line:
+                    self._lines[adapter] = line
+                return entry
+        return None
+
+    def _prefill(self) -> None:
+        if self._prefilling is None and len(self._rows) < self.engine.rows:
+            self._prefilling = first = self._next()
+            if first is not None:
+                first.started = self._now()
+                self._tell(Event(first.job.id, "started", usage={"queued_s": first.started - first.arrived}))
+        entry = self._prefilling
+        if entry is None:
+            return
+        try:
+            is_through = self.engine.prefill(entry.answer)
+        except TrimtabError as exc:
+            self._fail(entry, exc)
+            return
+        if is_through:
+            self._prefilling = None
+            self._rows.append(entry)
+            self._report([entry])
+
+    def _step(self) -> None:
+        while self._rows:
+            start = self._now()
+            try:
+                self.engine.step()
+            except DeviceError as exc:
+                # The one that came last needs the room that the others had.
+                self._fail(self._rows[-1], exc)
+                continue
+            self.counts.steps += 1
+            self.counts.step_s += self._now() - start
+            self._report(list(self._rows))
+            return
+
+    def _report(self, entries: list[_Entry]) -> None:
+        for entry in entries:
+            for event in self.engine.news(entry.answer):
+                self._tell(event)
+                if event.kind in ("done", "error"):
+                    self.counts.finished += event.kind == "done"
+                    self.counts.failed += event.kind == "error"
+                    name = entry.job.adapter or ""
+                    self.counts.by_adapter[name] = self.counts.by_adapter.get(name, 0) + 1
+                    self._forget(entry)
+                    break
+
+    def fail_all(self, error: TrimtabError) -> None:
+        """End every job with an error: the engine cannot go on."""
+        for entry in list(self._known.values()):
+            self._fail(entry, error)
+
+
+def error_event(job_id: str, error: TrimtabError) -> Event:
+    """Return the event that ends a job with an error."""
+    fields = {name: value for name, value in vars(error).items() if not name.startswith("_")}
+    return Event(
+        job_id, "error", finish="error",
+        error={"class": type(error).__name__, "message": str(error), "fields": fields},
+    )  # fmt: skip

@@ -1,0 +1,341 @@
+"""The API process's side of a worker: starts it, hands it jobs, hears it, and puts it back when it dies.
+
+Every job ends in exactly one "done" or "error" event, whatever happens to the worker: when the pipe breaks, each job in
+flight is told a named error at once, or is handed to the next worker if it had sent nothing yet and retries are on.
+Threads: one hears the pipe, one sends to it; callers may be on any thread, and `tell` is called on the hearing one.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.serve import worker
+from trimtab.serve.channel import Channel, event_from_message, job_to_message
+from trimtab.serve.job import Event, Job
+from trimtab.serve.scheduler import error_event
+
+Tell = Callable[[Event], None]
+# A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
+PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
+STATES = ("stopped", "loading", "ready", "restarting", "failed")
+
+
+class WorkerDiedError(DeviceError):
+    """The worker process ended while it had work; `exit_code` is negative for a signal."""
+
+    def __init__(self, exit_code: int | None, reason: str = "") -> None:
+        self.exit_code = exit_code
+        super().__init__(reason or _how_it_ended(exit_code), device="worker", hint="Send the request again")
+
+
+class WorkerError(TrimtabError):
+    """What the worker answered with an error: its class, message and fields as they came."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        self.error = dict(error)
+        super().__init__(str(error["message"]))
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        with suppress(ValueError):
+            return f"the worker process was ended by {signal.Signals(-exit_code).name}"
+    return f"the worker process ended with exit code {exit_code}"
+
+
+@dataclass(eq=False)
+class _Flight:
+    job: Job
+    tell: Tell
+    has_spoken: bool = False
+    tries: int = 1
+
+
+@dataclass(eq=False)
+class _Life:
+    """One worker process from its start to its end."""
+
+    process: Any
+    channel: Channel
+    outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
+    heard: float = field(default_factory=time.monotonic)
+    answered: bool = False
+
+
+class Supervisor:
+    """Keeps one worker alive. settings: as `worker.main` takes them. retry: hand a job that had sent nothing yet to the
+    next worker, once. hang_s: a worker with work that says nothing for so long is killed. on_change: called (on any
+    thread) when `state` changes.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], *, retry: bool = False, hang_s: float = 300.0,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        self.settings, self.retry, self.hang_s, self._on_change = dict(settings), retry, hang_s, on_change
+        self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
+        self.failure: Mapping[str, Any] | None = None
+        self.numbers: dict[str, Any] = {}
+        self.plan: dict[str, Any] | None = None
+        self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
+        self._lock = threading.RLock()
+        self._flights: dict[str, _Flight] = {}
+        self._calls: dict[int, Future[Any]] = {}
+        self._next_call = 0
+        self._life: _Life | None = None
+        self._failures = 0
+        self._is_stopping = False
+        self._ready = threading.Event()
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the worker and return at once; `wait_ready` waits for it. A second call does nothing."""
+        with self._lock:
+            if self._life is not None:
+                return
+            self._is_stopping, self.failure = False, None
+            self._become("loading")
+            self._start_life()
+
+    def _start_life(self) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        here, there = spawn.Pipe()
+        settings = {**self.settings, "adapters": dict(self._adapters)}
+        process = spawn.Process(target=worker.main, args=(there, settings), name="trimtab-worker", daemon=True)
+        process.start()
+        there.close()
+        life = _Life(process, Channel(here))
+        self._life = life
+        threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
+        threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
+
+    def wait_ready(self, timeout_s: float | None = None) -> None:
+        """Wait until the worker answers. Errors: WorkerError with what it failed with; RequestError when time is over."""
+        if not self._ready.wait(timeout_s):
+            raise RequestError("the model is not loaded yet", field="timeout", value=timeout_s)
+        if self.state == "failed":
+            raise WorkerError(self.failure or {"class": "DeviceError", "message": "the worker failed", "fields": {}})
+
+    def drain(self, grace_s: float) -> None:
+        """Let what is being answered end within a time, then stop. New jobs are refused from now on."""
+        with self._lock:
+            self._is_stopping = True
+            life = self._life
+        if life is not None and self.state == "ready":
+            life.outbox.put({"do": "drain"})
+            life.process.join(grace_s)
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop the worker now; what was being answered is told so."""
+        with self._lock:
+            self._is_stopping = True
+            life, self._life = self._life, None
+            self._ready.clear()
+        if life is not None:
+            if life.process.is_alive():
+                life.process.terminate()
+                life.process.join(5)
+            if life.process.is_alive():
+                life.process.kill()
+                life.process.join()
+            life.outbox.put(None)
+        self._end_all(DeviceError("the server is stopping", device="worker"))
+        self._become("stopped")
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id, None while there is none."""
+        life = self._life
+        return None if life is None else life.process.pid
+
+    def _become(self, state: str) -> None:
+        self.state = state
+        if self._on_change is not None:
+            self._on_change(state)
+
+    # Work -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    def submit(self, job: Job, tell: Tell) -> None:
+        """Hand a job over; `tell` gets its events until "done" or "error". While the worker comes back the job waits.
+
+        Errors: DeviceError while the server stops or after the worker failed for good.
+        """
+        with self._lock:
+            if self._is_stopping or self._life is None:
+                raise DeviceError("the server is stopping", device="worker")
+            if self.state == "failed":
+                raise WorkerError(self.failure or {"class": "DeviceError", "message": "failed", "fields": {}})
+            self._flights[job.id] = _Flight(job, tell)
+            if self.state == "ready":
+                self._life.outbox.put({"do": "submit", "job": job_to_message(job)})
+
+    def cancel(self, job_id: str) -> None:
+        """Forget a job; it is told nothing more."""
+        with self._lock:
+            if self._flights.pop(job_id, None) is not None and self._life is not None and self.state == "ready":
+                self._life.outbox.put({"do": "cancel", "id": job_id})
+
+    def call(self, what: str, **arguments: Any) -> Future[Any]:
+        """Ask the worker for something between two turns: "load_adapter", "unload_adapter", "numbers"."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._life is None or self.state != "ready":
+                future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
+                return future
+            self._next_call += 1
+            self._calls[self._next_call] = future
+            self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
+        if what in ("load_adapter", "unload_adapter"):
+            future.add_done_callback(lambda done: self._remember(what, arguments, done))
+        return future
+
+    def _remember(self, what: str, arguments: Mapping[str, Any], done: Future[Any]) -> None:
+        """Keep which adapters a next worker has to load."""
+        if done.cancelled() or done.exception() is not None:
+            return
+        if what == "load_adapter":
+            self._adapters[arguments["name"]] = str(arguments["path"])
+        else:
+            self._adapters.pop(arguments["name"], None)
+
+    # The two threads --------------------------------------------------------------------------------------------------
+
+    def _send(self, life: _Life) -> None:
+        while (message := life.outbox.get()) is not None:
+            try:
+                life.channel.send(message)
+            except (OSError, ValueError):
+                return  # the hearing thread meets the same end and tells it
+
+    def _hear(self, life: _Life) -> None:
+        try:
+            while True:
+                if life.channel.poll(1.0):
+                    life.heard = time.monotonic()
+                    self._take(life, life.channel.receive())
+                elif self.state == "ready" and self._flights and time.monotonic() - life.heard > self.hang_s:
+                    life.process.kill()
+        except (EOFError, OSError):
+            pass
+        life.process.join(5)
+        if life.process.is_alive():
+            life.process.kill()
+            life.process.join()
+        life.outbox.put(None)
+        life.channel.close()
+        self._ended(life)
+
+    def _take(self, life: _Life, message: dict[str, Any]) -> None:
+        match message["say"]:
+            case "loading":
+                self.loading = (message["done"], message["of"])
+            case "ready":
+                self._on_ready(life, message)
+            case "events":
+                life.answered = True
+                for found in message["events"]:
+                    self._pass_on(event_from_message(found))
+            case "reply":
+                self._replied(message)
+            case "fatal":
+                self.failure = message["error"]
+
+    def _on_ready(self, life: _Life, message: dict[str, Any]) -> None:
+        self.plan = message.pop("plan")
+        self.numbers = {name: value for name, value in message.items() if name != "say"}
+        with self._lock:
+            if self._life is not life:
+                return
+            self.failure = None
+            self._become("ready")
+            for flight in self._flights.values():
+                life.outbox.put({"do": "submit", "job": job_to_message(flight.job)})
+        self._ready.set()
+
+    def _pass_on(self, event: Event) -> None:
+        with self._lock:
+            flight = self._flights.get(event.job_id)
+            if flight is None:
+                return  # its client has left
+            flight.has_spoken |= event.kind == "text"
+            if event.kind in ("done", "error"):
+                del self._flights[event.job_id]
+        flight.tell(event)
+
+    def _replied(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            future = self._calls.pop(message["id"], None)
+        if future is None or future.cancelled():
+            return
+        if "error" in message:
+            future.set_exception(WorkerError(message["error"]))
+        else:
+            self.numbers = message["value"]
+            future.set_result(message["value"])
+
+    def _ended(self, life: _Life) -> None:
+        with self._lock:
+            if self._life is not life:
+                return  # `stop` has seen to it
+            self._ready.clear()
+            calls, self._calls = self._calls, {}
+            exit_code = life.process.exitcode
+            died = WorkerDiedError(exit_code)
+            kept = {} if not self.retry else {
+                name: flight for name, flight in self._flights.items() if not flight.has_spoken and flight.tries == 1
+            }  # fmt: skip
+            lost = [flight for name, flight in self._flights.items() if name not in kept]
+            self._flights = kept
+            for flight in kept.values():
+                flight.tries += 1
+            self._failures = 0 if life.answered else self._failures + 1
+            never_ready = self.state == "loading" and self.plan is None
+            is_over = self._is_stopping or never_ready or self._failures >= len(PAUSES_S)
+            if is_over:
+                self._life = None
+                lost += kept.values()
+                self._flights = {}
+        for future in calls.values():
+            if not future.cancelled():
+                future.set_exception(died)
+        for flight in lost:
+            flight.tell(error_event(flight.job.id, died))
+        if is_over:
+            self.failure = self.failure or error_event("", died).error
+            self._become("stopped" if self._is_stopping else "failed")
+            self._ready.set()
+            return
+        self.restarts += 1
+        self._become("restarting")
+        time.sleep(PAUSES_S[self._failures])
+        with self._lock:
+            if self._is_stopping:
+                self._life = None
+                return
+            self._start_life()
+
+    def _end_all(self, error: TrimtabError) -> None:
+        with self._lock:
+            flights, self._flights = self._flights, {}
+            calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.cancelled():
+                future.set_exception(error)
+        for flight in flights.values():
+            flight.tell(error_event(flight.job.id, error))
