@@ -40,7 +40,10 @@ class Grammar:
         held to, with the library's reason."""
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT))
+        # Free white space lets a small model write newlines until its tokens are used up.
+        grammar = LLMatcher.grammar_from_json_schema(
+            json.dumps(dict(schema) or ANY_OBJECT), defaults={"whitespace_flexible": False}
+        )
         problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
         if problem:
             raise RequestError(f"cannot be held to ({problem})", field="response_format.json_schema")

@@ -62,6 +62,13 @@ class _Flight:
 
 
 @dataclass(eq=False)
+class _Call:
+    future: Future[Any]
+    what: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(eq=False)
 class _Life:
     """One worker process from its start to its end."""
 
@@ -75,13 +82,14 @@ class _Life:
 class Supervisor:
     """Keeps one worker alive. settings: as `worker.main` takes them. retry: hand a job that had sent nothing yet to the
     next worker, once. hang_s: a worker with work that says nothing for so long is killed. on_change: called (on any
-    thread) when `state` changes.
+    thread) when `state` changes. target: what the process runs.
     """
 
     def __init__(
         self, settings: Mapping[str, Any], *, retry: bool = False, hang_s: float = 300.0,
-        on_change: Callable[[str], None] | None = None,
+        on_change: Callable[[str], None] | None = None, target: Callable[..., None] = worker.main,
     ) -> None:  # fmt: skip
+        self._target = target
         self.settings, self.retry, self.hang_s, self._on_change = dict(settings), retry, hang_s, on_change
         self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
         self.failure: Mapping[str, Any] | None = None
@@ -90,7 +98,7 @@ class Supervisor:
         self._adapters: dict[str, str] = dict(settings.get("adapters", {}))
         self._lock = threading.RLock()
         self._flights: dict[str, _Flight] = {}
-        self._calls: dict[int, Future[Any]] = {}
+        self._calls: dict[int, _Call] = {}
         self._next_call = 0
         self._life: _Life | None = None
         self._failures = 0
@@ -112,7 +120,7 @@ class Supervisor:
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
         settings = {**self.settings, "adapters": dict(self._adapters)}
-        process = spawn.Process(target=worker.main, args=(there, settings), name="trimtab-worker", daemon=True)
+        process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
         life = _Life(process, Channel(here))
@@ -199,20 +207,16 @@ class Supervisor:
                 future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
                 return future
             self._next_call += 1
-            self._calls[self._next_call] = future
+            self._calls[self._next_call] = _Call(future, what, arguments)
             self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
-        if what in ("load_adapter", "unload_adapter"):
-            future.add_done_callback(lambda done: self._remember(what, arguments, done))
         return future
 
-    def _remember(self, what: str, arguments: Mapping[str, Any], done: Future[Any]) -> None:
+    def _remember(self, call: _Call) -> None:
         """Keep which adapters a next worker has to load."""
-        if done.cancelled() or done.exception() is not None:
-            return
-        if what == "load_adapter":
-            self._adapters[arguments["name"]] = str(arguments["path"])
-        else:
-            self._adapters.pop(arguments["name"], None)
+        if call.what == "load_adapter":
+            self._adapters[call.arguments["name"]] = str(call.arguments["path"])
+        elif call.what == "unload_adapter":
+            self._adapters.pop(call.arguments["name"], None)
 
     # The two threads --------------------------------------------------------------------------------------------------
 
@@ -280,14 +284,16 @@ class Supervisor:
 
     def _replied(self, message: dict[str, Any]) -> None:
         with self._lock:
-            future = self._calls.pop(message["id"], None)
-        if future is None or future.cancelled():
+            call = self._calls.pop(message["id"], None)
+            if call is not None and "error" not in message:
+                self._remember(call)
+                self.numbers = message["value"]
+        if call is None or not call.future.set_running_or_notify_cancel():
             return
         if "error" in message:
-            future.set_exception(WorkerError(message["error"]))
+            call.future.set_exception(WorkerError(message["error"]))
         else:
-            self.numbers = message["value"]
-            future.set_result(message["value"])
+            call.future.set_result(message["value"])
 
     def _ended(self, life: _Life) -> None:
         with self._lock:
@@ -311,9 +317,9 @@ class Supervisor:
                 self._life = None
                 lost += kept.values()
                 self._flights = {}
-        for future in calls.values():
-            if not future.cancelled():
-                future.set_exception(died)
+        for call in calls.values():
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(died)
         for flight in lost:
             flight.tell(error_event(flight.job.id, died))
         if is_over:
@@ -334,8 +340,8 @@ class Supervisor:
         with self._lock:
             flights, self._flights = self._flights, {}
             calls, self._calls = self._calls, {}
-        for future in calls.values():
-            if not future.cancelled():
-                future.set_exception(error)
+        for call in calls.values():
+            if call.future.set_running_or_notify_cancel():
+                call.future.set_exception(error)
         for flight in flights.values():
             flight.tell(error_event(flight.job.id, error))

@@ -1,0 +1,282 @@
+"""Who is answered next, with a mock engine and a clock of the test's own: no model, no time that passes."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve.job import Event, Job
+from trimtab.serve.scheduler import DeadlineError, QueueFullError, Scheduler
+
+
+@dataclass(eq=False)
+class MockAnswer:
+    job: Job
+    pieces: int
+    tokens_left: int
+    pending: list[Event] = field(default_factory=list)
+
+
+class MockEngine:
+    """A job's prompt is {"pieces": turns of its prompt}; it answers max_new_tokens tokens."""
+
+    def __init__(self, rows=2, slots=None):
+        self.rows, self.slots = rows, slots
+        self.active, self.prefilling, self.log = [], None, []
+        self.fail_prefill, self.fail_steps = {}, deque()
+
+    def begin(self, job):
+        if job.prompt.get("refuse"):
+            raise RequestError("too long", field="prompt")
+        return MockAnswer(job, job.prompt.get("pieces", 1), job.request.max_new_tokens)
+
+    def is_ready(self, adapter):
+        used = {answer.job.adapter for answer in self.active} | {adapter}
+        return self.slots is None or len(used - {None}) <= self.slots
+
+    def prefill(self, answer):
+        if answer.job.id in self.fail_prefill:
+            raise self.fail_prefill.pop(answer.job.id)
+        self.log.append(("prefill", answer.job.id))
+        answer.pieces -= 1
+        if answer.pieces:
+            return False
+        assert len(self.active) < self.rows
+        self.active.append(answer)
+        self._token(answer)
+        return True
+
+    def step(self):
+        if self.fail_steps:
+            raise self.fail_steps.popleft()
+        self.log.append(("step", tuple(answer.job.id for answer in self.active)))
+        for answer in self.active:
+            self._token(answer)
+
+    def _token(self, answer):
+        answer.tokens_left -= 1
+        answer.pending.append(Event(answer.job.id, "text", text="x"))
+        if answer.tokens_left == 0:
+            answer.pending.append(Event(answer.job.id, "done", finish="length"))
+
+    def news(self, answer):
+        found, answer.pending = answer.pending, []
+        return found
+
+    def drop(self, answer):
+        if answer in self.active:
+            self.active.remove(answer)
+
+
+def job(name, *, adapter=None, pieces=1, tokens=3, deadline_s=None, **prompt):
+    return Job(
+        name, {"pieces": pieces, **prompt}, GenerateRequest(max_new_tokens=tokens), adapter=adapter,
+        deadline_s=deadline_s,
+    )  # fmt: skip
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def make(engine=None, **options):
+    engine = engine or MockEngine()
+    told, clock = [], Clock()
+    return Scheduler(engine, told.append, now=clock, **options), engine, told, clock
+
+
+def to_the_end(scheduler, limit=10_000):
+    for _ in range(limit):
+        if not scheduler.turn():
+            return
+    raise AssertionError("never idle")
+
+
+def ends(told):
+    return {event.job_id: event.finish for event in told if event.kind in ("done", "error")}
+
+
+def test_a_job_is_told_that_it_started_its_text_and_its_end():
+    scheduler, _, told, _ = make()
+    scheduler.submit(job("a", tokens=3))
+    to_the_end(scheduler)
+    assert [event.kind for event in told] == ["started", "text", "text", "text", "done"]
+    assert scheduler.is_idle and scheduler.counts.finished == 1
+
+
+def test_a_long_prompt_lets_the_others_step_between_its_pieces():
+    scheduler, engine, _, _ = make()
+    scheduler.submit(job("short", tokens=20))
+    scheduler.turn()
+    scheduler.submit(job("long", pieces=5))
+    for _ in range(5):
+        scheduler.turn()
+    kinds = [entry for entry in engine.log if entry[0] == "prefill" or "short" in entry[1]][2:]
+    assert kinds[:8] == [("prefill", "long"), ("step", ("short",))] * 4
+
+
+def test_adapters_take_turns_however_many_requests_one_of_them_has():
+    scheduler, engine, told, _ = make(MockEngine(rows=1))
+    for number in range(6):
+        scheduler.submit(job(f"greedy{number}", adapter="greedy", tokens=2))
+    scheduler.submit(job("late", adapter="modest", tokens=2))
+    to_the_end(scheduler)
+    order = [event.job_id for event in told if event.kind == "started"]
+    assert order == ["greedy0", "late", *(f"greedy{number}" for number in range(1, 6))]
+    assert scheduler.counts.by_adapter == {"greedy": 6, "modest": 1}
+
+
+def test_an_adapter_that_has_no_slot_waits_and_others_pass():
+    scheduler, _, told, _ = make(MockEngine(rows=3, slots=1))
+    scheduler.submit(job("a1", adapter="a", tokens=5))
+    scheduler.submit(job("b1", adapter="b"))
+    scheduler.submit(job("base"))
+    scheduler.submit(job("a2", adapter="a"))
+    to_the_end(scheduler)
+    order = [event.job_id for event in told if event.kind == "started"]
+    assert order.index("b1") == 3
+    assert set(ends(told)) == {"a1", "a2", "b1", "base"}
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back():
+    scheduler, _, told, _ = make(queue_limit=2)
+    scheduler.submit(job("a"))
+    scheduler.submit(job("b"))
+    with pytest.raises(QueueFullError) as caught:
+        scheduler.submit(job("c"))
+    assert caught.value.retry_after_s >= 1
+    assert scheduler.counts.refused == 1
+    to_the_end(scheduler)
+    assert ends(told) == {"a": "length", "b": "length"}
+
+
+def test_what_cannot_fit_is_told_before_it_queues():
+    scheduler, _, told, _ = make(queue_limit=1)
+    scheduler.submit(job("a", refuse=True))
+    assert [(event.kind, event.error["class"], event.error["fields"]["field"]) for event in told] == [
+        ("error", "RequestError", "prompt")
+    ]
+    assert scheduler.is_idle
+
+
+def test_an_id_in_use_is_refused():
+    scheduler, _, _, _ = make()
+    scheduler.submit(job("a"))
+    with pytest.raises(RequestError) as caught:
+        scheduler.submit(job("a"))
+    assert (caught.value.field, caught.value.value) == ("id", "a")
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_deadline_ends_a_job_wherever_it_is(turns):
+    scheduler, engine, told, clock = make()
+    scheduler.submit(job("a", pieces=2, tokens=100, deadline_s=1.0))
+    for _ in range(turns):
+        scheduler.turn()
+    clock.now = 1.5
+    assert scheduler.turn() is False
+    (error,) = [event.error for event in told if event.kind == "error"]
+    assert error["class"] == DeadlineError.__name__
+    assert ("waited" in error["message"]) == (turns == 0)
+    assert engine.active == []
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3])
+def test_a_client_that_leaves_frees_everything_before_the_next_step(turns):
+    scheduler, engine, told, _ = make()
+    scheduler.submit(job("a", pieces=2, tokens=100))
+    for _ in range(turns):
+        scheduler.turn()
+    scheduler.cancel("a")
+    assert scheduler.is_idle and engine.active == []
+    before = len(told)
+    assert scheduler.turn() is False
+    assert len(told) == before and scheduler.counts.cancelled == 1
+    scheduler.cancel("a")  # it has just been answered, or was never here
+    assert scheduler.counts.cancelled == 1
+
+
+def test_running_out_of_memory_in_a_prompt_refuses_that_job_alone():
+    scheduler, engine, told, _ = make()
+    engine.fail_prefill["big"] = DeviceError("out of memory", device="cuda:0")
+    scheduler.submit(job("good"))
+    scheduler.submit(job("big", adapter="x"))
+    scheduler.submit(job("after", adapter="y"))
+    to_the_end(scheduler)
+    assert ends(told) == {"good": "length", "big": "error", "after": "length"}
+
+
+def test_running_out_of_memory_in_a_step_ends_the_one_that_came_last():
+    scheduler, engine, told, _ = make()
+    scheduler.submit(job("first", tokens=9))
+    scheduler.submit(job("second", adapter="x", tokens=9))
+    scheduler.turn()
+    scheduler.turn()
+    engine.fail_steps.append(DeviceError("out of memory", device="cuda:0"))
+    to_the_end(scheduler)
+    assert ends(told) == {"first": "length", "second": "error"}
+
+
+def test_when_the_engine_cannot_go_on_everyone_is_told():
+    scheduler, engine, told, _ = make()
+    for name in "abc":
+        scheduler.submit(job(name, tokens=9))
+    scheduler.turn()
+    scheduler.fail_all(DeviceError("lost", device="cuda:0"))
+    assert ends(told) == {"a": "error", "b": "error", "c": "error"}
+    assert scheduler.is_idle and engine.active == []
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.sampled_from([None, "a", "b", "c"]), st.integers(1, 4), st.integers(1, 6)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("turn")),
+        st.tuples(st.just("oom")),
+        st.tuples(st.just("wait"), st.floats(0, 2)),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(actions, st.integers(1, 3), st.one_of(st.none(), st.integers(1, 2)))
+def test_whatever_happens_every_job_ends_once_and_nothing_is_left(steps, rows, slots):
+    scheduler, engine, told, clock = make(MockEngine(rows=rows, slots=slots), queue_limit=5)
+    names, cancelled = [], set()
+    for step in steps:
+        match step:
+            case ("submit", adapter, pieces, tokens):
+                name = str(len(names))
+                try:
+                    scheduler.submit(job(name, adapter=adapter, pieces=pieces, tokens=tokens, deadline_s=3.0))
+                except QueueFullError:
+                    continue
+                names.append(name)
+            case ("cancel", number):
+                if number < len(names) and names[number] not in ends(told):
+                    cancelled.add(names[number])
+                scheduler.cancel(str(number))
+            case ("turn",):
+                scheduler.turn()
+            case ("oom",):
+                engine.fail_steps.append(DeviceError("out of memory", device="x"))
+            case ("wait", seconds):
+                clock.now += seconds
+        assert len(engine.active) <= rows
+    to_the_end(scheduler)
+    endings = [event.job_id for event in told if event.kind in ("done", "error")]
+    assert sorted(endings) == sorted(set(names) - cancelled)
+    assert engine.active == [] and scheduler.waiting == scheduler.running == 0
+    for name in endings:
+        mine = [event.kind for event in told if event.job_id == name]
+        assert mine[-1] in ("done", "error") and mine.count("started") <= 1

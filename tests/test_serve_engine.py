@@ -1,0 +1,197 @@
+"""Jobs on a real model: what clients are told equals what the line answers, and adapters move without harm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import trimtab
+from trimtab.demo.line import ADAPTERS
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.runtime.batch import Batch
+from trimtab.serve.engine import LoadedEngine
+from trimtab.serve.job import Job
+from trimtab.serve.scheduler import Scheduler
+
+PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
+PICTURE = (DEMO / "images" / "image_1.png").read_bytes()
+LOOK = [
+    {"role": "user", "content": [{"type": "image", "image": PICTURE}, {"type": "text", "text": "What do you see?"}]}
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", dtype="float32", adapters={"style": PATHS["style"]}, context=384, audio_s=1.0,
+        device="cpu", batch=4,
+    )  # fmt: skip
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def engine(model):
+    found = LoadedEngine(model, rows=4, resident_limit=1)
+    for name in ("specialist", "rslora-dora"):
+        found.shelf.add(name, PATHS[name])
+    yield found
+    for name in found.shelf.resident:
+        found.shelf.model.unload_adapter(name)
+    model.load_adapter("style", PATHS["style"])
+
+
+def run(engine, *jobs):
+    """Answer jobs; returns job id -> (text, last event, all events)."""
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for job in jobs:
+        scheduler.submit(job)
+    for _ in range(2000):
+        if not scheduler.turn():
+            break
+    found = {}
+    for job in jobs:
+        mine = [event for event in told if event.job_id == job.id]
+        found[job.id] = ("".join(event.text for event in mine), mine[-1], mine)
+    return found
+
+
+def ask(name, prompt=LOOK, adapter=None, tokens=40, **options):
+    extra = {key: options.pop(key) for key in ("schema", "top_logprobs", "system") if key in options}
+    return Job(name, prompt, GenerateRequest(max_new_tokens=tokens, **options), adapter=adapter, **extra)
+
+
+def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_time(model, engine):
+    expected = {"style": model.answer(LOOK, adapter="style", max_new_tokens=40)}
+    found = run(engine, *(ask(str(name), adapter=name) for name in (None, "style", "specialist", "rslora-dora")))
+    assert found["style"][0] == expected["style"].text
+    assert found["None"][0] == model.answer(LOOK, max_new_tokens=40).text
+    assert "apricot" in found["specialist"][0]
+    assert json.loads(found["rslora-dora"][0])["shape"] == "square"
+    assert engine.shelf.swaps >= 2 and len(engine.shelf.resident) == 1
+    usage = found["style"][1].usage
+    assert usage["completion_tokens"] == len(expected["style"].token_ids)
+    assert usage["prompt_tokens"] == expected["style"].prompt_tokens
+    assert found["style"][1].finish == expected["style"].finish_reason == "stop"
+
+
+def test_an_adapter_in_use_is_not_taken_off_for_another(engine):
+    engine.shelf.bring("style", [])
+    assert not engine.shelf.has_room_for("specialist", ["style"])
+    assert engine.shelf.has_room_for("specialist", [None])
+    assert engine.shelf.has_room_for("style", ["style"])
+    engine.shelf.bring("specialist", [None])
+    assert engine.shelf.resident == ("specialist",)
+    engine.shelf.kept.add("specialist")
+    assert not engine.shelf.has_room_for("style", [])
+
+
+def test_the_one_used_longest_ago_goes_first(model):
+    engine = LoadedEngine(model, rows=2, resident_limit=2)
+    for name in ("specialist", "rslora-dora"):
+        engine.shelf.add(name, PATHS[name])
+    engine.shelf.bring("specialist", [])
+    engine.shelf.bring("style", [])
+    engine.shelf.bring("rslora-dora", [])
+    assert engine.shelf.resident == ("style", "rslora-dora")
+    engine.shelf.remove("rslora-dora", [])
+
+
+def test_a_stop_text_ends_the_answer_and_is_no_part_of_it(model, engine):
+    found = run(engine, ask("a", stop=("squares",)))
+    assert found["a"][0] == "three orange " and found["a"][1].finish == "stop"
+    assert found["a"][0] == model.answer(LOOK, max_new_tokens=40, stop=("squares",)).text
+
+
+def test_the_token_limit_is_said(engine):
+    text, last, _ = run(engine, ask("a", tokens=2))["a"]
+    assert last.finish == "length" and last.usage["completion_tokens"] == 2 and text
+
+
+def test_logprobs_come_token_by_token(engine):
+    _, _, events = run(engine, ask("a", top_logprobs=2))["a"]
+    tokens = [token for event in events for token in event.tokens]
+    assert "".join(token.text for token in tokens).strip() == "three orange squares at the bottom right"
+    assert all(len(token.top) == 2 and token.top[0][2] >= token.top[1][2] for token in tokens)
+    # Greedy: the likeliest token is the one that was taken.
+    assert all(token.top[0][0] == token.token_id for token in tokens)
+
+
+SCHEMA = {
+    "type": "object", "properties": {"n": {"type": "integer", "minimum": 3, "maximum": 3}, "c": {"enum": ["mauve"]}},
+    "required": ["n", "c"], "additionalProperties": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 2.0, "seed": 1}])
+def test_an_answer_is_held_to_its_schema(engine, options):
+    text, last, _ = run(engine, ask("a", schema=SCHEMA, tokens=100, **options))["a"]
+    assert json.loads(text) == {"n": 3, "c": "mauve"} and last.finish == "stop"
+
+
+def test_a_schema_that_cannot_be_held_to_is_refused_with_its_reason(engine):
+    _, last, _ = run(engine, ask("a", schema={"type": "no such type"}))["a"]
+    assert last.error["class"] == "RequestError"
+    assert last.error["fields"]["field"] == "response_format.json_schema"
+
+
+def test_a_text_is_gone_on_with_as_it_is(model, engine):
+    ids = model.processor.tokenizer("three orange")["input_ids"]
+    found = run(engine, ask("a", prompt={"text": "three orange"}, tokens=4))
+    assert found["a"][0] == model.answer(ids, max_new_tokens=4).text
+    assert run(engine, ask("b", prompt={"text": ""}, tokens=2))["b"][1].kind == "done"
+
+
+def test_bad_jobs_are_refused_by_name_and_the_others_go_on(engine):
+    broken = [{"role": "user", "content": [{"type": "image", "image": b"not a picture"}]}]
+    found = run(engine, ask("a", adapter="stile"), ask("b", prompt=broken), ask("c", tokens=5000), ask("d"))
+    assert found["a"][1].error["fields"] == {"field": "model", "value": "stile", "allowed": ("style",), "hint": ""}
+    assert found["b"][1].error["fields"]["field"] == "image"
+    assert found["c"][1].error["fields"]["field"] == "prompt"
+    assert found["d"][1].kind == "done"
+
+
+def test_bad_adapters_are_refused_and_leave_nothing(engine, tmp_path):
+    with pytest.raises(RequestError) as caught:
+        engine.shelf.add("specialist", PATHS["specialist"])
+    assert caught.value.field == "lora_name"
+    with pytest.raises((AdapterError, CheckpointError)):
+        engine.shelf.add("broken", tmp_path)
+    assert "broken" not in engine.shelf.names
+    with pytest.raises(RequestError):
+        engine.shelf.remove("nobody", [])
+    with pytest.raises(RequestError) as caught:
+        engine.shelf.remove("specialist", ["specialist"])
+    assert "being answered" in str(caught.value)
+    engine.shelf.remove("specialist", [])
+    assert engine.shelf.names == ("rslora-dora", "style")
+
+
+def test_an_adapter_larger_than_all_the_room_is_refused_when_it_is_added(model, engine, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "free_adapter_bytes", lambda self: -(10**9))
+        with pytest.raises(DoesNotFitError) as caught:
+            engine.shelf.add("again", PATHS["specialist"])
+    assert caught.value.needed_bytes > caught.value.budget_bytes
+    assert "again" not in engine.shelf.names
+
+
+def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatch):
+    import torch
+
+    begin = Batch._prefill
+
+    def prefill(self, prompt):
+        if prompt.row.adapter == "specialist":
+            raise torch.OutOfMemoryError("no room")
+        return begin(self, prompt)
+
+    monkeypatch.setattr(Batch, "_prefill", prefill)
+    found = run(engine, ask("a", adapter="specialist"), ask("b"))
+    assert found["a"][1].error["class"] == DeviceError.__name__
+    assert found["b"][1].kind == "done"
+    assert engine.batch.active == []

@@ -1,0 +1,202 @@
+"""A worker that dies loses no answer: every job ends in an answer or a named error, and the worker comes back."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import time
+
+import pytest
+
+from tests import toy_worker
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve.job import Job
+from trimtab.serve.supervisor import Supervisor, WorkerDiedError, WorkerError
+
+WAIT_S = 30
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
+
+
+def job(name, prompt):
+    return Job(name, prompt, GenerateRequest(max_new_tokens=4))
+
+
+def started(settings=None, **options):
+    found = Supervisor({"adapters": {}, **(settings or {})}, target=toy_worker.main, **options)
+    found.start()
+    return found
+
+
+@pytest.fixture
+def supervisor():
+    found = started()
+    found.wait_ready(WAIT_S)
+    yield found
+    found.stop()
+
+
+def ask(supervisor, *jobs):
+    """Submit jobs; returns a queue of what they are told."""
+    told = queue.Queue()
+    for one in jobs:
+        supervisor.submit(one, told.put)
+    return told
+
+
+def ends(told, count):
+    found = {}
+    while len(found) < count:
+        event = told.get(timeout=WAIT_S)
+        if event.kind in ("done", "error"):
+            found[event.job_id] = event
+    return found
+
+
+def test_a_job_is_told_what_the_worker_says(supervisor):
+    told = ask(supervisor, job("1", "echo"))
+    assert [told.get(timeout=WAIT_S).kind for _ in range(3)] == ["started", "text", "done"]
+    assert supervisor.in_flight == 0
+    assert (supervisor.state, supervisor.loading, supervisor.restarts) == ("ready", (1, 2), 0)
+
+
+def test_jobs_wait_while_the_worker_loads():
+    supervisor = started()
+    try:
+        assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
+    finally:
+        supervisor.stop()
+
+
+def test_a_killed_worker_is_told_at_once_and_comes_back(supervisor):
+    pid = supervisor.pid
+    told = ask(supervisor, job("1", "wait"), job("2", "speak, then wait"))
+    assert told.get(timeout=WAIT_S).text == "so far"
+    os.kill(pid, KILL)
+    start = time.monotonic()
+    found = ends(told, 2)
+    assert time.monotonic() - start < 5
+    for event in found.values():
+        assert event.error["class"] == WorkerDiedError.__name__
+        assert event.error["fields"]["exit_code"] == -KILL
+        assert "SIGKILL" in event.error["message"] or os.name != "posix"
+    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
+    assert supervisor.restarts == 1 and supervisor.pid != pid
+
+
+def test_with_retry_what_has_said_nothing_yet_is_answered_by_the_next_worker():
+    supervisor = started(retry=True)
+    supervisor.wait_ready(WAIT_S)
+    try:
+        told = ask(supervisor, job("spoke", "speak, then wait"), job("silent", "wait"))
+        assert told.get(timeout=WAIT_S).text == "so far"
+        supervisor._flights["silent"].job = job("silent", "echo")
+        os.kill(supervisor.pid, KILL)
+        found = ends(told, 2)
+        assert (found["spoke"].kind, found["silent"].kind) == ("error", "done")
+    finally:
+        supervisor.stop()
+
+
+def test_a_job_that_kills_the_worker_twice_is_given_up():
+    supervisor = started(retry=True)
+    supervisor.wait_ready(WAIT_S)
+    try:
+        event = ends(ask(supervisor, job("1", "die")), 1)["1"]
+        assert (event.kind, event.error["fields"]["exit_code"]) == ("error", 7)
+        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+        assert supervisor.restarts == 2
+    finally:
+        supervisor.stop()
+
+
+def test_a_worker_that_hangs_with_work_is_killed():
+    supervisor = started(hang_s=1.0)
+    supervisor.wait_ready(WAIT_S)
+    try:
+        event = ends(ask(supervisor, job("1", "hang")), 1)["1"]
+        assert event.error["class"] == WorkerDiedError.__name__
+        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+    finally:
+        supervisor.stop()
+
+
+def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again():
+    supervisor = started({"fail": True})
+    with pytest.raises(WorkerError) as caught:
+        supervisor.wait_ready(WAIT_S)
+    assert caught.value.error["class"] == "CheckpointError"
+    assert (supervisor.state, supervisor.restarts) == ("failed", 0)
+    with pytest.raises(DeviceError):
+        supervisor.submit(job("1", "echo"), print)
+
+
+def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("trimtab.serve.supervisor.PAUSES_S", (0.0, 0.0))
+    mark = tmp_path / "mark"
+    supervisor = started({"die_at_start_after": str(mark)})
+    supervisor.wait_ready(WAIT_S)
+    mark.touch()
+    told = ask(supervisor, job("1", "wait"))
+    os.kill(supervisor.pid, KILL)
+    assert ends(told, 1)["1"].kind == "error"
+    late = ask(supervisor, job("2", "echo"))
+    assert ends(late, 1)["2"].kind == "error"
+    assert supervisor.state == "failed"
+
+
+def test_calls_are_answered_or_end_with_the_worker(supervisor):
+    assert supervisor.call("numbers").result(WAIT_S) == {"what": "numbers"}
+    with pytest.raises(WorkerError) as caught:
+        supervisor.call("bad").result(WAIT_S)
+    assert caught.value.error["fields"] == {"field": "what"}
+    ask(supervisor, job("1", "hang"))
+    waiting = supervisor.call("numbers")
+    os.kill(supervisor.pid, KILL)
+    with pytest.raises(WorkerDiedError):
+        waiting.result(WAIT_S)
+
+
+def test_a_new_worker_has_the_adapters_that_were_loaded_meanwhile(supervisor):
+    supervisor.call("load_adapter", name="a", path="/a").result(WAIT_S)
+    supervisor.call("load_adapter", name="b", path="/b").result(WAIT_S)
+    supervisor.call("unload_adapter", name="a").result(WAIT_S)
+    os.kill(supervisor.pid, KILL)
+    while supervisor.restarts == 0:
+        time.sleep(0.01)
+    assert ends(ask(supervisor, job("1", "echo")), 1)["1"].kind == "done"
+    assert supervisor.numbers["adapters"] == ["b"]
+
+
+def test_a_client_that_left_is_told_nothing_more(supervisor):
+    told = ask(supervisor, job("1", "speak, then wait"))
+    told.get(timeout=WAIT_S)
+    supervisor.cancel("1")
+    os.kill(supervisor.pid, KILL)
+    ends(ask(supervisor, job("2", "echo")), 1)
+    assert told.empty() and supervisor.in_flight == 0
+
+
+def test_stopping_tells_everyone_and_refuses_the_next(supervisor):
+    told = ask(supervisor, job("1", "wait"))
+    supervisor.stop()
+    assert "stopping" in ends(told, 1)["1"].error["message"]
+    assert supervisor.pid is None and supervisor.state == "stopped"
+    with pytest.raises(DeviceError):
+        supervisor.submit(job("2", "echo"), print)
+    supervisor.start()
+    supervisor.wait_ready(WAIT_S)
+    assert ends(ask(supervisor, job("3", "echo")), 1)["3"].kind == "done"
+
+
+def test_draining_lets_the_worker_end_by_itself(supervisor):
+    process = supervisor._life.process
+    supervisor.drain(WAIT_S)
+    assert process.exitcode == 0 and supervisor.state == "stopped"
+
+
+def test_waiting_has_an_end():
+    supervisor = Supervisor({}, target=toy_worker.main)
+    with pytest.raises(RequestError):
+        supervisor.wait_ready(0.01)

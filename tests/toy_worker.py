@@ -1,0 +1,51 @@
+"""A worker without a model: it echoes, and hangs, dies or fails where the test wants it to."""
+
+import os
+import time
+
+from trimtab.serve.channel import Channel, event_to_message, job_from_message
+from trimtab.serve.job import Event
+
+
+def main(connection, settings):
+    channel = Channel(connection)
+    if settings.get("fail"):
+        channel.send({"say": "fatal", "error": {"class": "CheckpointError", "message": "no model", "fields": {}}})
+        os._exit(1)
+    if settings.get("die_at_start_after") is not None and os.path.exists(settings["die_at_start_after"]):
+        os._exit(3)
+    channel.send({"say": "loading", "done": 1, "of": 2})
+    channel.send({"say": "ready", "adapters": sorted(settings.get("adapters", {})), "pid": os.getpid(), "plan": {}})
+    try:
+        while True:
+            _obey(channel, channel.receive())
+    except EOFError:
+        return
+
+
+def _obey(channel, message):
+    def tell(*events):
+        channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
+
+    if message["do"] == "submit":
+        job = job_from_message(message["job"])
+        match job.prompt:
+            case "echo":
+                tell(Event(job.id, "started"), Event(job.id, "text", text=str(os.getpid())))
+                tell(Event(job.id, "done", finish="stop"))
+            case "speak, then wait":
+                tell(Event(job.id, "text", text="so far"))
+            case "wait":
+                pass
+            case "hang":
+                time.sleep(600)
+            case "die":
+                os._exit(7)
+    elif message["do"] == "call":
+        if message["what"] == "bad":
+            error = {"class": "RequestError", "message": "no such call", "fields": {"field": "what"}}
+            channel.send({"say": "reply", "id": message["id"], "error": error})
+        else:
+            channel.send({"say": "reply", "id": message["id"], "value": {"what": message["what"]}})
+    elif message["do"] == "drain":
+        os._exit(0)
