@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import trimtab
-from tools import readme_numbers
+from tools import readme_numbers, rooms
 from trimtab import cli, errors
 from trimtab.commands import flags
 from trimtab.demo.line import FOLDER as DEMO
@@ -22,6 +22,10 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 PURE = [
     file for file in SOURCES if file.parent.name in ("checkpoint", "plan") or file.name in ("request.py", "errors.py")
 ]
+PSUTIL = (
+    "trimtab/runtime/devices.py", "trimtab/process.py", "trimtab/doctor/environment.py",
+    "trimtab/doctor/environment_inside.py", "trimtab/merge/measure.py",
+)  # fmt: skip
 HEAVY = {"torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil"}
 
 
@@ -35,8 +39,8 @@ def name_of(file):
 def test_the_public_names_are_exactly_these():
     assert set(trimtab.__all__) == {
         "AdapterError", "CheckpointError", "DeviceError", "DoesNotFitError", "GenerateRequest", "LoadRequest",
-        "LoadedModel", "ParityError", "Plan", "RequestError", "TrimtabError", "UpstreamError", "__version__", "inspect",
-        "load", "plan",
+        "LoadedModel", "ParityError", "Plan", "RequestError", "TrimtabError", "UpstreamError", "__version__", "bridge",
+        "inspect", "load", "merge", "plan", "verify",
     }  # fmt: skip
     for name in trimtab.__all__:
         assert getattr(trimtab, name) is not None
@@ -50,11 +54,12 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_importing_trimtab_imports_nothing_heavy_and_plan_stays_a_function():
     code = (
-        "import sys, trimtab, trimtab.plan.picture, trimtab.checkpoint\n"
+        "import sys, trimtab, trimtab.plan.picture, trimtab.checkpoint, trimtab.merge.request\n"
         "from trimtab.plan import make_plan\n"
         f"heavy = {HEAVY!r} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "assert callable(trimtab.plan) and trimtab.plan.__module__ == 'trimtab.api'\n"
+        "assert callable(trimtab.merge) and trimtab.merge.__module__ == 'trimtab.merge.merge'\n"
         "assert trimtab.Plan is sys.modules['trimtab.plan'].Plan\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
@@ -89,11 +94,11 @@ def imports_of(file):
 def test_each_foreign_library_is_imported_where_it_belongs(file):
     found, name = imports_of(file), name_of(file)
     # What builds or examines the stock stack itself.
-    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge")) or name == "trimtab/proof/stock_route.py"
+    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge")) or name.startswith("trimtab/proof/stock_")
     allowed = {
         "transformers": is_stock or (file.parent.name == "runtime" and file.name.startswith("hf")),
         "bitsandbytes": is_stock or name == "trimtab/runtime/quant.py",
-        "psutil": name in ("trimtab/runtime/devices.py", "trimtab/process.py", "trimtab/doctor/environment_inside.py"),
+        "psutil": name in PSUTIL,
         "peft": is_stock, "accelerate": is_stock,
     }  # fmt: skip
     assert [name for name, is_allowed in allowed.items() if name in found and not is_allowed] == []
@@ -117,24 +122,13 @@ def test_a_file_opens_with_what_it_answers(file):
 # The map --------------------------------------------------------------------------------------------------------------
 
 
-def mapped_files():
-    """Return the files that CONTRIBUTING's picture shows, with their folders."""
-    block = re.search(r"```\n(trimtab/\n.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
-    folders, found = [], []
-    for line in block.group(1).splitlines():
-        name, depth = line.split()[0], (len(line) - len(line.lstrip())) // 2
-        folders[depth:] = [name]
-        if not name.endswith("/"):
-            found.append("".join(folders))
-    return found
-
-
 def test_the_map_of_rooms_is_the_tree():
-    # A folder's own __init__.py says the same as the folder's line.
-    files = {name_of(file) for file in SOURCES if file.name != "__init__.py" or file.parent == PACKAGE}
-    shown = mapped_files()
-    assert len(shown) == len(set(shown))
-    assert set(shown) == files
+    text = rooms.GUIDE.read_text("utf-8")
+    assert rooms.filled(text) == text, "run `python tools/rooms.py`"
+    known = rooms.known_words(rooms.BLOCK.search(text).group(1))
+    shown = {f"{folder}/{name}" if folder else name for folder, names in rooms.shown_files().items() for name in names}
+    assert shown <= set(known)
+    assert [name for name, words in known.items() if not words] == []
 
 
 # Docs -----------------------------------------------------------------------------------------------------------------

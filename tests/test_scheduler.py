@@ -125,7 +125,7 @@ def test_a_long_prompt_lets_the_others_step_between_its_pieces():
 
 
 def test_adapters_take_turns_however_many_requests_one_of_them_has():
-    scheduler, engine, told, _ = make(MockEngine(rows=1))
+    scheduler, _, told, _ = make(MockEngine(rows=1))
     for number in range(6):
         scheduler.submit(job(f"greedy{number}", adapter="greedy", tokens=2))
     scheduler.submit(job("late", adapter="modest", tokens=2))

@@ -1,7 +1,7 @@
 """What a user of the library may name. Importing trimtab imports no torch: that is loaded by the first `plan` or `load`.
 
-`trimtab.plan` is the function. The folder of the same name is reached as `from trimtab.plan import ...`: its import is
-done here first, so that it never hides the function later.
+`trimtab.plan` and `trimtab.merge` are functions. The folders of the same name are reached as `from trimtab.plan import ...`:
+their import is done here first, so that they never hide the functions later. `trimtab.bridge` is the room of that name.
 """
 
 from __future__ import annotations
@@ -19,10 +19,13 @@ from trimtab.errors import (
     TrimtabError,
     UpstreamError,
 )
+from trimtab.merge import merge
 from trimtab.plan.plan import Plan
 from trimtab.request import GenerateRequest, LoadRequest
 
 if TYPE_CHECKING:
+    from trimtab import bridge
+    from trimtab.proof.verify import verify
     from trimtab.runtime.model import LoadedModel
 
 __version__ = "0.1.0"
@@ -41,9 +44,12 @@ __all__ = [
     "TrimtabError",
     "UpstreamError",
     "__version__",
+    "bridge",
     "inspect",
     "load",
+    "merge",
     "plan",
+    "verify",
 ]
 
 
@@ -52,6 +58,14 @@ def __getattr__(name: str) -> Any:
         from trimtab.runtime.model import LoadedModel
 
         return LoadedModel
+    if name == "verify":
+        from trimtab.proof.verify import verify
+
+        return verify
+    if name == "bridge":
+        import importlib
+
+        return importlib.import_module("trimtab.bridge")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

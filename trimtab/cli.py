@@ -3,6 +3,7 @@
 With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
 
     0  done
+    1  two routes to one answer do not agree (verify, merge --check)
     2  the question is wrong (usage, RequestError)
     3  a file is not what it claims (CheckpointError)
     4  no placement within the budgets (DoesNotFitError)
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import trimtab
-from trimtab.commands import line
+from trimtab.commands import doctor, line, merging, serve
 from trimtab.commands.saying import print_json
 from trimtab.errors import (
     AdapterError,
@@ -133,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         found.set_defaults(command=function)
         return found
 
-    for room in (line,):
+    for room in (line, merging, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

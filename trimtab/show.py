@@ -89,32 +89,33 @@ def answer_json(answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: 
 
 
 class LoadingBar:
-    """A bar of bytes read; called as `trimtab.load` calls its progress."""
+    """A bar of bytes, or of things done; called with (done, of) as every `progress` is."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bars
 
-        columns = (TextColumn("loading"), BarColumn(), DownloadColumn(binary_units=True), TimeRemainingColumn())
+        counts = DownloadColumn(binary_units=True) if is_bytes else MofNCompleteColumn()
+        columns = (TextColumn(text), BarColumn(), counts, TimeRemainingColumn())
         self._bars = Bars(*columns, console=Console(file=stream), transient=True)
-        self._bar = self._bars.add_task("loading", total=None)
+        self._bar = self._bars.add_task(text, total=None)
         self._bars.start()
 
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        self._bars.update(self._bar, completed=done_bytes, total=total_bytes)
+    def __call__(self, done: int, total: int) -> None:
+        self._bars.update(self._bar, completed=done, total=total)
 
     def close(self) -> None:
         self._bars.stop()
 
 
 @contextmanager
-def loading_bar(stream: TextIO) -> Iterator[LoadingBar | None]:
+def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True) -> Iterator[LoadingBar | None]:
     """Yield a bar on a terminal, None on anything else; the bar is gone afterwards."""
     if not stream.isatty():
         yield None
         return
-    bar = LoadingBar(stream)
+    bar = LoadingBar(stream, text, is_bytes=is_bytes)
     try:
         yield bar
     finally:

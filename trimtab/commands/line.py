@@ -115,6 +115,11 @@ def _plan_to_run(options: argparse.Namespace) -> trimtab.Plan:
     return trimtab.Plan.load(options.model)
 
 
+def plan_or_model(given: str) -> trimtab.Plan | str:
+    """Return the plan that `trimtab plan --save` wrote, or the model's name as it is."""
+    return trimtab.Plan.load(given) if given.endswith(".json") and Path(given).is_file() else given
+
+
 def _adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
     if use is None and len(names) > 1:
         raise RequestError("several adapters are given; say which one answers", field="--use", allowed=names)

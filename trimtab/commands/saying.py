@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -14,6 +15,13 @@ class Command(Protocol):
     def __call__(
         self, name: str, function: Callable[[argparse.Namespace], int], text: str
     ) -> argparse.ArgumentParser: ...
+
+
+def saying(options: argparse.Namespace) -> Callable[[str], None] | None:
+    """Return what tells a person on stderr how far a long piece of work is; None where nobody looks."""
+    if options.json or not sys.stderr.isatty():
+        return None
+    return lambda text: print(text, file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +146,10 @@ class LoadedEngine:
         """Check a job, prepare its inputs and return its answer. Errors: RequestError and what `prepare` raises."""
         self.shelf.check(job.adapter)
         inputs = self._inputs(job)
+        if job.fills_context:
+            left = self.model.context_tokens - inputs.prompt_tokens
+            request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
+            job = replace(job, request=request)
         constraint = self._constraint(job)
         prompt = self.batch.begin(inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint)
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes

@@ -19,6 +19,7 @@ class Job:
     id: unique while the server runs. prompt: chat messages whose media parts hold bytes ({"type": "image", "data": b"..."}),
     a text (completed as it is) or token ids. adapter: None is the base. deadline_s: seconds from arrival until the answer
     has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
+    fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text.
     """
 
@@ -29,6 +30,7 @@ class Job:
     system: str | None = None
     deadline_s: float | None = None
     top_logprobs: int | None = None
+    fills_context: bool = False
     schema: Mapping[str, Any] | None = None
 
 

@@ -1,0 +1,222 @@
+"""Merge time and peak memory of trimtab, of PEFT's merge_and_unload with save_pretrained, and of a plain copy, in one run.
+
+    python -m bench.merge --work FOLDER [--sizes e2b,e4b] [--save bench/results/merge.json]
+    python -m bench.merge --work FOLDER --sizes demo --save -          a dry run on a CPU, seconds
+
+Every engine runs in its own process on the same files, one after another; peak memory is what the process has resident
+beyond its imports (a merge holds no file mapped; PEFT's checkpoint is mapped while it is read, which counts as well). A
+copy is `shutil.copyfile` of the same files, each brought to the disk like the merge's. Random weights, one adapter on
+language, vision and audio. Room on the disk: twice the checkpoint, one size after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def make(size: str, work: Path) -> tuple[Path, Path]:
+    """Return (checkpoint, adapter) of a size, written into work unless it is the demo's."""
+    if size == "demo":
+        demo = Path(__file__).parent.parent / "trimtab" / "demo"
+        return demo / "base", demo / "adapters" / "style"
+    if size == "pico":
+        from tests import pico
+
+        base = pico.build("gemma4", work / "base", shards=3)
+        return base, pico.adapter(base, work / "adapter")
+    import torch
+
+    from bench.checkpoints import write_adapter, write_checkpoint
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = write_checkpoint(size, work / "base", device=device)
+    return base, write_adapter(base, work / "adapter", 16)
+
+
+def copy(base: Path, out: Path) -> float:
+    """Copy the weight files and bring them to the disk; returns seconds."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    started = time.perf_counter()
+    for file in sorted(base.glob("*.safetensors")):
+        shutil.copyfile(file, out / file.name)
+        with open(out / file.name, "rb+") as handle:
+            os.fsync(handle.fileno())
+    seconds = time.perf_counter() - started
+    shutil.rmtree(out)
+    return seconds
+
+
+def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Return what one engine took, in a process of its own."""
+    from trimtab.process import DONE, run_inside
+
+    shutil.rmtree(out, ignore_errors=True)
+    if engine == "peft":
+        return run_peft(request)
+    outcome = run_inside("trimtab.merge.measure", request, timeout_s=600)
+    if outcome.ended != DONE:
+        return {"engine": engine, "error": outcome.ended, "stderr": outcome.stderr[-500:]}
+    found = outcome.lines[-1]
+    row = {
+        "engine": engine, "seconds": round(found["seconds"], 2),
+        "peak_gib": round((found["peak_bytes"] - found["baseline_bytes"]) / GIB, 3),
+    }  # fmt: skip
+    check = found["report"]["check"]
+    if check is not None:
+        row |= {key: check[key] for key in ("applied", "expected", "error_ulps", "equal", "passed")}
+        row["check_s"] = found["report"]["check_seconds"]
+    return row
+
+
+def run_peft(request: dict[str, Any]) -> dict[str, Any]:
+    """Return what PEFT took, in a process of its own (its modules are no part of trimtab's own runner)."""
+    import subprocess
+
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.merge", "--peft", json.dumps(request)], capture_output=True, text=True
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"engine": "peft", "error": f"exit {done.returncode}", "stderr": done.stderr[-500:]}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def peft(request: dict[str, Any]) -> None:
+    """Load, merge_and_unload and save as PEFT's own documentation does it; prints one line of JSON."""
+    import threading
+
+    import psutil
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    process = psutil.Process()
+    baseline = peak = process.memory_info().rss
+    is_done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.02):
+            peak = max(peak, process.memory_info().rss)
+
+    threading.Thread(target=watch, daemon=True).start()
+    started = time.perf_counter()
+    config = transformers.AutoConfig.from_pretrained(request["model"])
+    model_class = getattr(transformers, config.architectures[0])
+    model = model_class.from_pretrained(request["model"], dtype=torch.bfloat16)
+    merged = PeftModel.from_pretrained(model, request["adapters"][0][1]).merge_and_unload()
+    merged.save_pretrained(request["out"])
+    for file in Path(request["out"]).glob("*.safetensors"):
+        with open(file, "rb+") as handle:
+            os.fsync(handle.fileno())
+    seconds = time.perf_counter() - started
+    is_done.set()
+    print(json.dumps({"engine": "peft", "seconds": round(seconds, 2), "peak_gib": round((peak - baseline) / GIB, 3)}))
+
+
+def compare(ours: Path, theirs: Path) -> dict[str, int]:
+    """Return how many tensors of the two merged models are equal bit for bit, and how many are not."""
+    from safetensors import safe_open
+
+    where = {}
+    for file in ours.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            where |= dict.fromkeys(opened.keys(), file)
+    equal = different = 0
+    for file in theirs.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - a file, not a dict
+                if name not in where:
+                    continue
+                with safe_open(where[name], "pt") as own:
+                    same = own.get_tensor(name).equal(opened.get_tensor(name))
+                equal, different = equal + same, different + (not same)
+    return {"equal": equal, "different": different}
+
+
+def measure(size: str, work: Path, *, check: bool) -> list[dict[str, Any]]:
+    base, adapter = make(size, work)
+    total = sum(file.stat().st_size for file in base.glob("*.safetensors"))
+    request: dict[str, Any] = {"model": str(base), "adapters": [["a", str(adapter), 1.0]]}
+    rows: list[dict[str, Any]] = []
+    # The copy before and after: what the disk and its cache give changes while a run goes on.
+    first = copy(base, work / "copy")
+    ours, theirs = work / "trimtab", work / "peft"
+    rows.append(run("trimtab", request | {"out": str(ours)}, ours))
+    second = copy(base, work / "copy")
+    copied = (first + second) / 2
+    rows.insert(0, {"engine": "copy", "seconds": round(copied, 2), "peak_gib": 0.0, "both": [first, second]})
+    rows.append(run("peft", request | {"out": str(theirs)}, theirs))
+    if "error" not in rows[-1] and "error" not in rows[1]:
+        rows[-1] |= compare(ours, theirs)
+    shutil.rmtree(theirs, ignore_errors=True)
+    if check:
+        checked = run("trimtab", request | {"out": str(ours), "check": True}, ours)
+        rows.append(checked | {"engine": "trimtab --check"})
+    shutil.rmtree(ours, ignore_errors=True)
+    packed = run("trimtab", {"model": str(base), "adapters": [], "requantize": "nf4-dq", "out": str(ours)}, ours)
+    rows.append(packed | {"engine": "trimtab --requantize nf4-dq", "bytes": _bytes(ours)})
+    shutil.rmtree(ours, ignore_errors=True)
+    for row in rows:
+        row |= {"size": size, "checkpoint_gib": round(total / GIB, 3)}
+        if "seconds" in row:
+            row["ratio_to_copy"] = round(row["seconds"] / copied, 2)
+        print(json.dumps({key: value for key, value in row.items() if key != "both"}), flush=True)
+    return rows
+
+
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    import psutil
+
+    return {
+        "cpu_count": os.cpu_count(), "memory_gib": round(psutil.virtual_memory().total / GIB, 1),
+        "system": platform.system(), "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "peft", "bitsandbytes", "safetensors")},
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--sizes", default="e2b,e4b", help="pico, demo, e2b, e4b")
+    parser.add_argument("--save", default="bench/results/merge.json", help="a file, or - for none")
+    parser.add_argument("--no-check", action="store_true", help="leave out the second merge with its check")
+    parser.add_argument("--peft", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peft:
+        peft(json.loads(options.peft))
+        return
+    rows = []
+    for size in options.sizes.split(","):
+        work = options.work / f"merge-{size}"
+        work.mkdir(parents=True, exist_ok=True)
+        try:
+            rows += measure(size, work, check=not options.no_check)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+        if options.save != "-":
+            path = Path(options.save)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,11 @@
+"""Proofs on the GPU: the tests of routes, verdicts and merge lanes with the device changed."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from tests.test_lanes import *
+from tests.test_routes import *
+from tests.test_verify import *

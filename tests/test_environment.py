@@ -1,0 +1,271 @@
+"""What an environment says of an interpreter and the machine, and that it says nothing of a person."""
+
+from __future__ import annotations
+
+import ctypes
+import getpass
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+
+import accelerate
+import psutil
+import pytest
+import torch
+import transformers
+
+import trimtab
+from trimtab.doctor import environment as module
+from trimtab.doctor.environment import Environment, Gpu, Package, environment_text, read_environment, scrubbed
+from trimtab.doctor.environment_inside import PACKAGES, how_installed, read_package, read_torch
+from trimtab.errors import RequestError
+
+
+@pytest.fixture(scope="module")
+def here() -> Environment:
+    return read_environment()
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """An interpreter without any package."""
+    folder = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def distribution(folder: Path, name: str = "thing", **files: str) -> metadata.Distribution:
+    info = folder / f"{name}-1.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n")
+    for file, text in files.items():
+        (info / file.replace("_json", ".json")).write_text(text)
+    return metadata.PathDistribution(info)
+
+
+# What it says ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions_are_those_that_import_here(here):
+    assert here.version("torch") == torch.__version__
+    assert here.version("transformers") == transformers.__version__
+    assert here.version("accelerate") == accelerate.__version__
+    assert here.version("trimtab") == trimtab.__version__
+    assert set(here.packages) == {*PACKAGES, "trimtab"}
+    assert here.python == ".".join(map(str, sys.version_info[:3]))
+    assert not here.is_other
+
+
+def test_memory_and_torch_build_are_this_machines(here):
+    assert here.host_total_bytes == psutil.virtual_memory().total
+    assert 0 < here.host_available_bytes <= here.host_total_bytes
+    assert here.cuda == torch.version.cuda
+    assert here.torch_error is None
+    assert len(here.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+
+
+def test_a_missing_package_has_no_version(here):
+    assert read_package("no-such-distribution") == {"version": None, "installed": None}
+    assert here.version("no-such-distribution") is None
+
+
+def test_interpreter_without_packages_is_told_as_such(bare):
+    found = read_environment(bare)
+    assert found.is_other
+    assert set(found.versions) == {"trimtab"}
+    assert found.torch_error is None and found.gpus == () and found.cuda is None
+    assert "torch            not installed" in environment_text(found)
+
+
+def test_python_that_does_not_exist_is_refused():
+    with pytest.raises(RequestError) as caught:
+        read_environment("/no/such/python")
+    assert caught.value.field == "python"
+
+
+def test_a_program_that_is_no_python_is_refused():
+    with pytest.raises(RequestError) as caught:
+        read_environment("/bin/true" if Path("/bin/true").exists() else sys.executable + "w")
+    assert caught.value.field == "python"
+
+
+def test_torch_that_kills_its_process_leaves_the_packages(tmp_path, monkeypatch):
+    (tmp_path / "torch.py").write_text("import os\nos._exit(9)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = read_environment()
+    assert found.torch_error == "process crashed"
+    assert found.version("transformers") == transformers.__version__
+
+
+def test_torch_that_cannot_be_imported_names_the_exception(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert read_torch() == {"error": None, "gpus": []}
+    monkeypatch.delitem(sys.modules, "torch")
+    (tmp_path / "torch.py").write_text("raise OSError('libcudart.so is not there')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert read_torch() == {"error": "OSError", "gpus": []}
+
+
+# How each package was installed ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"INSTALLER": "pip\n"}, "index, pip"),
+        ({"INSTALLER": "uv"}, "index, uv"),
+        ({"INSTALLER": "conda"}, "conda"),
+        ({}, "index, unknown installer"),
+        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {"editable": true}}'},
+         "editable, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x", "dir_info": {}}'}, "local folder, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": '{"url": "file:///home/ann/x.whl", "archive_info": {}}'},
+         "local file, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": '{"url": "https://ann:key@example.org/x.whl", "archive_info": {}}'},
+         "file from an address, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": json.dumps(
+            {"url": "https://example.org/ann/x", "vcs_info": {"vcs": "git", "commit_id": "0123456789abcdef"}})},
+         "git 0123456789ab, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": "{"}, "unreadable direct_url.json, pip"),
+        ({"INSTALLER": "pip", "direct_url_json": "[]"}, "unreadable direct_url.json, pip"),
+    ],
+)  # fmt: skip
+def test_the_kind_of_an_installation_is_told_and_nothing_else(tmp_path, files, words):
+    found = how_installed(distribution(tmp_path, **files))
+    assert found == words
+    assert "ann" not in found and "example" not in found
+
+
+# Nothing personal -----------------------------------------------------------------------------------------------------
+
+
+def personal() -> list[str]:
+    return [
+        str(Path.home()), getpass.getuser(), socket.gethostname(), os.getcwd(), sys.prefix, tempfile.gettempdir(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("show", [lambda found: json.dumps(found.to_json()), environment_text])
+def test_no_user_host_or_folder_is_told(here, show):
+    text = show(here)
+    told = [name for name in personal() if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", text)]
+    assert told == []
+    assert not re.search(r"/[a-z]+/[a-z]|[A-Z]:\\\\", text)
+
+
+def test_scrubbed_text_starts_at_the_package_and_names_nobody(monkeypatch):
+    monkeypatch.setattr(module, "_user", lambda: "annsmith")
+    monkeypatch.setattr(socket, "gethostname", lambda: "annspc")
+    monkeypatch.setattr(Path, "home", lambda: Path("/home/annsmith"))
+    text = 'File "/home/annsmith/env/lib/python3.12/site-packages/peft/tuners/lora/bnb.py", annspc, annsmith: x'
+    assert scrubbed(text) == 'File "peft/tuners/lora/bnb.py", HOST, USER: x'
+    assert scrubbed(r"C:\Users\ann\venv\Lib\site-packages\peft\x.py") == r"peft\x.py"
+    assert scrubbed("/home/annsmith/models/a") == ".../models/a"
+    assert scrubbed("annsmithery") == "annsmithery"
+
+
+def test_only_the_number_of_a_kernel_release_is_told(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(module.platform, "release", lambda: "6.8.1-ann-special")
+    monkeypatch.setattr(module.platform, "system", lambda: "Linux")
+    monkeypatch.setattr(module.platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Some Linux 9"})
+    assert module.os_name() == "Some Linux 9 (Linux 6.8.1)"
+    monkeypatch.setattr(module.platform, "release", lambda: "5.15.90.1-microsoft-standard-WSL2")
+    assert module.os_name() == "Some Linux 9 (Linux 5.15.90.1, WSL)"
+
+
+# The machine's parts --------------------------------------------------------------------------------------------------
+
+
+def test_only_flags_that_decide_kernels_are_told(monkeypatch):
+    monkeypatch.setattr(module, "_cpuinfo", lambda field: "fpu avx2 avx512_bf16 sse" if field == "flags" else "")
+    assert module.cpu_flags() == ("avx2", "avx512_bf16")
+
+
+class _Nvml:
+    def __init__(self, code: int) -> None:
+        self.code, self.closed = code, False
+
+    def nvmlInit_v2(self) -> int:
+        return self.code
+
+    def nvmlSystemGetDriverVersion(self, buffer, size) -> int:
+        buffer.value = b"580.65.06"
+        return 0
+
+    def nvmlShutdown(self) -> None:
+        self.closed = True
+
+
+def test_driver_is_what_nvml_says_and_nvml_is_closed(monkeypatch):
+    library = _Nvml(0)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+    assert module.nvidia_driver() == "580.65.06"
+    assert library.closed
+
+
+def test_no_driver_without_nvml_or_when_it_refuses(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: _Nvml(9))
+    assert module.nvidia_driver() is None
+
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert module.nvidia_driver() is None
+
+
+# JSON and text --------------------------------------------------------------------------------------------------------
+
+
+def test_json_comes_back_equal(here):
+    again = Environment.from_json(json.loads(json.dumps(here.to_json())))
+    assert again == here
+
+
+def test_gpus_come_back_and_are_shown():
+    base = read_only_environment()
+    text = environment_text(base)
+    assert Environment.from_json(json.loads(json.dumps(base.to_json()))) == base
+    assert "GPU 0 Tesla T4, compute capability 7.5, 7.74 GiB free of 14.56 GiB" in text
+    assert "torch is built for CUDA 12.8; driver 580.65.06" in text
+    assert "peft             0.19.1  (index, pip)" in text
+
+
+def read_only_environment(**changed) -> Environment:
+    values = {
+        "python": "3.12.13", "implementation": "CPython", "cuda": "12.8", "hip": None, "torch_error": None,
+        "packages": {"peft": Package("0.19.1", "index, pip")},
+        "gpus": (Gpu(0, "Tesla T4", int(14.563 * 2**30), int(7.742 * 2**30), "7.5"),), "driver": "580.65.06",
+        "os": "Some Linux 9", "architecture": "x86_64", "cpu": "Some CPU", "cpu_flags": ("avx2",),
+        "cpu_capability": "AVX2", "cores": 2, "threads": 2, "host_total_bytes": 2**34, "host_available_bytes": 2**33,
+    } | changed  # fmt: skip
+    return Environment(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ([], "environment.format"),
+        ({"format": 2}, "environment.format"),
+        ({"format": 1, "python": "3"}, "environment"),
+        ({**read_only_environment().to_json(), "more": 1}, "environment"),
+        ({**read_only_environment().to_json(), "gpus": [{"name": "x"}]}, "environment"),
+    ],
+)
+def test_json_that_is_no_environment_is_refused(values, field):
+    with pytest.raises(RequestError) as caught:
+        Environment.from_json(values)
+    assert caught.value.field == field
+
+
+def test_broken_torch_is_shown():
+    text = environment_text(read_only_environment(torch_error="OSError", cuda=None, gpus=(), driver=None))
+    assert "torch cannot be used: OSError" in text
+    assert "no GPU that torch can use" in text

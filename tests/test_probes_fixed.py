@@ -1,0 +1,116 @@
+"""Whether the probes of A and B can say "fixed": each is shown a stack without its bug, made of what upstream does right.
+
+What a bug needs is taken away where that is possible (nothing quantized), and PEFT's dispatch, where it is the bug, is
+replaced by transformers' own load_adapter, which keeps the map.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from trimtab.doctor.bug import FIXED, NOT_APPLICABLE, Seen
+from trimtab.doctor.kit import Kit, quiet
+from trimtab.doctor.probes import FOLDER, read_catalogue
+from trimtab.doctor.upstream import read_entry
+
+PATHS = {entry.bug.id: entry.path for entry in read_catalogue(FOLDER)}
+
+
+class UnquantizedKit(Kit):
+    """Loads every model unquantized."""
+
+    def load(self, path: Path, *, quant: str = "none", **kwargs: Any) -> Any:
+        return super().load(path, **kwargs)
+
+
+class NativeKit(Kit):
+    """Loads adapters as transformers does: nothing is dispatched again, and options of PEFT mean nothing."""
+
+    def peft(self, model: Any, adapter: Path, **kwargs: Any) -> Any:
+        model.load_adapter(str(adapter))
+        return model.eval()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("probes")
+
+
+def seen_by(bug_id: str, kit: Kit) -> Seen:
+    with quiet():
+        seen: Seen = read_entry(PATHS[bug_id]).probe(kit)
+    return seen
+
+
+@pytest.mark.parametrize("bug_id", ["A1", "A2", "A3", "A4", "A5", "A6", "A7"])
+def test_nothing_quantized_is_fixed(folder, bug_id):
+    seen = seen_by(bug_id, UnquantizedKit(folder))
+    assert seen.state == FIXED, seen.evidence
+
+
+@pytest.mark.parametrize("bug_id", ["B1", "B2", "B3", "B4", "B5", "B6"])
+def test_no_second_dispatch_is_fixed(folder, bug_id):
+    seen = seen_by(bug_id, NativeKit(folder))
+    assert seen.state == FIXED, seen.evidence
+
+
+def test_weights_that_are_not_repacked_are_fixed(folder, monkeypatch):
+    monkeypatch.setattr("bitsandbytes.nn.modules._convert_weight_packed_for_cpu", lambda weight, state: (weight, state))
+    seen = seen_by("A8", Kit(folder))
+    if seen.state == NOT_APPLICABLE:
+        pytest.skip(seen.evidence)
+    assert seen.state == FIXED, seen.evidence
+
+
+def test_options_that_reach_accelerate_are_fixed(folder, monkeypatch):
+    import peft.peft_model
+
+    class PassingKit(Kit):
+        def peft(self, model, adapter, *, offload_buffers=None, ephemeral_gpu_offload=None, **kwargs):
+            if offload_buffers is None:
+                return None  # the base's own folder would be used
+            watched = peft.peft_model.dispatch_model
+            monkeypatch.setattr(
+                peft.peft_model, "dispatch_model", lambda *a, **k: watched(*a, offload_buffers=offload_buffers, **k)
+            )
+            return super().peft(model, adapter, **kwargs)
+
+    assert seen_by("B7", PassingKit(folder)).state == FIXED
+
+
+def test_input_moved_to_the_matrices_is_fixed(folder, monkeypatch):
+    from peft.tuners.lora import Linear
+
+    forward = Linear.forward
+
+    def moved(self, x, *args, **kwargs):
+        for matrix in (*self.lora_A.values(), *self.lora_B.values()):
+            matrix.weight = nn.Parameter(matrix.weight.to(x.device), requires_grad=False)
+        return forward(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(Linear, "forward", moved)
+    assert seen_by("B8", Kit(folder)).state == FIXED
+
+
+def test_lora_of_an_offloaded_layer_with_a_hook_is_fixed(folder):
+    class HookedKit(Kit):
+        def load(self, path, **kwargs):
+            from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+            model = super().load(path, **kwargs)
+            native = model.load_adapter
+
+            def load_adapter(*args, **named):
+                native(*args, **named)
+                for name, module in model.named_modules():
+                    if name.endswith("lora_A.default"):
+                        add_hook_to_module(module, AlignDevicesHook(execution_device="cpu"))
+
+            model.load_adapter = load_adapter
+            return model
+
+    assert seen_by("B9", HookedKit(folder)).state == FIXED

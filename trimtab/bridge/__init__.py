@@ -1,0 +1,39 @@
+"""How stock objects stay stock: a PeftModel on a base that is already split, and what is wrong with a live model.
+
+    base = AutoModelForCausalLM.from_pretrained(model_id, device_map={...}, quantization_config=...)
+    peft_model = trimtab.bridge.load_peft(base, "path/to/adapter")      # instead of PeftModel.from_pretrained
+
+`PeftModel.from_pretrained` removes the base's hooks and plans placement again; `load_peft` leaves them alone. Nothing is
+patched outside the returned object. Source: PEFT 0.19.1 and 0.21.2, peft_model.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trimtab.doctor.scan import Scan
+
+__all__ = ["check", "load_peft"]
+
+
+def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", **peft_kwargs: Any) -> Any:
+    """Return a PeftModel around the base with the adapter in it; the base stays where it is, as it is.
+
+    base_model: what stock `from_pretrained` gave, quantized or not, on one device or split by accelerate's hooks. path: a
+    folder that PEFT wrote. peft_kwargs: `is_trainable`, `autocast_adapter_dtype`. Further adapters: `load_adapter` of
+    the returned object. Errors, all before anything is changed: RequestError for an argument that does not exist or
+    would do nothing; UpstreamError for a base that a known bug has broken, with the way round; AdapterError with every
+    key that fits nothing.
+    """
+    from trimtab.bridge.load import load_first
+
+    return load_first(base_model, Path(path), adapter_name, peft_kwargs)
+
+
+def check(model: Any) -> Scan:
+    """Return what is where in a live model and what is wrong with it: `trimtab.doctor.scan.scan`."""
+    from trimtab.doctor.scan import scan
+
+    return scan(model)

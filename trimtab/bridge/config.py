@@ -1,0 +1,84 @@
+"""What a caller may ask of `load_peft`, and the copy of the adapter's configuration that PEFT is given.
+
+The copy names every module by its own path in the model and its own rank and alpha; the adapter's folder is only read.
+Arguments of `PeftModel.from_pretrained` that would place something again, or that do nothing, are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.checkpoint.adapter_config import pattern_value
+from trimtab.checkpoint.adapter_match import AdapterSpec
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import AdapterError, RequestError
+
+ALLOWED = ("autocast_adapter_dtype", "is_trainable")
+_BASE = "the placement is the base's own, decided when it was loaded; nothing is placed a second time"
+_LOCAL = "the adapter is a local folder; nothing is downloaded"
+REFUSED: Mapping[str, str] = {
+    "device_map": _BASE, "max_memory": _BASE, "offload_dir": _BASE, "offload_folder": _BASE, "offload_index": _BASE,
+    "offload_buffers": f"{_BASE} (PEFT drops this argument without a word)",
+    "torch_device": "adapter weights go to the device that their layer computes on",
+    "ephemeral_gpu_offload": "PEFT uses it only when a DoRA adapter is made, not when one is loaded",
+    "low_cpu_mem_usage": "adapter weights are always made empty and filled from the file",
+    "key_mapping": "keys are matched to the modules of this model",
+    "config": "the configuration is read from the adapter's folder",
+    "ignore_mismatched_sizes": "a tensor of another shape is an error",
+    "use_safetensors": "only safetensors files are read",
+    "subfolder": "name the folder that holds the adapter as the path",
+    "revision": _LOCAL, "cache_dir": _LOCAL, "token": _LOCAL, "use_auth_token": _LOCAL, "local_files_only": _LOCAL,
+    "force_download": _LOCAL, "proxies": _LOCAL,
+}  # fmt: skip
+
+
+def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
+    """Return nothing. Errors: RequestError for the first argument that is unknown or would have no effect."""
+    for name, value in peft_kwargs.items():
+        if name in REFUSED:
+            raise RequestError(f"is not taken: {REFUSED[name]}", field=name, value=value, hint="Leave it out")
+        if name not in ALLOWED:
+            near = near_names(name, (*ALLOWED, *REFUSED)) or list(ALLOWED)
+            raise RequestError("load_peft has no such argument", field=name, value=value, allowed=near)
+        if not isinstance(value, bool):
+            raise RequestError("must be true or false", field=name, value=value)
+
+
+def peft_config(spec: AdapterSpec, *, is_trainable: bool) -> Any:
+    """Return PEFT's own configuration object, whose every target is a module of the model by its full path.
+
+    Errors: AdapterError with PEFT's reason if it does not accept the configuration.
+    """
+    import peft
+
+    try:
+        config = peft.LoraConfig.from_pretrained(str(spec.file.folder))
+    except (TypeError, ValueError) as exc:
+        raise AdapterError(spec.file.folder, [f"PEFT {peft.__version__} refuses the configuration: {exc}"]) from exc
+    config.inference_mode = not is_trainable
+    config.target_modules = {target.module_path for target in spec.targets if target.kind != "saved"}
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    # How the weights were made before training; every one of them is read from the file, and some ways read the base.
+    config.init_lora_weights = True
+    _set_ranks(config, spec)
+    return config
+
+
+def _set_ranks(config: Any, spec: AdapterSpec) -> None:
+    """Name ranks and alphas by full path where the adapter's patterns would say something else of the model's paths."""
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    agrees = True
+    for target in spec.targets:
+        if target.kind == "saved":
+            continue
+        rank = (pattern_value(config.rank_pattern, target.module_path) or ("", config.r))[1]
+        alpha = (pattern_value(config.alpha_pattern, target.module_path) or ("", config.lora_alpha))[1]
+        divisor = target.rank**0.5 if config.use_rslora else target.rank
+        # Undo the division exactly: alphas are whole numbers or short decimals in practice.
+        wanted = round(target.scale * divisor, 9)
+        agrees = agrees and rank == target.rank and abs(alpha - wanted) <= 1e-6 * abs(wanted)
+        ranks[target.module_path], alphas[target.module_path] = target.rank, wanted
+    if not agrees:
+        config.rank_pattern, config.alpha_pattern = ranks, alphas

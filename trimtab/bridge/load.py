@@ -1,0 +1,125 @@
+"""How an adapter is loaded onto a live base, step by step, and how later ones come the same way."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+from trimtab.bridge.attach import Filler, check_dora, follow_leaf_entries, inject_first, inject_next, keep_devices
+from trimtab.bridge.config import check_kwargs, peft_config
+from trimtab.bridge.live import read_live
+from trimtab.bridge.merging import keep_merges
+from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.checkpoint.adapter_match import AdapterSpec
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.doctor.scan import BY_NAME, Finding, scan
+from trimtab.errors import RequestError, UpstreamError
+
+# With one of these the first forward fails, with or without an adapter.
+BROKEN = (
+    "quant-state-on-meta", "quantized-weight-offloaded", "weight-on-meta", "embedding-offloaded", "shared-kv-copied",
+    "hooks-unknown",
+)  # fmt: skip
+LOG = logging.getLogger("trimtab.bridge")
+# The anatomy and the specs of what the bridge loaded; on the PeftModel, so that they live as long as it does.
+ANATOMY, SPECS = "_trimtab_anatomy", "_trimtab_specs"
+
+
+def load_first(base_model: Any, path: Path, adapter_name: str, peft_kwargs: Mapping[str, Any]) -> Any:
+    """Return the PeftModel; see `trimtab.bridge.load_peft`."""
+    check_kwargs(peft_kwargs)
+    _check_name(adapter_name)
+    _check_base(base_model)
+    anatomy = read_live(base_model)
+    spec = _match(path, anatomy, base_model)
+    config = peft_config(spec, is_trainable=bool(peft_kwargs.get("is_trainable", False)))
+    peft_model = inject_first(base_model, config, adapter_name)
+    peft_model.__dict__[ANATOMY], peft_model.__dict__[SPECS] = anatomy, {}
+    peft_model.load_adapter = MethodType(_load_next, peft_model)
+    _finish(peft_model, spec, adapter_name, peft_kwargs)
+    return peft_model
+
+
+def _load_next(
+    peft_model: Any, model_id: str | Path, adapter_name: str, is_trainable: bool = False, **kwargs: Any
+) -> Any:
+    """Load one more adapter as the first one was; it is not made active. Returns what PEFT does: no key is left over.
+
+    Errors: as `trimtab.bridge.load_peft`.
+    """
+    from torch.nn.modules.module import _IncompatibleKeys
+
+    given = {**kwargs, "is_trainable": is_trainable}
+    check_kwargs(given)
+    _check_name(adapter_name)
+    if adapter_name in peft_model.peft_config:
+        raise RequestError(
+            "an adapter with this name is loaded; delete_adapter takes it off", field="adapter_name", value=adapter_name
+        )
+    # Not get_base_model(): without an adapter PEFT cannot answer that.
+    spec = _match(Path(model_id), peft_model.__dict__[ANATOMY], peft_model.base_model.model)
+    inject_next(peft_model, peft_config(spec, is_trainable=is_trainable), adapter_name)
+    if is_trainable and hasattr(peft_model, "set_requires_grad"):
+        peft_model.set_requires_grad(adapter_name)
+    _finish(peft_model, spec, adapter_name, given)
+    return _IncompatibleKeys([], [])
+
+
+def _finish(peft_model: Any, spec: AdapterSpec, adapter_name: str, given: Mapping[str, Any]) -> None:
+    Filler(peft_model, spec, adapter_name).fill(autocast=bool(given.get("autocast_adapter_dtype", True)))
+    follow_leaf_entries(peft_model, spec)
+    keep_devices(peft_model)
+    keep_merges(peft_model)
+    peft_model.__dict__[SPECS][adapter_name] = spec
+    for why, count in Counter(why for _, why in spec.no_effect).items():
+        LOG.warning("%s: %d tensors have no effect, %s", spec.file.folder, count, why)
+    if not given.get("is_trainable", False):
+        peft_model.eval()
+
+
+def _match(path: Path, anatomy: Anatomy, base: Any) -> AdapterSpec:
+    from trimtab.doctor.scan_rules import view
+
+    spec = match_adapter(read_adapter(path), anatomy)
+    check_dora(spec, view(base).modules)
+    return spec
+
+
+def _check_name(adapter_name: str) -> None:
+    if not adapter_name or "." in adapter_name:
+        raise RequestError("a name is a text without a dot", field="adapter_name", value=adapter_name)
+
+
+def _check_base(base_model: Any) -> None:
+    """Return nothing. Errors: RequestError for what is no base model, UpstreamError for one that cannot answer."""
+    if not hasattr(base_model, "named_modules") or getattr(base_model, "config", None) is None:
+        raise RequestError("is no model of transformers", field="base_model", value=type(base_model).__name__)
+    if any(hasattr(module, "base_layer") for module in base_model.modules()):
+        raise RequestError(
+            f"this {type(base_model).__name__} holds adapters already", field="base_model",
+            hint="Further adapters: peft_model.load_adapter(path, name)",
+        )  # fmt: skip
+    found = scan(base_model)
+    if all(place == "meta" for place in found.devices):
+        raise RequestError("the model is empty: all its weights are on the meta device", field="base_model")
+    broken = found.of(*BROKEN)
+    if broken:
+        raise _upstream(broken, found.versions)
+
+
+def _upstream(broken: tuple[Finding, ...], versions: Mapping[str, str]) -> UpstreamError:
+    kind = BY_NAME[broken[0].kind]
+    mine = [finding for finding in broken if finding.kind == kind.name]
+    others = sorted({finding.kind for finding in broken} - {kind.name})
+    bugs = f" ({', '.join(kind.bugs)})" if kind.bugs else ""
+    more = f"; also {', '.join(others)}" if others else ""
+    return UpstreamError(
+        f"{kind.name}{bugs}: {kind.meaning}. {sum(f.count for f in mine)} modules, first {mine[0].module_path}: "
+        f"{mine[0].detail}{more}. The base cannot answer, with or without an adapter",
+        package=kind.package, installed=versions.get(kind.package, "?"),
+        fixed_in="5.23.0" if kind.name == "shared-kv-copied" else None, hint=kind.way_round,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""How a merge reaches weights that a hook keeps elsewhere: each layer is brought by its own hook, merged, and kept there.
+
+PEFT's `onload_layer` would do that for a plain hook, with four holes. A `""` entry in a device map leaves two hooks on a
+module, as one SequentialHook, which it does not know: it merges into a weight without data and says nothing. It is called
+on every module, the whole model first, and brings all that is offloaded below it to the GPU at once. For a layer on disk
+it reads everything that is offloaded, once for each layer, and fails with a KeyError if something is on the CPU too. So
+it is kept from seeing offload hooks while a merge runs. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
+onload_layer and _unload_and_optionally_merge; accelerate 1.13.0 and 1.15.0, hooks.py and utils/offload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trimtab.bridge.hooks import HOOK, offload_hook
+
+
+def keep_merges(peft_model: Any) -> None:
+    """Make every way to merge, unmerge and unload reach the weights of offloaded layers."""
+    tuner, is_split = peft_model.base_model, False
+    for layer in tuner.modules():
+        base = getattr(layer, "base_layer", None)
+        if isinstance(base, nn.Module) and hasattr(layer, "merge") and offload_hook(base) is not None:
+            layer.merge, layer.unmerge = MethodType(_merge, layer), MethodType(_unmerge, layer)
+        is_split = is_split or offload_hook(layer) is not None
+    if is_split:
+        tuner.merge_and_unload, tuner.unload = MethodType(_merge_and_unload, tuner), MethodType(_unload, tuner)
+        tuner.merge_adapter, tuner.unmerge_adapter = (
+            MethodType(_merge_adapter, tuner),
+            MethodType(_unmerge_adapter, tuner),
+        )
+
+
+def _merge(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    with _brought(layer.base_layer):
+        return type(layer).merge(layer, *args, **kwargs)
+
+
+def _unmerge(layer: Any, *args: Any, **kwargs: Any) -> Any:
+    with _brought(layer.base_layer):
+        return type(layer).unmerge(layer, *args, **kwargs)
+
+
+def _merge_and_unload(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    with _hidden(tuner):
+        return type(tuner).merge_and_unload(tuner, *args, **kwargs)
+
+
+def _unload(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    with _hidden(tuner):
+        return type(tuner).unload(tuner, *args, **kwargs)
+
+
+def _merge_adapter(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    with _hidden(tuner):
+        return type(tuner).merge_adapter(tuner, *args, **kwargs)
+
+
+def _unmerge_adapter(tuner: Any, *args: Any, **kwargs: Any) -> Any:
+    with _hidden(tuner):
+        return type(tuner).unmerge_adapter(tuner, *args, **kwargs)
+
+
+class _Hidden:
+    """Stands where a hook hangs, so that PEFT sees none that it would use; holds the hook for `_brought`."""
+
+    def __init__(self, hook: Any) -> None:
+        self.hooks = (hook,)
+
+
+@contextmanager
+def _hidden(tuner: nn.Module) -> Iterator[None]:
+    """Keep offload hooks from PEFT's sight; the hook objects themselves come back unchanged."""
+    held = [(module, module.__dict__[HOOK]) for module in tuner.modules() if offload_hook(module) is not None]
+    for module, hook in held:
+        module.__dict__[HOOK] = _Hidden(hook)
+    try:
+        yield
+    finally:
+        for module, hook in held:
+            module.__dict__[HOOK] = hook
+
+
+@contextmanager
+def _brought(base: nn.Module) -> Iterator[None]:
+    """Bring a base layer's weights to where it computes; keep what was made of them, unless it failed."""
+    hook = offload_hook(base)
+    own = [*base.named_parameters(recurse=False)]
+    if hook is None or not any(tensor.device.type == "meta" for _, tensor in own):
+        yield
+        return
+    hook.pre_forward(base)
+    try:
+        yield
+        tensors = (*base.named_parameters(recurse=False), *base.named_buffers(recurse=False))
+        hook.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors}
+    finally:
+        hook.post_forward(base, torch.tensor([]))

@@ -1,0 +1,148 @@
+"""How a safetensors file is written: a header for tensors whose bytes come later, and writes at positions.
+
+`lay_out` gives every tensor its place, `encode` the header's bytes. Format: see `headers.py`. Nothing here knows where
+the bytes come from, and no tensor is ever held: a file is made piece by piece. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from trimtab.checkpoint.headers import DTYPES, TensorEntry
+
+_SPELLED = {spelled: (code, width) for code, (spelled, width) in DTYPES.items()}
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """One tensor that a file will hold. dtype: torch's spelling."""
+
+    tensor_name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * width_of(self.dtype)
+
+
+def width_of(dtype: str) -> int:
+    """Return the bytes of one value of a dtype in torch's spelling."""
+    return _SPELLED[dtype][1]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A file before it is written: the bytes in front of the data, and the place of every tensor in data order."""
+
+    head: bytes
+    places: Mapping[str, TensorEntry]
+    file_bytes: int
+
+
+def lay_out(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], *, ordered: bool = True) -> Layout:
+    """Return where each tensor goes in a file at `path`.
+
+    ordered: keep the given order of data. Otherwise wide types come first, then names, as the safetensors library does
+    it: readers that use the file's bytes in place need every value at a multiple of its size.
+    """
+    if not ordered:
+        tensors = sorted(tensors, key=lambda tensor: (-width_of(tensor.dtype), tensor.tensor_name))
+    content: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for tensor in tensors:
+        content[tensor.tensor_name] = {
+            "dtype": _SPELLED[tensor.dtype][0], "shape": list(tensor.shape), "data_offsets": [at, at + tensor.nbytes]
+        }  # fmt: skip
+        at += tensor.nbytes
+    raw = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    raw += b" " * (-len(raw) % ALIGNMENT)
+    head = len(raw).to_bytes(8, "little") + raw
+    places: dict[str, TensorEntry] = {}
+    start = len(head)
+    for tensor in tensors:
+        places[tensor.tensor_name] = TensorEntry(
+            tensor.tensor_name, tensor.dtype, tensor.shape, path, start, tensor.nbytes
+        )
+        start += tensor.nbytes
+    return Layout(head, places, start)
+
+
+def same_layout(path: Path, head: bytes, entries: Iterable[TensorEntry]) -> Layout:
+    """Return the layout of a file that is laid out exactly as another one whose head and tensors are given."""
+    places = {
+        entry.tensor_name: TensorEntry(entry.tensor_name, entry.dtype, entry.shape, path, entry.start, entry.nbytes)
+        for entry in sorted(entries, key=lambda entry: entry.start)
+    }
+    end = max((entry.start + entry.nbytes for entry in places.values()), default=len(head))
+    return Layout(head, places, end)
+
+
+class PositionedWriter:
+    """A new file, written at offsets by any number of threads and on the disk when `finish` returns.
+
+    Errors: OSError, as the system gives it. A file that is left without `finish` is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by finish or __exit__
+        self._lock = threading.Lock()
+        self._is_finished = False
+
+    def write(self, data: memoryview | bytes, start: int) -> None:
+        """Put the bytes at an offset."""
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            if hasattr(os, "pwrite"):
+                count = os.pwrite(self._file.fileno(), view[done:], start + done)
+            else:  # Windows: one writer at a time
+                with self._lock:
+                    self._file.seek(start + done)
+                    count = self._file.write(view[done:]) or 0
+            if count <= 0:
+                raise OSError(f"wrote {count} of {len(view) - done} bytes")
+            done += count
+
+    def finish(self) -> None:
+        """Bring every byte to the disk and close the file."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._is_finished = True
+
+    def __enter__(self) -> PositionedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        if not self._is_finished:
+            self.path.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a small file and bring it to the disk."""
+    with PositionedWriter(path) as writer:
+        writer.write(content, 0)
+        writer.finish()
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring a folder's list of names to the disk, where the system has a call for that."""
+    if os.name != "posix":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

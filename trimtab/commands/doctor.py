@@ -1,0 +1,207 @@
+"""The command of what is broken: known bugs here, what lies ahead of one model, cases tried, releases searched, drafts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trimtab import show
+from trimtab.commands.flags import read_device_map
+from trimtab.commands.saying import Command, print_json, saying
+from trimtab.errors import RequestError
+
+# What each flag needs beside it to have an effect.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "adapter": ("model",), "device_map": ("model",), "quant": ("model",), "gpu_memory": ("model",),
+    "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
+    "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",), "runs": ("drafts", "html"),
+    "overwrite": ("drafts",),
+}  # fmt: skip
+
+
+def add(command: Command) -> None:
+    """Add the command."""
+    found = command("doctor", run_doctor, "known bugs of the installed packages, and whose bug a failure is")
+    found.add_argument(
+        "model", metavar="MODEL", nargs="?", help="say what lies ahead of the stock stack with this model"
+    )
+    found.add_argument("--adapter", metavar="PATH", help="an adapter for MODEL")
+    found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
+    found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
+    found.add_argument("--gpu-memory", metavar="SIZE", help="judge as if so much GPU memory were free")
+    found.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
+    found.add_argument("--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1")
+    cases = found.add_argument_group("cases")
+    cases.add_argument("--matrix", action="store_true", help="try the cases, each in a process of its own")
+    cases.add_argument("--case", action="append", metavar="NAME", help="only these cases; may be repeated")
+    cases.add_argument("--engine", action="append", metavar="ENGINE", help="stock or trimtab (default: both)")
+    cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (the GPU is imitated) or cuda (default: auto)")
+    cases.add_argument("--pressure", type=float, metavar="SHARE", help="fill the card to this share, such as 0.9")
+    cases.add_argument("--timeout", type=float, metavar="S", help="the longest a case may take (default: 120)")
+    cases.add_argument("--memory-limit", metavar="SIZE", help="the most host memory a case may take")
+    cases.add_argument("--save", metavar="FILE", help="write the runs as JSON, anew after each case")
+    cases.add_argument(
+        "--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="the release where --case changes"
+    )
+    written = found.add_argument_group("what is written")
+    written.add_argument("--runs", metavar="FILE", help="runs that were saved before, instead of new ones")
+    written.add_argument("--drafts", metavar="DIR", help="an issue a failure, from recorded runs only")
+    written.add_argument("--overwrite", action="store_true", help="replace drafts in DIR")
+    written.add_argument("--html", metavar="FILE", help="everything on one page")
+
+
+def run_doctor(options: argparse.Namespace) -> int:
+    _check(options)
+    report = _examine(options)
+    if options.json:
+        print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
+    else:
+        for text in _texts(report):
+            print(text, end="\n\n")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise RequestError for a flag without effect, before anything runs."""
+    for name, needed in _NEEDS.items():
+        is_given = getattr(options, name) not in (None, False)
+        if is_given and not any(getattr(options, other) for other in needed):
+            flag = f"--{name.replace('_', '-')}"
+            wanted = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
+            raise RequestError(f"has no effect without {wanted}", field=flag)
+    if options.matrix and options.runs:
+        raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
+    if options.drafts and not (options.matrix or options.runs):
+        raise RequestError("drafts are made of recorded runs", field="--drafts", hint="Add --matrix, or --runs FILE")
+    if options.bisect and (not options.case or len(options.case) != 1):
+        raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)
+    if options.drafts:
+        from trimtab.doctor.draft import check_folder
+
+        check_folder(Path(options.drafts), overwrite=options.overwrite)
+
+
+def _examine(options: argparse.Namespace) -> dict[str, Any]:
+    from trimtab.doctor.environment import read_environment
+
+    found: dict[str, Any] = dict.fromkeys(
+        ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html"), None
+    )
+    found["environment"] = environment = read_environment(options.python)
+    if options.model and not options.matrix:
+        found["preflight"] = _preflight(options, environment)
+    if options.bisect:
+        found["bisections"] = _bisect(options)
+    is_other_work = options.bisect or options.matrix or options.runs or found["preflight"] is not None
+    if not is_other_work or options.probe or options.drafts or options.html:
+        found["verdicts"] = _probes(options)
+    if options.matrix:
+        found["runs"] = _matrix(options, environment)
+    elif options.runs:
+        from trimtab.doctor.matrix import read_runs
+
+        found["runs"] = tuple(read_runs(options.runs)["runs"])
+    if options.drafts:
+        from trimtab.doctor.draft import write_drafts
+
+        found["drafts"] = write_drafts(
+            options.drafts, found["runs"], environment, verdicts=found["verdicts"] or (), python=options.python,
+            overwrite=options.overwrite, say=saying(options),
+        )  # fmt: skip
+    if options.html:
+        from trimtab.doctor.report import write_report
+
+        found["html"] = str(write_report(
+            options.html, environment=environment, records=found["runs"] or (), verdicts=found["verdicts"] or (),
+            preflight=found["preflight"], drafts=found["drafts"], bisection=found["bisections"],
+        ))  # fmt: skip
+    return found
+
+
+def _bars(options: argparse.Namespace, stack: ExitStack, text: str) -> Any:
+    return None if options.json else stack.enter_context(show.loading_bar(sys.stderr, text, is_bytes=False))
+
+
+def _probes(options: argparse.Namespace) -> Any:
+    from trimtab.doctor.probes import run_probes
+
+    with ExitStack() as stack:
+        return run_probes(
+            python=options.python, ids=tuple(options.probe or ()), progress=_bars(options, stack, "known bugs")
+        )
+
+
+def _preflight(options: argparse.Namespace, environment: Any) -> Any:
+    from trimtab.doctor.preflight import preflight
+
+    device_map = None if options.device_map is None else read_device_map(options.device_map)
+    return preflight(
+        options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto",
+        gpu_memory=options.gpu_memory, python=options.python, environment=environment,
+    )  # fmt: skip
+
+
+def _matrix(options: argparse.Namespace, environment: Any) -> Any:
+    from trimtab.doctor.matrix import run_matrix, saving
+    from trimtab.request import parse_bytes
+
+    given: dict[str, Any] = {
+        "cases": options.case, "pressure": options.pressure, "python": options.python, "model": options.model,
+        "adapter": options.adapter, "memory_bytes": parse_bytes(options.memory_limit, field_name="--memory-limit"),
+    }  # fmt: skip
+    for name, value in (("timeout_s", options.timeout), ("engines", options.engine), ("device", options.device)):
+        if value is not None:
+            given[name] = value
+    with ExitStack() as stack:
+        keep = saving(options.save, environment) if options.save else None
+        return run_matrix(**given, on_record=keep, progress=_bars(options, stack, "cases"))
+
+
+def _bisect(options: argparse.Namespace) -> Any:
+    from trimtab.doctor.bisect import bisect_each, parse_range
+
+    ranges = [parse_range(text) for text in options.bisect]
+    return bisect_each(
+        ranges, case=options.case[0], python=options.python, model=options.model, adapter=options.adapter,
+        say=saying(options),
+    )  # fmt: skip
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_json(item) for item in value]
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def _texts(report: Mapping[str, Any]) -> list[str]:
+    """Return what a person reads, part by part."""
+    from trimtab.doctor.environment import environment_text
+
+    texts = [environment_text(report["environment"])]
+    if report["verdicts"]:
+        from trimtab.doctor.probes import probes_text
+
+        texts.append(probes_text(report["verdicts"]))
+    if report["preflight"] is not None:
+        from trimtab.doctor.preflight import preflight_text
+
+        texts.append(preflight_text(report["preflight"]))
+    for bisection in report["bisections"] or ():
+        from trimtab.doctor.bisect import bisection_text
+
+        texts.append(bisection_text(bisection))
+    if report["runs"]:
+        from trimtab.doctor.matrix import matrix_text
+
+        texts.append(matrix_text(report["runs"]))
+    if report["drafts"] is not None:
+        from trimtab.doctor.draft import drafts_text
+
+        texts.append(drafts_text(report["drafts"]))
+    if report["html"]:
+        texts.append(f"written: {report['html']}")
+    return texts

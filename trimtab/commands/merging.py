@@ -1,0 +1,108 @@
+"""The commands of what stays and what is right: merge and verify."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+from typing import Any
+
+import trimtab
+from trimtab import show
+from trimtab.commands.flags import pairs
+from trimtab.commands.saying import Command, print_json, saying
+
+DIFFERS = 1
+
+
+def add(command: Command) -> None:
+    """Add both commands."""
+    merged = command("merge", run_merge, "adapters into a new checkpoint, a piece of one tensor in memory at a time")
+    merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id that is in the local cache")
+    merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
+    merged.add_argument(
+        "--adapter", action="append", default=[], metavar="NAME=PATH[:WEIGHT]",
+        help="merge this adapter; may be repeated; a weight of -1 takes a merged one out again",
+    )  # fmt: skip
+    merged.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32 (default: as the files have it)")
+    merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a checkpoint for bitsandbytes")
+    merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
+    merged.add_argument(
+        "--check",
+        action="store_true",
+        help="read the result again and prove it, and compare its answers with the adapter's",
+    )
+
+    verified = command("verify", run_verify, "whether two routes to the same answer agree; exit code 1 if they do not")
+    verified.add_argument("model", metavar="MODEL", help="a checkpoint folder, a cached hub id, or a saved plan")
+    verified.add_argument("--adapter", action="append", metavar="NAME=PATH", help="an adapter; may be repeated")
+    verified.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
+    verified.add_argument(
+        "--against", metavar="ROUTE", default="resident",
+        help="resident, stock, base, bf16, single, alone, or the folder of a merged model (default: resident)",
+    )  # fmt: skip
+    verified.add_argument(
+        "--quant", metavar="FORMAT", help="the format of the plan (default: the checkpoint's own, or nf4-dq)"
+    )
+    verified.add_argument(
+        "--prompts", metavar="FILE", help="JSONL with id, text, image, audio (default: a built-in set)"
+    )
+    verified.add_argument("--lanes", action="store_true", help="also try every way to merge, and say what each did")
+    verified.add_argument("--python", metavar="EXE", help="an interpreter with the stock stack, for its side")
+    verified.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", help="length of the texts (default: 32)"
+    )
+    verified.add_argument("--save", metavar="FILE", help="write the report as .json, .md or .html")
+
+
+def run_merge(options: argparse.Namespace) -> int:
+    from trimtab.merge import MergeRequest, merge_request, merge_text, parse_adapters
+    from trimtab.merge.request import full_dtype
+
+    request = MergeRequest(
+        model=options.model, out=options.out, adapters=parse_adapters(options.adapter), dtype=full_dtype(options.dtype),
+        requantize=options.requantize, overwrite=options.overwrite, check=options.check,
+    )  # fmt: skip
+    with show.loading_bar(sys.stderr, "writing") as progress:
+        report = merge_request(request, progress=progress)
+    parity = _parity(options, request) if options.check else None
+    if options.json:
+        print_json(replace(report, parity=parity).to_json())
+    else:
+        print(merge_text(report))
+        if parity is not None:
+            print(f"\n{parity}")
+    return 0 if parity is None or parity.ok else DIFFERS
+
+
+def _parity(options: argparse.Namespace, request: Any) -> Any:
+    """Return the answers' comparison where there is one adapter, whole, to compare with; None otherwise."""
+    if len(request.adapters) != 1 or request.adapters[0].weight != 1.0:
+        return None
+    part = request.adapters[0]
+    return trimtab.verify(
+        options.model, adapters={part.name: part.path}, adapter=part.name, against=options.out, say=saying(options)
+    )
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    from trimtab.commands.line import plan_or_model
+    from trimtab.proof.report import check_save_path
+
+    if options.save:
+        check_save_path(options.save)
+    report = trimtab.verify(
+        plan_or_model(options.model),
+        adapters=pairs(options.adapter, "--adapter", "NAME=PATH", first=True) if options.adapter else None,
+        adapter=options.use, prompts=options.prompts, against=options.against, quant=options.quant,
+        python=options.python, new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
+    )  # fmt: skip
+    if options.save:
+        report.save(options.save)
+    if options.json:
+        print_json(report.to_json())
+    else:
+        print(report)
+        if options.save:
+            print(f"written: {options.save}", file=sys.stderr)
+    return 0 if report.ok else DIFFERS

@@ -1,0 +1,117 @@
+"""The command that serves: flags or a registry file become models and settings, then the server runs until it is told to end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.commands.flags import add_placement, given_flags, load_request
+from trimtab.commands.saying import Command
+from trimtab.errors import RequestError
+
+KEY_VARIABLE = "TRIMTAB_API_KEY"
+
+
+def add(command: Command) -> None:
+    """Add the command."""
+    found = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
+    add_placement(found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)")
+    group = found.add_argument_group("serving")
+    group.add_argument("--name", metavar="NAME", help="what clients call the model (default: its folder's name)")
+    group.add_argument("--rows", type=int, metavar="N", help="requests decoded together (default: 8)")
+    group.add_argument(
+        "--resident-adapters", type=int, metavar="N",
+        help="how many adapters may be on the model at once; the others wait in host memory (default: all)",
+    )  # fmt: skip
+    group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
+    group.add_argument("--together", type=int, default=1, metavar="N", help="models loaded at once (default: 1)")
+    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, metavar="PORT", help="0 takes a free one (default: 8000)")
+    group.add_argument(
+        "--api-key", action="append", metavar="KEY",
+        help=f"a key that clients must send; needed when other machines can reach the host; also from {KEY_VARIABLE}",
+    )  # fmt: skip
+    group.add_argument("--adapter-root", metavar="FOLDER", help="clients may load adapters below this folder")
+    group.add_argument(
+        "--allow-fetch", action="append", metavar="HOST", help="a public host that pictures may be fetched from"
+    )
+    group.add_argument("--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API")
+    group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
+    group.add_argument("--timeout", type=float, metavar="S", help="the longest that one answer may take, in seconds")
+    group.add_argument("--grace", type=float, default=30.0, metavar="S", help="time to finish at the end (default: 30)")
+    group.add_argument(
+        "--idle-unload", type=float, metavar="S", help="give the memory back after so many quiet seconds"
+    )
+    group.add_argument(
+        "--retry", action="store_true", help="a request that had sent nothing when the worker died is tried once more"
+    )
+    group.add_argument("--no-page", action="store_true", help="no page at /")
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    from trimtab.serve.run import serve
+
+    models = served_models(options)
+
+    def say(text: str) -> None:
+        print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
+
+    serve(models, settings_of(options), together=options.together, say=say)
+    return 0
+
+
+def served_models(options: argparse.Namespace) -> Sequence[Any]:
+    """Return the models that the flags or the registry file name. Errors: RequestError, CheckpointError."""
+    from trimtab.serve.registry import ServedModel, read_registry
+
+    path = Path(options.model)
+    if path.suffix == ".toml":
+        own = {"name": "--name", "rows": "--rows", "resident_adapters": "--resident-adapters", "keep": "--keep"}
+        own["idle_unload"] = "--idle-unload"
+        given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
+        for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
+            raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
+        return read_registry(path)
+    request, adapters = _request(options, path)
+    return [
+        ServedModel(
+            name=options.name or path.stem or str(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
+            rows=options.rows or 8, resident_limit=options.resident_adapters, idle_unload_s=options.idle_unload,
+        )
+    ]  # fmt: skip
+
+
+def _request(options: argparse.Namespace, path: Path) -> tuple[Any, dict[str, str]]:
+    from dataclasses import replace
+
+    if path.suffix == ".json" and path.is_file():
+        from trimtab.plan import Plan
+
+        for name in given_flags(options):
+            flag = f"--{name.replace('_', '-')}"
+            raise RequestError("has no effect on a saved plan", field=flag, hint="Plan again with it")
+        request = Plan.load(path).request
+    else:
+        request = load_request(options)
+    return replace(request, adapters={}), dict(request.adapters)
+
+
+def settings_of(options: argparse.Namespace) -> Any:
+    """Return the server's settings. Errors: RequestError."""
+    from trimtab.serve.settings import Settings
+
+    keys = list(options.api_key or ())
+    if os.environ.get(KEY_VARIABLE):
+        keys.append(os.environ[KEY_VARIABLE])
+    return Settings(
+        host=options.host, port=options.port, api_keys=tuple(keys),
+        adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
+        allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
+        queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
+        timeout_s=options.timeout, page=not options.no_page,
+    )  # fmt: skip

@@ -1,0 +1,246 @@
+"""How the stock stack is given a case: the model, the map, the imitated GPU, the pressure, and where everything went.
+
+Runs in any interpreter with torch, transformers, accelerate, peft and bitsandbytes. On a machine without a GPU
+`torch.device("cpu")` plays it and the string "cpu" is offload: accelerate compares devices by value and takes its real
+offload path. Three functions of the stack are told about the imitated card: what memory it has free
+(`get_max_memory`, which asks `torch.cuda.mem_get_info`), and that safetensors may read onto it. All arithmetic on those
+numbers is the stack's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.cases import Case, Parts, device_map, find_parts, skip_modules
+
+ROOMY_BYTES = 64 * 2**30
+HOST_BYTES = 256 * 2**30
+# Below this a card has no room for cuBLAS' workspace, and a forward pass would fail for a reason of its own.
+BALLAST_KEPT_ABOVE_BYTES = 512 * 2**20
+
+
+class Card:
+    """The execution device of a run: a real GPU, or the CPU in its part.
+
+    main: what a 0 in a map becomes. total_bytes: of the imitated card; None on a GPU.
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self.is_gpu = device != "cpu"
+        self.main: Any = 0 if self.is_gpu else torch.device("cpu")
+        self.device = torch.device("cuda:0" if self.is_gpu else "cpu")
+        self.total_bytes = ROOMY_BYTES
+        self.used_bytes = 0
+        self.ballast: Any = None
+        if not self.is_gpu:
+            _imitate(self)
+
+    @property
+    def name(self) -> str:
+        import torch
+
+        return torch.cuda.get_device_name(0) if self.is_gpu else "CPU (the GPU is imitated)"
+
+    def place(self, found: Mapping[str, Any] | str) -> Any:
+        """Return a map for this card: 0 becomes the device that plays the GPU."""
+        if isinstance(found, str):
+            return found
+        return {key: self.main if place == 0 else place for key, place in found.items()}
+
+    def press(self, model: Any, share: float | None) -> str | None:
+        """Make the card as full as if the loaded model took this share of it; return what was done, in words."""
+        self.used_bytes = sum(tensor.nbytes for tensor in model.parameters() if tensor.device.type == self.device.type)
+        if share is None:
+            return None
+        free = int(self.used_bytes * (1 - share) / share)
+        if not self.is_gpu:
+            self.total_bytes = self.used_bytes + free
+            return f"imitated card of {self.total_bytes} bytes, {free} of them free after the base"
+        import torch
+
+        torch.cuda.empty_cache()
+        taken = torch.cuda.mem_get_info(0)[0] - free
+        self.ballast = torch.empty(max(taken, 0), dtype=torch.uint8, device="cuda:0")
+        kept = "kept" if free >= BALLAST_KEPT_ABOVE_BYTES else "freed before the first forward"
+        return f"ballast of {taken} bytes, {torch.cuda.mem_get_info(0)[0]} free after it, {kept}"
+
+    def ready_to_run(self) -> None:
+        """Free a ballast that leaves no room for a forward pass of any model."""
+        if self.ballast is None:
+            return
+        import torch
+
+        if torch.cuda.mem_get_info(0)[0] < BALLAST_KEPT_ABOVE_BYTES:
+            self.ballast = None
+            torch.cuda.empty_cache()
+
+    def memory(self) -> dict[str, int | None]:
+        """Return the GPU's numbers; nothing but None on the CPU. The ballast is not counted."""
+        names = ("gpu_allocated_bytes", "gpu_reserved_bytes", "gpu_peak_bytes", "gpu_free_bytes", "gpu_total_bytes")
+        if not self.is_gpu:
+            return dict.fromkeys(names)
+        import torch
+
+        ballast = 0 if self.ballast is None else self.ballast.nbytes
+        free, total = torch.cuda.mem_get_info(0)
+        counts = (
+            torch.cuda.memory_allocated(0) - ballast, torch.cuda.memory_reserved(0) - ballast,
+            torch.cuda.max_memory_allocated(0) - ballast, free, total,
+        )  # fmt: skip
+        return dict(zip(names, counts, strict=True))
+
+
+def _imitate(card: Card) -> None:
+    import accelerate.utils.modeling
+    import accelerate.utils.offload
+    import transformers.integrations.accelerate as of_transformers
+
+    def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+        if max_memory is None:
+            # 0.9: what get_balanced_memory leaves of a card that is numbered; it does not see ours as one.
+            return {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}
+        return {card.main if key == 0 else key: _as_bytes(value) for key, value in max_memory.items()}
+
+    plain_open = accelerate.utils.offload.safe_open
+
+    def safe_open(*args: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+        return plain_open(*args, device=str(device), **kwargs)
+
+    accelerate.utils.modeling.get_max_memory = get_max_memory
+    accelerate.utils.offload.safe_open = safe_open
+    of_transformers.accelerate_max_memory = get_max_memory
+
+
+def _as_bytes(value: Any) -> int:
+    from accelerate.utils.modeling import convert_file_size_to_int
+
+    return int(convert_file_size_to_int(value)) if isinstance(value, str) else int(value)
+
+
+def model_class(folder: Path) -> tuple[Any, Any]:
+    """Return a checkpoint's class and config."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]), config
+
+
+def empty_model(folder: Path) -> Any:
+    """Return the model without memory."""
+    import torch
+
+    found, config = model_class(folder)
+    with torch.device("meta"):
+        return found._from_config(config, dtype=torch.bfloat16)
+
+
+def parts_of(model: Any) -> Parts:
+    """Return the parts that a map can name."""
+    return find_parts([path for path, _ in model.named_modules()])
+
+
+def quantization(quant: str, skip: list[str]) -> Any:
+    """Return transformers' BitsAndBytesConfig of a case, None for "none"."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    if quant == "none":
+        return None
+    options: dict[str, Any] = {"llm_int8_enable_fp32_cpu_offload": True}
+    if skip:
+        options["llm_int8_skip_modules"] = skip
+    if quant == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True, **options)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=quant == "nf4-dq",
+        bnb_4bit_compute_dtype=torch.bfloat16, **options,
+    )  # fmt: skip
+
+
+def load_arguments(case: Case, parts: Parts, empty: Any, work: Path) -> dict[str, Any]:
+    """Return the arguments of from_pretrained as JSON values: maps with 0 for the GPU, the quantization as its fields."""
+    found: dict[str, Any] = {"device_map": device_map(case.base_map, parts), **case.load}
+    if case.quant != "none":
+        four = case.quant != "int8"
+        found["quantization_config"] = {
+            **({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
+                "bnb_4bit_use_double_quant": case.quant == "nf4-dq"} if four else {"load_in_8bit": True}),
+            "llm_int8_enable_fp32_cpu_offload": True,
+            **({"llm_int8_skip_modules": skip_modules(parts)} if case.keep else {}),
+        }  # fmt: skip
+    if case.gpu_share is not None:
+        found["max_memory"] = {0: int(case.gpu_share * _quantized_bytes(empty, case.quant)), "cpu": HOST_BYTES}
+    if "disk" in str(found["device_map"]):
+        found["offload_folder"] = str(work / "offload")
+    return found
+
+
+def _quantized_bytes(empty: Any, quant: str) -> int:
+    import torch
+
+    share = {"none": 1.0, "int8": 0.5}.get(quant, 0.27)
+    linear = sum(
+        m.weight.numel() * 2 for p, m in empty.named_modules() if type(m) is torch.nn.Linear and p != "lm_head"
+    )
+    return int(sum(tensor.numel() * 2 for tensor in empty.parameters()) - linear * (1 - share))
+
+
+def load_base(folder: Path, arguments: Mapping[str, Any], card: Card) -> Any:
+    """Return the stock model of JSON arguments, in eval mode, bf16."""
+    import torch
+    from transformers import BitsAndBytesConfig
+
+    given = dict(arguments)
+    given["device_map"] = card.place(given["device_map"])
+    if "quantization_config" in given:
+        fields = dict(given["quantization_config"])
+        if "bnb_4bit_compute_dtype" in fields:
+            fields["bnb_4bit_compute_dtype"] = torch.bfloat16
+        given["quantization_config"] = BitsAndBytesConfig(**fields)
+    found, _ = model_class(folder)
+    return steady(found.from_pretrained(folder, dtype=torch.bfloat16, **given).eval())
+
+
+def steady(model: Any) -> Any:
+    """Return the model without bitsandbytes' AVX512 path, which repacks weights in place and then answers otherwise (A8)."""
+    from trimtab.doctor.kit import without_repacking
+
+    return without_repacking(model)
+
+
+def offloaded(model: Any, card: Card) -> dict[str, bool]:
+    """Return for every weight of the base whether it is off the GPU, by its path in the base."""
+    found = {}
+    hooked = {path for path, module in model.named_modules() if _takes_away(getattr(module, "_hf_hook", None))}
+    for path, tensor in model.named_parameters():
+        if "lora_" in path or "modules_to_save" in path:
+            continue
+        own = path.removeprefix("base_model.model.").replace(".base_layer", "")
+        away = tensor.device.type == "meta" or (card.is_gpu and tensor.device.type == "cpu")
+        found[own] = away or path.rpartition(".")[0] in hooked
+    return found
+
+
+def _takes_away(hook: Any) -> bool:
+    return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
+
+
+def map_json(found: Mapping[str, Any] | None) -> dict[str, int | str] | None:
+    """Return a model's hf_device_map as JSON values: 0 for the GPU, also for the imitated one."""
+    import torch
+
+    if found is None:
+        return None
+    return {
+        path: place if isinstance(place, int) else (place.index or 0 if isinstance(place, torch.device) else str(place))
+        for path, place in found.items()
+    }
+
+
+def sequential_hooks(model: Any) -> int:
+    """Return how many modules carry two hooks in a row (what a catch-all entry leaves behind)."""
+    return sum(type(getattr(module, "_hf_hook", None)).__name__ == "SequentialHook" for module in model.modules())

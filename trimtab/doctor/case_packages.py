@@ -1,0 +1,37 @@
+"""Which packages an interpreter has, and whether its torch sees a GPU.
+
+Imports the standard library alone before it knows what is there, so that it can say what is missing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from collections.abc import Callable, Mapping
+from typing import Any
+
+NEEDED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "numpy", "PIL")
+VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "numpy")
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Tell the versions of this interpreter's packages, which of the needed ones cannot be found, and if there is a GPU."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    has_gpu = False
+    if not missing:
+        import torch
+
+        has_gpu = torch.cuda.is_available()
+    tell({"versions": versions(), "missing": missing, "has_gpu": has_gpu})
+
+
+def versions() -> dict[str, str]:
+    """Return the installed versions, by package, Python's own included."""
+    found = {"python": platform.python_version()}
+    for name in VERSIONED:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,102 @@
+"""What is kept of a run on the stock stack: exceptions by library frames, warnings counted, log lines; no path of the machine."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
+LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
+
+
+class Cleaner:
+    """Replaces the machine's own paths in a text by what they are."""
+
+    def __init__(self, names: Mapping[str, str]) -> None:
+        given = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
+        self.names = sorted(
+            ((path, name) for path, name in given.items() if len(path) > 1), key=lambda item: -len(item[0])
+        )
+
+    def __call__(self, text: str) -> str:
+        for path, name in self.names:
+            text = text.replace(path, name)
+        return text
+
+
+@dataclass
+class Heard:
+    """Warnings by first line with their counts, and log lines, in order and each once."""
+
+    warnings: Counter[str] = field(default_factory=Counter)
+    log_lines: dict[str, None] = field(default_factory=dict)
+
+    def to_json(self, clean: Cleaner) -> dict[str, Any]:
+        return {
+            "warnings": {clean(line): count for line, count in self.warnings.most_common(MOST_LINES)},
+            "log_lines": [clean(line) for line in list(self.log_lines)[:MOST_LINES]],
+        }
+
+
+class _Handler(logging.Handler):
+    def __init__(self, heard: Heard) -> None:
+        super().__init__(logging.INFO)
+        self.heard = heard
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING or record.name.startswith("accelerate"):
+            self.heard.log_lines[_line(record.getMessage().replace("\n", " "))] = None
+
+
+@contextmanager
+def listening() -> Iterator[Heard]:
+    """Yield what the libraries say from now on. accelerate's INFO lines too: it says there what fits nowhere."""
+    import transformers
+
+    heard = Heard()
+    handler = _Handler(heard)
+    transformers.utils.logging.disable_progress_bar()
+    found = [logging.getLogger(name) for name in LIBRARIES]
+    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in found]
+    for logger in found:
+        logger.handlers, logger.propagate = [handler], False
+    logging.getLogger("accelerate").setLevel(logging.INFO)
+
+    def show(message: Any, *_: Any, **__: Any) -> None:
+        heard.warnings[_line(str(message))] += 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = show
+        try:
+            yield heard
+        finally:
+            for logger, handlers, propagate, level in kept:
+                logger.handlers, logger.propagate = handlers, propagate
+                logger.setLevel(level)
+
+
+def _line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[0][:LINE_CHARS]
+
+
+def exception_json(error: BaseException, clean: Cleaner) -> dict[str, Any]:
+    """Return an exception as the record keeps it; `fields` only for errors of our own tree."""
+    from trimtab.doctor.kit import frames
+
+    message = clean(str(error))[:MESSAGE_CHARS]
+    kept = frames(error)
+    tail = "\n".join(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in kept)[-TAIL_CHARS:]
+    last = clean(traceback.format_exception_only(type(error), error)[-1].strip())[:MESSAGE_CHARS]
+    return {
+        "type": type(error).__name__, "message": message, "frames": kept, "tail": f"{tail}\n{last}".strip(),
+        "ours": any(base.__name__ == "TrimtabError" for base in type(error).__mro__),
+    }  # fmt: skip

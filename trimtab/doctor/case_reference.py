@@ -1,0 +1,65 @@
+"""What the answer ought to be: the same base, in the same formats, all on one device, with stock PEFT.
+
+One process a quantization. A mode that fails here has no reference (an upstream bug hits the unsplit model too).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.cases import Case
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Write the references of one name into a file.
+
+    request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it is
+    not there), save, device.
+    """
+    from safetensors.torch import save_file
+
+    from trimtab.doctor import case_inputs, case_model
+    from trimtab.doctor.case_record import Cleaner, exception_json, listening
+
+    folder, save = Path(request["model"]), Path(request["save"])
+    card = case_model.Card(request["device"])
+    quant, _, keep = request["name"].partition("+")
+    case = Case(name="REFERENCE", title="", quant=quant, keep=keep, base_map="all")
+    answers: dict[str, Any] = {}
+    with listening():
+        if not Path(request["inputs"]).is_file():
+            made, source = case_inputs.make_inputs(folder)
+            case_inputs.save_inputs(made, Path(request["inputs"]))
+            tell({"inputs": source})
+        empty = case_model.empty_model(folder)
+        arguments = case_model.load_arguments(case, case_model.parts_of(empty), empty, save.parent)
+        model = case_model.load_base(folder, arguments, card)
+        inputs = case_inputs.read_inputs(Path(request["inputs"]), card.device)
+        answers |= _answers(model, inputs, "base")
+        if request["adapter"]:
+            try:
+                from peft import PeftModel
+
+                model = case_model.steady(PeftModel.from_pretrained(model, request["adapter"]).eval())
+                answers |= _answers(model, inputs, "adapter")
+            except Exception as exc:
+                tell({"failed": exception_json(exc, Cleaner({}))})
+    save_file(answers, save)
+    tell({"answers": sorted(answers), **card.memory()})
+
+
+def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any]:
+    import torch
+
+    from trimtab.doctor import case_answers
+
+    found: dict[str, Any] = {}
+    for mode, tensors in inputs.items():
+        # Whatever the stack raises here, the case itself raises too, and records it.
+        with suppress(Exception):
+            found[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
+            found[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
+    return found

@@ -1,0 +1,120 @@
+"""What the filer must know before filing, above the line: whose it is, new issue or old thread, state, what is fixed.
+
+Here the catalogue may speak too, and is named as what it is; the text of the issue below the line rests on runs alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trimtab.doctor.bug import Bug
+from trimtab.doctor.draft_buckets import REPOSITORIES, STATES
+from trimtab.doctor.draft_evidence import Run
+from trimtab.doctor.draft_text import cell, inline, marks
+
+if TYPE_CHECKING:
+    from trimtab.doctor.draft import Draft
+
+# Who owns what happens in a layer of the stack. Where several meet, the first of these whose code is in the trace.
+LAYERS = {
+    "bitsandbytes": "quantized weights and their state", "accelerate": "hooks and dispatch",
+    "peft": "the adapter's layers and its new dispatch", "transformers": "model code and the quantizer's integration",
+}  # fmt: skip
+_TRACKER = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)\s*(?:\((?P<state>.*)\))?$")
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A known thread. state: in the catalogue's words, "" if it says none."""
+
+    repository: str
+    number: int
+    state: str
+
+    @property
+    def is_open(self) -> bool:
+        return bool(re.search(r"\bopen\b", self.state)) and "pull request" not in self.state
+
+    @property
+    def name(self) -> str:
+        return f"{self.repository}#{self.number}"
+
+
+def trackers_of(bug: Bug | None) -> tuple[Tracker, ...]:
+    """Return the threads that the catalogue knows; entries in another form are left out."""
+    found = (_TRACKER.match(text) for text in (bug.trackers if bug else ()))
+    return tuple(Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in found if one)
+
+
+def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
+    """Return (package, why) of whose the failure is: by the catalogue, else by the layers of the trace.
+
+    By layers: the library of the innermost frame, as long as one of the four has code there; transformers where none has.
+    """
+    layer, trigger = layers_of(run)
+    where = f"fails in {layer} ({LAYERS[layer]})" if layer else "a wrong result without an exception"
+    came = f", called from {trigger}" if trigger and trigger != layer else ""
+    if bug is not None:
+        return bug.owner[0], f"{where}{came}; the catalogue names {', '.join(bug.owner)}"
+    return layer or "transformers", f"{where}{came}"
+
+
+def layers_of(run: Run) -> tuple[str, str]:
+    """Return the libraries of the innermost and of the outermost frame in the stack's four packages; "" without one."""
+    found = [str(frame.get("library")) for frame in run.frames if frame.get("library") in LAYERS]
+    return (found[-1], found[0]) if found else ("", "")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version, to compare: "1.14.0.dev0" counts as 1.14.0."""
+    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
+
+
+def fixed_here(bug: Bug, run: Run) -> bool:
+    """Whether a release fixes the bug and the run had none of those: any one fixed package cures."""
+    fixes = [one for one in bug.affected if one.fixed_in is not None]
+    return bool(fixes) and not any(_has_fix(one.package, str(one.fixed_in), run) for one in fixes)
+
+
+def came_back(bug: Bug | None, run: Run) -> list[str]:
+    """Return the packages of the run that the catalogue calls fixed although the run fails."""
+    return [
+        f"{one.package} {run.versions[one.package]} (fixed in {one.fixed_in})"
+        for one in (bug.affected if bug else ())
+        if one.fixed_in is not None and _has_fix(one.package, one.fixed_in, run)
+    ]
+
+
+def _has_fix(package: str, fixed_in: str, run: Run) -> bool:
+    return package in run.versions and release(run.versions[package]) >= release(fixed_in)
+
+
+def front_matter(draft: Draft) -> list[tuple[str, str]]:
+    """Return the rows above the line."""
+    repository = REPOSITORIES.get(draft.owner, draft.owner)
+    known = trackers_of(draft.bug)
+    open_here = [one for one in known if one.is_open and one.repository == repository]
+    action = f"add the evidence to {open_here[0].name}, no new issue" if open_here else "new issue"
+    _, why = owner_of(draft.bug, draft.failing[0])
+    rows = [
+        ("Target repository", f"{inline(repository)}: {action}"),
+        ("Why there", cell(why)),
+        ("State", f"{draft.state}: {STATES[draft.state]}"),
+        ("Labels", ", ".join(draft.bucket.kinds)),
+        ("Cross-links", ", ".join(_cross_links(draft, repository)) or "none"),
+        ("Known threads", "; ".join(f"{one.name} ({one.state or 'state not known'})" for one in known) or "none found"),
+    ]
+    if draft.bug is not None:
+        fixes = [f"{one.package} {one.fixed_in}" for one in draft.bug.affected if one.fixed_in]
+        rows.append(("Fixed in", f"{' or '.join(fixes)} (catalogue)" if fixes else "no release known (catalogue)"))
+        rows.append(("Way round", f"{cell(draft.bug.way_round)} (catalogue)"))
+    if back := came_back(draft.bug, draft.failing[0]):
+        rows.append(("Came back", f"fails with {', '.join(back)} {marks(draft.failing[:1])}"))
+    return rows
+
+
+def _cross_links(draft: Draft, repository: str) -> list[str]:
+    others = [REPOSITORIES[name] for name in (draft.bug.owner if draft.bug else ()) if name in REPOSITORIES]
+    return [*(inline(name) for name in dict.fromkeys(others) if name != repository), *draft.beside]

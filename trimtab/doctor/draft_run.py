@@ -1,0 +1,75 @@
+"""What a reproducer prints when it runs by itself: as a plain script, in an empty folder, in the interpreter given.
+
+`run_script` is called by the drafts; `main` runs inside that interpreter's process and starts the script as a child, so that
+its output is what a maintainer would see.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
+TIMEOUT_S = 300.0
+MEMORY_BYTES = 12 * 2**30
+MOST_LINES = 2000
+# Progress bars and notes that have nothing to do with what is shown.
+_NOISE = re.compile(r"(\d+%\|)|FutureWarning|^\s+torch\._check_is_size|^\s+warnings\.warn\(|kernels-community")
+
+
+def run_script(
+    text: str, *, python: str | os.PathLike[str] | None = None, timeout_s: float = TIMEOUT_S,
+    memory_bytes: int | None = MEMORY_BYTES,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what came of a script: ended, exit_code, output (stdout and stderr in order), versions, seconds.
+
+    Errors: RequestError if the interpreter cannot be started.
+    """
+    from trimtab.process import run_inside
+
+    outcome = run_inside(
+        "trimtab.doctor.draft_run", {"text": text}, python=python, timeout_s=timeout_s, memory_bytes=memory_bytes,
+        environment={"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    )  # fmt: skip
+    told: dict[str, Any] = {"exit_code": None, "output": outcome.stdout + outcome.stderr, "versions": {}}
+    for line in outcome.lines:
+        told |= line
+    return told | {"ended": outcome.ended, "seconds": outcome.seconds, "output": readable(str(told["output"]))}
+
+
+def readable(output: str) -> str:
+    """Return an output without progress bars and with at most MOST_LINES lines, of which the last are kept."""
+    lines = [part.rpartition("\r")[2].rstrip() for part in output.splitlines()]
+    kept = [line for line in lines if line and not _NOISE.search(line)]
+    return "\n".join(kept if len(kept) <= MOST_LINES else ["...", *kept[-MOST_LINES:]])
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Run the script of `request["text"]` and tell its exit code and output."""
+    tell({"versions": _versions()})
+    with tempfile.TemporaryDirectory(prefix="trimtab-reproducer-", ignore_cleanup_errors=True) as folder:
+        Path(folder, "reproducer.py").write_text(request["text"], encoding="utf-8")
+        # What the script makes in the temporary folder goes with this one.
+        places = dict.fromkeys(("TMPDIR", "TEMP", "TMP"), folder)
+        done = subprocess.run(
+            [sys.executable, "reproducer.py"], cwd=folder, env={**os.environ, **places}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+    tell({"exit_code": done.returncode, "output": done.stdout.decode("utf-8", "replace")})
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

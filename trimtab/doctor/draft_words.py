@@ -1,0 +1,116 @@
+"""How a recorded run is told in words, from its own configuration: what was loaded, where it was put, what was called."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trimtab.doctor.draft_evidence import OFFLOAD, Run
+from trimtab.doctor.draft_text import inline
+
+MOST_NAMES = 3
+# Notes that every run has, whatever it shows.
+_NOISE = re.compile(
+    r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed", re.IGNORECASE
+)
+_TELLING = re.compile(r"devic|offload|meta|memory|adapter|merge|dispatch|target|key|hook|quant|round", re.IGNORECASE)
+
+
+def described(run: Run) -> str:
+    """Return a run's configuration as a phrase; its title if it ended before the configuration was known."""
+    base = run.configuration.get("base")
+    if not isinstance(base, Mapping):
+        return run.title or run.case
+    parts = [_format(base), _placed(base.get("device_map")), *_extras(base), _call(run)]
+    if run.record.get("merged") or run.stage == "merge":
+        parts.append("`merge_and_unload()`")
+    return ", ".join(part for part in parts if part)
+
+
+def _format(base: Mapping[str, Any]) -> str:
+    quant = base.get("quantization_config")
+    dtype = str(base.get("dtype") or "unquantized").rpartition(".")[2]
+    if not isinstance(quant, Mapping):
+        return f"base in {dtype}"
+    if quant.get("load_in_8bit"):
+        return "8-bit base"
+    double = "double" if quant.get("bnb_4bit_use_double_quant") else "no double"
+    return f"4-bit base ({quant.get('bnb_4bit_quant_type', 'fp4')}, {double} quantization)"
+
+
+def _placed(found: Any) -> str:
+    if not isinstance(found, Mapping):
+        return f"`device_map` {inline(str(found))}" if found else ""
+    off = {key: str(place) for key, place in found.items() if str(place) in OFFLOAD}
+    catch_all = "with" if "" in found else "without"
+    if not off:
+        return "all on the GPU"
+    if set(off) == {""}:
+        return f"all on {inline(off[''])}"
+    return f"{_several(list(off))} on {inline(' and '.join(sorted(set(off.values()))))} ({catch_all} a catch-all entry)"
+
+
+def _several(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(inline(name) for name in names[:MOST_NAMES]) + more
+
+
+def _extras(base: Mapping[str, Any]) -> list[str]:
+    return [f"`{name}={base[name]!r}`" for name in ("attn_implementation", "max_memory") if base.get(name)]
+
+
+def _call(run: Run) -> str:
+    given = run.configuration.get("adapter") or {}
+    arguments = f" with {', '.join(inline(name) for name in given)}" if given else ""
+    words = {
+        "": "", "none": "no adapter", "native": "`model.load_adapter()`", "peft": f"`PeftModel.from_pretrained()`{arguments}",
+        "dispatch": f"`dispatch_model()`, {_placed(given.get('device_map'))}",
+        "dequantize, peft": f"`base.dequantize()`, `PeftModel.from_pretrained()`{arguments}",
+    }  # fmt: skip
+    pressed = f", GPU {run.record['pressure']:.0%} full" if isinstance(run.record.get("pressure"), int | float) else ""
+    return words.get(run.call, run.call) + pressed
+
+
+def telling_lines(run: Run) -> list[tuple[str, int]]:
+    """Return the run's log lines and warnings that have to do with placement, adapters or formats, with their counts."""
+    logged = [(str(line), 1) for line in run.record.get("log_lines") or ()]
+    warned = [(str(line), int(count)) for line, count in (run.record.get("warnings") or {}).items()]
+    return [(line, count) for line, count in (*logged, *warned) if _TELLING.search(line) and not _NOISE.search(line)]
+
+
+def ended(run: Run) -> str:
+    """Return how a run ended, in words and by its label."""
+    from trimtab.doctor.labels import LABELS, meaning_of
+
+    if run.exception is not None:
+        return inline(run.ended())
+    return f"{meaning_of(run.label)} ({inline(run.label)})" if run.label in LABELS else inline(run.label)
+
+
+def failing_frame(run: Run) -> str:
+    """Return the innermost frame outside torch, as " in `file`, `function`"; "" without a trace."""
+    frames = [frame for frame in run.frames if frame.get("library") != "torch"] or list(run.frames)
+    if not frames:
+        return ""
+    return f" in {inline(str(frames[-1].get('file')))}, {inline(str(frames[-1].get('function')))}"
+
+
+def trace_text(tail: str, most_lines: int) -> str:
+    """Return a trace with repeated lines told once and counted."""
+    lines: list[tuple[str, int]] = []
+    for line in tail.splitlines():
+        if lines and lines[-1][0] == line:
+            lines[-1] = (line, lines[-1][1] + 1)
+        else:
+            lines.append((line, 1))
+    shown = [line if count == 1 else f"{line} (x{count})" for line, count in lines]
+    return "\n".join(shown[-most_lines:])
+
+
+def shortened(output: str, *, first: int = 15, last: int = 45) -> str:
+    """Return an output with its middle left out if it is long, and how much that was."""
+    lines = output.splitlines()
+    if len(lines) <= first + last:
+        return output
+    return "\n".join([*lines[:first], f"[{len(lines) - first - last} lines left out]", *lines[-last:]])

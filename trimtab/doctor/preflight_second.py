@@ -1,0 +1,177 @@
+"""Whether PEFT plans placement a second time for this map, from which memory, and which map comes out.
+
+The free memory that it would see is reckoned, line by line: what is free now, less the base and the adapter that are on
+the device by then. It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other
+programs take from it. The rule itself is `preflight_replan.py`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trimtab.checkpoint.adapter import AdapterSpec
+from trimtab.checkpoint.anatomy import DTYPE_BYTES
+from trimtab.doctor.preflight_map import OFF, MapReading
+from trimtab.doctor.preflight_replan import ONE_GPU_SHARE, Device, Inferred, Step, balanced_budgets, infer_map
+from trimtab.doctor.preflight_shape import ModelShape, device_of
+from trimtab.doctor.preflight_tree import LORA_BYTES, ROOT, stock_bytes, wrapped_tree
+from trimtab.errors import gib
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the arithmetic."""
+
+    text: str
+    bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondPlan:
+    """PEFT's own plan.
+
+    runs: whether it is made at all; why: the condition. device_map: what comes out, in the wrapped model's names.
+    required: what accelerate's log line would say for a device that took nothing. free_bytes: of the first GPU as the
+    plan would see it. moved_to_main_bytes, moved_off_bytes: what changes sides against the user's map.
+    offloaded_quantized: quantized linears that it takes off the accelerator. all_on_cpu: nothing is left on one.
+    """
+
+    runs: bool
+    why: str
+    lines: tuple[Line, ...] = ()
+    steps: tuple[Step, ...] = ()
+    device_map: Mapping[str, Device] | None = None
+    required: Mapping[Device, int] | None = None
+    required_words: tuple[str, ...] = ()
+    free_bytes: int = 0
+    total_bytes: int = 0
+    moved_to_main_bytes: int = 0
+    moved_off_bytes: int = 0
+    offloaded_quantized: tuple[str, ...] = ()
+    all_on_cpu: bool = False
+    is_split: bool = False
+
+
+def second_plan(
+    shape: ModelShape, reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]
+) -> SecondPlan:
+    """Return PEFT's plan for the first adapter on a base loaded with this map.
+
+    free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu".
+    """
+    if not reading.is_split:
+        return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so the map is left alone")
+    tree = wrapped_tree(shape, reading.quantized, spec)
+    lines, left = _free_then(reading, spec, free)
+    budgets = balanced_budgets(tree.root, left, shape.no_split, tree.ties)
+    found = infer_map(tree.root, budgets, shape.no_split, tree.ties)
+    after = _devices_after(reading, found, spec)
+    moved = _moved(shape, reading, after)
+    gpus = [device for device in budgets if isinstance(device, int)]
+    offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
+    devices = set(map(str, found.device_map.values()))
+    return SecondPlan(
+        runs=True, why=f"the base has modules on the CPU or disk ({', '.join(reading.keys_on(*OFF)[:4])})",
+        lines=(*lines, *_budget_lines(found, budgets, gpus)), steps=found.steps, device_map=found.device_map,
+        required={device: int(nbytes) for device, nbytes in found.required.items()},
+        required_words=tuple(_required(found, device) for device in found.required),
+        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(found.total_bytes),
+        moved_to_main_bytes=moved["main"], moved_off_bytes=moved["off"], offloaded_quantized=offloaded,
+        all_on_cpu=devices <= set(OFF), is_split=len(devices) > 1,
+    )  # fmt: skip
+
+
+def _free_then(
+    reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]
+) -> tuple[list[Line], dict[Device, int]]:
+    adapter = _adapter_bytes(reading, spec)
+    lines, left = [], {}
+    for device, nbytes in free.items():
+        name = "host memory available" if device == "cpu" else f"free on GPU {device}"
+        base, own = reading.bytes_on.get(str(device), 0), adapter[str(device)]
+        left[device] = nbytes - base - own
+        lines += [Line(f"{name} now", nbytes), Line("less the base that is loaded there", -base)]
+        if own:
+            lines.append(Line("less the adapter beside its layers, in float32", -own))
+        lines.append(Line("= what PEFT finds free", left[device]))
+    # accelerate asks the driver, which cannot report less than nothing: by then the load has already failed.
+    return lines, {device: max(nbytes, 0) for device, nbytes in left.items()}
+
+
+def _adapter_bytes(reading: MapReading, spec: AdapterSpec | None) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for target in spec.targets if spec is not None else ():
+        device = reading.tensor_devices.get(f"{target.module_path}.weight", reading.main)
+        numel = sum(entry.nbytes // DTYPE_BYTES[entry.dtype] for entry in target.tensors.values())
+        found["cpu" if device in OFF else device] += LORA_BYTES * numel
+    return found
+
+
+def _budget_lines(found: Inferred, budgets: Mapping[Device, int | float], gpus: list[int]) -> list[Line]:
+    lines = []
+    for device in gpus:
+        share = f"x {ONE_GPU_SHARE}, accelerate's share of one GPU" if len(gpus) == 1 else "accelerate's equal share"
+        lines.append(Line(f"GPU {device}: budget ({share})", int(budgets[device])))
+        if device == gpus[0]:
+            path, nbytes = found.largest
+            lines.append(
+                Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes))
+            )
+            lines.append(Line("= room for what is placed there", int(budgets[device] - nbytes)))
+    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(found.total_bytes)))
+    return lines
+
+
+def _required(found: Inferred, device: Device) -> str:
+    """Return what the number of accelerate's log line is made of."""
+    step = next(step for step in found.steps if step.device == device and step.action == "next device")
+    nbytes, size = int(found.required[device]), int(step.size_bytes)
+    rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
+    kept = f"{rest} for the largest layer ({_own(found.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
+    return (
+        f"{device}: {nbytes} bytes required = {size} for {_own(step.path)}, the first thing that was tried, + {kept}. It "
+        "says what one placement would need, not how much memory is missing"
+    )
+
+
+def _own(path: str) -> str:
+    return path.removeprefix(f"{ROOT}.")
+
+
+def _devices_after(reading: MapReading, found: Inferred, spec: AdapterSpec | None) -> dict[str, str]:
+    """Return tensor_path -> device by the second plan; tensors that it forgets stay where they are (not dispatched)."""
+    lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
+    after = {}
+    for tensor in reading.tensor_devices:
+        module, _, name = tensor.rpartition(".")
+        inside = f"{module}.base_layer.{name}" if module in lora else tensor
+        device = device_of(f"{ROOT}.{inside}", found.device_map)
+        after[tensor] = reading.tensor_devices[tensor] if device is None else str(device)
+    return after
+
+
+def _moved(shape: ModelShape, reading: MapReading, after: Mapping[str, str]) -> dict[str, int]:
+    moved = {"main": 0, "off": 0}
+    for tensor, nbytes in stock_bytes(shape, reading.quantized).items():
+        was_off, is_off = reading.tensor_devices[tensor] in OFF, after[tensor] in OFF
+        if was_off != is_off:
+            moved["off" if is_off else "main"] += nbytes
+    return moved
+
+
+def arithmetic_text(second: SecondPlan) -> str:
+    """Return the lines of the arithmetic, the map and the log line explained."""
+    if not second.runs:
+        return f"PEFT does not plan again: {second.why}"
+    lines = [f"PEFT plans again: {second.why}"]
+    lines += [f"  {line.text:78} {line.bytes:>16,} B  {gib(line.bytes):>11}" for line in second.lines]
+    placed = Counter(step.device for step in second.steps if step.action == "put")
+    lines += [f"  {count} modules put on {device}" for device, count in placed.items()]
+    lines += [f"  {words}" for words in second.required_words]
+    shown = list((second.device_map or {}).items())
+    lines += [f"  its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}"]
+    if len(shown) > 8:
+        lines[-1] += f" and {len(shown) - 8} more keys"
+    return "\n".join(lines)

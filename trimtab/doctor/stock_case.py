@@ -1,0 +1,233 @@
+"""What the stock stack does with one case: how far it gets, where everything ends up, and whether the answer is right.
+
+Runs in a process of its own, in any interpreter. Every fact is told as soon as it is known, so that a process that is
+killed leaves its stage and what it had seen: `tell({"stage": ...})`, `tell({"facts": {...}})`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.cases import Case, device_map
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def main(request: Mapping[str, Any], tell: Tell) -> None:
+    """Run one case and tell its record's fields.
+
+    request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device,
+    pressure (null: the case's own), names (path -> how a text of the record calls it).
+    """
+    tell({"stage": "import"})
+    from trimtab.doctor import case_packages
+    from trimtab.doctor.case_record import Cleaner, exception_json, listening
+
+    tell({"facts": {"versions": case_packages.versions()}})
+    clean = Cleaner(request["names"])
+    with listening() as heard:
+        run = _Run(Case.from_json(request["case"]), request, tell, clean)
+        try:
+            run.run()
+        except Exception as exc:
+            tell({"facts": {"exception": exception_json(exc, clean)}})
+        finally:
+            run.end()
+            tell({"facts": heard.to_json(clean)})
+
+
+class _Run:
+    """One case in this process."""
+
+    def __init__(self, case: Case, request: Mapping[str, Any], tell: Tell, clean: Any) -> None:
+        from trimtab.doctor.case_model import Card
+
+        self.case, self.request, self.tell, self.clean = case, request, tell, clean
+        self.folder, self.work = Path(request["model"]), Path(request["work"])
+        self.card = Card(request["device"])
+        self.pressure = case.pressure if request["pressure"] is None else request["pressure"]
+        self.facts(device=self.card.name, pressure=self.pressure)
+        self.before: dict[str, bool] = {}
+        self.stage = self.failed_stage = ""
+
+    def facts(self, **found: Any) -> None:
+        self.tell({"facts": found})
+
+    def enter(self, stage: str) -> None:
+        self.tell({"stage": stage})
+
+    def run(self) -> None:
+        model = self.load()
+        model = self.adapt(model)
+        self.look(model)
+        if self.case.then:
+            self.enter("merge")
+            model = self.merge(model)
+        self.card.ready_to_run()
+        self.ask(model)
+
+    def load(self) -> Any:
+        """Return the loaded base, after its facts."""
+        from trimtab.doctor import case_model
+        from trimtab.doctor.kit import quantized
+
+        self.enter("base")
+        empty = case_model.empty_model(self.folder)
+        self.parts = case_model.parts_of(empty)
+        known = {"", *(path for path, _ in empty.named_modules())}
+        arguments = case_model.load_arguments(self.case, self.parts, empty, self.work)
+        self.configuration = {
+            "base": {**arguments, "dtype": "bfloat16"},
+            "adapter": self._adapter_arguments(),
+            "call": self.case.call,
+        }
+        asked = arguments["device_map"]
+        self.facts(
+            configuration=_readable(self.configuration, self.clean), map_asked=asked,
+            map_keys_without_module=[] if isinstance(asked, str) else [key for key in asked if key not in known],
+        )  # fmt: skip
+        model = case_model.load_base(self.folder, arguments, self.card)
+        self.before = case_model.offloaded(model, self.card)
+        self.facts(
+            quantized=quantized(model), map_base=case_model.map_json(getattr(model, "hf_device_map", None)),
+            how_pressed=self.card.press(model, self.pressure),
+        )  # fmt: skip
+        return model
+
+    def _adapter_arguments(self) -> dict[str, Any]:
+        case = self.case
+        given: dict[str, Any] = dict(case.peft)
+        if given.get("torch_device") == 0:
+            given["torch_device"] = "cuda:0" if self.card.is_gpu else "cpu"
+        if "offload_dir" in given:
+            given["offload_dir"] = str(self.work / "peft-offload")
+        if case.peft_map:
+            given["device_map"] = device_map(case.peft_map, self.parts)
+        return given
+
+    def adapt(self, model: Any) -> Any:
+        """Return the model with the adapter on it, by the case's call."""
+        from trimtab.doctor.case_model import steady
+
+        call = self.case.call
+        if call == "none":
+            return model
+        self.enter("adapter")
+        given = self._adapter_arguments()
+        if "device_map" in given:
+            given["device_map"] = self.card.place(given["device_map"])
+        if call == "dispatch":
+            from accelerate import dispatch_model
+
+            return dispatch_model(model, device_map=given["device_map"], offload_dir=str(self.work / "offload"))
+        adapter = self.request["adapters"][self.case.adapter]
+        if call == "native":
+            model.load_adapter(adapter)
+            return steady(model)
+        if call == "bridge":
+            from trimtab.bridge import load_peft
+
+            return steady(load_peft(model, adapter))
+        if call == "dequantize, peft":
+            model = model.dequantize()
+        from peft import PeftModel
+
+        return steady(PeftModel.from_pretrained(model, adapter, **given).eval())
+
+    def look(self, model: Any) -> None:
+        """Tell where everything is now."""
+        from trimtab.doctor import case_model
+        from trimtab.doctor.kit import quantized
+
+        after = case_model.offloaded(model, self.card)
+        shared = [path for path in self.before if path in after]
+        kept = all(self.before[path] == after[path] for path in shared)
+        if self.case.call == "dispatch":
+            kept = True  # the new map is what was asked for
+        self.facts(
+            map_after=case_model.map_json(getattr(model, "hf_device_map", None)), placement_kept=kept,
+            offloaded={"before": sum(self.before.values()), "after": sum(after.values()), "of": len(shared)},
+            sequential_hooks=case_model.sequential_hooks(model), quantized=quantized(model), scan=_scan(model),
+        )  # fmt: skip
+
+    def merge(self, model: Any) -> Any:
+        """Return the merged model."""
+        from trimtab.doctor.case_model import steady
+
+        if self.case.then.startswith("dequantize"):
+            model.dequantize()
+        model = steady(model.merge_and_unload())
+        self.facts(merged=True)
+        return model
+
+    def ask(self, model: Any) -> None:
+        """Ask the model in every mode; a mode that fails does not keep the others from their turn."""
+        from trimtab.doctor import case_answers, case_inputs
+        from trimtab.doctor.case_record import exception_json
+
+        inputs = case_inputs.read_inputs(Path(self.request["inputs"]), self.card.device)
+        found = self.request["reference"]
+        references = case_answers.References(Path(found) if found else None)
+        to = case_answers.ADAPTER if self.case.needs_adapter else case_answers.BASE
+        modes: dict[str, Any] = {}
+        for mode, tensors in inputs.items():
+            try:
+                modes[mode] = case_answers.ask(
+                    model, mode, tensors, references, to=to, folder=self.folder, enter=self.enter_mode
+                )
+                if mode == "image" and self.case.unquantized == "":
+                    modes[mode]["sees"] = _sees(model, tensors)
+            except Exception as exc:
+                failure = exception_json(exc, self.clean)
+                modes[mode] = _no_answer(failure, self.stage)
+                if not self.failed_stage:
+                    self.failed_stage = self.stage
+                    self.facts(exception=failure)
+            self.facts(modes=modes)
+        self.enter(self.failed_stage or "done")
+
+    def enter_mode(self, stage: str) -> None:
+        """Tell the stage of a mode; the record keeps the one where the first mode failed."""
+        self.stage = stage
+        self.enter(self.failed_stage or stage)
+
+    def end(self) -> None:
+        """Tell the memory, even of a run that failed."""
+        with suppress(Exception):  # a CUDA error leaves nothing to ask
+            self.facts(memory=self.card.memory())
+
+
+def _no_answer(failure: dict[str, Any], stage: str) -> dict[str, Any]:
+    return {
+        "ok": False, "output_shape": None, "equals_reference": None, "equals_base": None, "max_abs": None,
+        "matches": None, "text": None, "exception": failure, "stage": stage,
+    }  # fmt: skip
+
+
+def _sees(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether another picture changes the answer (a tower quantized by an old release sees one constant)."""
+    from trimtab.doctor.case_answers import forward
+
+    darker = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
+    return not forward(model, inputs).equal(forward(model, darker))
+
+
+def _scan(model: Any) -> list[dict[str, Any]]:
+    from dataclasses import asdict
+
+    try:
+        from trimtab.doctor.scan import scan
+    except ImportError:
+        return []
+    return [asdict(finding) for finding in scan(model).findings]
+
+
+def _readable(value: Any, clean: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _readable(item, clean) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_readable(item, clean) for item in value]
+    return clean(value) if isinstance(value, str) else value

@@ -1,0 +1,46 @@
+"""How long one merge takes and how much memory it needs beyond what its imports took; run in a process of its own.
+
+`main` is called by `process.run_inside`: {"model", "out", "adapters", ...} in; seconds, baseline and peak bytes out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Merge as asked, and tell what it took."""
+    import psutil
+    import torch
+
+    from trimtab.merge import merge
+    from trimtab.runtime import hf, read  # noqa: F401 - imported before the baseline is taken
+
+    process = psutil.Process()
+    torch.ones(8, 8) @ torch.ones(8, 8)  # the library's own buffers belong to the baseline
+    baseline = peak = process.memory_info().rss
+    is_done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not is_done.wait(0.005):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    started = time.perf_counter()
+    adapters = {name: (path, weight) for name, path, weight in request.get("adapters", ())}
+    options = {name: request[name] for name in ("dtype", "requantize", "overwrite", "check") if name in request}
+    report = merge(request["model"], request["out"], adapters=adapters, **options)
+    seconds = time.perf_counter() - started
+    is_done.set()
+    watcher.join()
+    tell(
+        {
+            "seconds": seconds, "baseline_bytes": baseline, "peak_bytes": max(peak, process.memory_info().rss),
+            "report": report.to_json(),
+        }
+    )  # fmt: skip

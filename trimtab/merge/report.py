@@ -1,0 +1,160 @@
+"""What a merge did, as a value, a record beside the model, and text for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from trimtab.errors import gib
+
+RECORD_NAME = "trimtab_merge.json"
+
+
+@dataclass(frozen=True)
+class MergedAdapter:
+    """One adapter as it went in. scales: scale -> how many modules; weight comes on top. files: name -> sha256."""
+
+    name: str
+    folder: str
+    weight: float
+    modules: int
+    no_effect: int
+    scales: Mapping[str, int]
+    files: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class MergedFile:
+    """One weight file: bytes and sha256 as written, sha256 of the base's; is_resumed: an earlier run had written it."""
+
+    name: str
+    file_bytes: int
+    sha256: str
+    base_sha256: str
+    is_resumed: bool = False
+
+
+@dataclass(frozen=True)
+class CheckedTensor:
+    """One changed tensor, computed again. error_ulps: largest distance from the exact result, in ulps of
+    its dtype at the larger of base and result.
+
+    survival: which share of the change is in the written file (1.0: all; 0.0: rounded away). is_applied: every value is
+    within rounding of what it should be.
+    """
+
+    tensor_name: str
+    is_applied: bool
+    error_ulps: float
+    survival: float | None
+
+
+@dataclass(frozen=True)
+class MergeCheck:
+    """What a second look at the written files found: changed tensors computed again, all others compared bit by bit."""
+
+    changed: tuple[CheckedTensor, ...]
+    equal: int
+    not_equal: tuple[str, ...]
+
+    @property
+    def applied(self) -> int:
+        return sum(tensor.is_applied for tensor in self.changed)
+
+    @property
+    def error_ulps(self) -> float:
+        return max((tensor.error_ulps for tensor in self.changed), default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return self.applied == len(self.changed) and not self.not_equal
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "applied": self.applied, "expected": len(self.changed), "error_ulps": self.error_ulps, "equal": self.equal,
+            "not_equal": list(self.not_equal), "passed": self.passed, "changed": [asdict(t) for t in self.changed],
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What was merged into what. changed: names of file tensors. parity: filled in by a caller who compared answers."""
+
+    out: str
+    base: str
+    adapters: tuple[MergedAdapter, ...]
+    files: tuple[MergedFile, ...]
+    copied: tuple[str, ...]
+    changed: tuple[str, ...]
+    untouched: int
+    added: tuple[str, ...]
+    dtype: str | None
+    requantize: str | None
+    versions: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+    check: MergeCheck | None = None
+    check_seconds: float = 0.0
+    parity: Any | None = field(default=None, compare=False)
+
+    @property
+    def file_bytes(self) -> int:
+        return sum(file.file_bytes for file in self.files)
+
+    def record(self) -> dict[str, Any]:
+        """Return what is written beside the model: nothing in it depends on when or where the merge ran."""
+        return {
+            "format": 1, "made_by": "trimtab merge", "base": self.base,
+            "base_files": {file.name: file.base_sha256 for file in self.files},
+            "adapters": [asdict(adapter) for adapter in self.adapters],
+            "dtype": self.dtype, "requantize": self.requantize, "changed_tensors": len(self.changed),
+            "copied_tensors": self.untouched, "added_tensors": list(self.added),
+            "files": {file.name: {"bytes": file.file_bytes, "sha256": file.sha256} for file in self.files},
+            "notes": list(self.notes), "versions": dict(self.versions),
+        }  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        parity: Any = self.parity
+        parity = parity.to_json() if hasattr(parity, "to_json") else parity
+        return self.record() | {
+            "out": self.out, "changed": list(self.changed), "copied_files": list(self.copied),
+            "resumed_files": [file.name for file in self.files if file.is_resumed], "bytes": self.file_bytes,
+            "seconds": round(self.seconds, 3), "check": None if self.check is None else self.check.to_json(),
+            "check_seconds": round(self.check_seconds, 3), "parity": parity,
+        }  # fmt: skip
+
+
+def merge_text(report: MergeReport) -> str:
+    """Return the report for a person."""
+    form = f", packed to {report.requantize}" if report.requantize else ""
+    form += f", {report.dtype}" if report.dtype else ""
+    lines = [f"{report.base} -> {report.out}{form}"]
+    for adapter in report.adapters:
+        scales = ", ".join(f"{scale} x {count}" for scale, count in adapter.scales.items())
+        idle = f", {adapter.no_effect} tensors without effect" if adapter.no_effect else ""
+        lines.append(f"  {adapter.name} x {adapter.weight:g}: {adapter.modules} modules (scale {scales or '-'}){idle}")
+    resumed = sum(file.is_resumed for file in report.files)
+    rate = report.file_bytes / report.seconds if report.seconds else 0
+    lines.append(
+        f"  {len(report.changed)} tensors changed, {report.untouched} copied, {len(report.added)} added; "
+        f"{len(report.files)} files, {gib(report.file_bytes)} in {report.seconds:.1f} s ({gib(int(rate))}/s)"
+        + (f", {resumed} of them from an earlier run" if resumed else "")
+    )
+    lines += [f"  note: {note}" for note in report.notes]
+    if report.check is not None:
+        lines += _check_lines(report.check)
+    if report.parity is not None:
+        lines.append(f"  answers: {report.parity}")
+    return "\n".join(lines)
+
+
+def _check_lines(check: MergeCheck) -> list[str]:
+    known = [tensor.survival for tensor in check.changed if tensor.survival is not None]
+    survival = f", {min(known):.1%} to {max(known):.1%} of each change is in the files" if known else ""
+    lines = [
+        f"  checked: {check.applied} of {len(check.changed)} changes applied, largest error {check.error_ulps:.3g} ulp"
+        f"{survival}; {check.equal} other tensors equal to the base's bit for bit"
+    ]
+    lines += [f"  NOT applied: {tensor.tensor_name}" for tensor in check.changed if not tensor.is_applied]
+    return lines + [f"  NOT equal: {name}" for name in check.not_equal]

@@ -1,0 +1,214 @@
+"""How far two sets of logits are apart, and whether that is more than the noise that was measured beside them.
+
+A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy of itself. A
+verdict is `same` (every value equal), `same within noise`, or `differs`; the noise floor is the largest difference
+between any two runs of one route whose order of summation was changed on purpose. Nobody picks an epsilon: where those
+runs agree to the last bit the floor is 0 and anything above it differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RequestError
+
+Verdict = Literal["same", "same within noise", "differs"]
+SAME, WITHIN_NOISE, DIFFERS = "same", "same within noise", "differs"
+# Float64 values that one piece of a comparison holds; it makes about six such pieces.
+_PIECE_VALUES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Two logits [S, V] of the same tokens, compared.
+
+    first_position: the first one with any unequal value, None if there is none. max_abs, mean_abs: of all values. KL in
+    nats, of the first's distribution from the second's. top1_agreement: share of positions with the same largest value.
+    A value that is not a number in either makes max_abs, mean_abs and KL infinite: it is no measure of sameness.
+    """
+
+    positions: int
+    first_position: int | None
+    max_abs: float
+    mean_abs: float
+    kl_mean: float
+    kl_max: float
+    top1_agreement: float
+    max_abs_by_position: tuple[float, ...] = field(repr=False)
+    kl_by_position: tuple[float, ...] = field(repr=False)
+
+    @property
+    def is_same(self) -> bool:
+        """Whether every value is equal."""
+        return self.first_position is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the difference as JSON-ready values; infinities as the text "inf"."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {name: _plain(value) for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Noise:
+    """One pair of runs of the same route: which two orders of summation, and how far apart they were."""
+
+    prompt_id: str
+    first: str
+    second: str
+    max_abs: float
+    mean_abs: float
+    kl_mean: float
+    kl_max: float
+
+
+@dataclass(frozen=True)
+class NoiseFloor:
+    """What one route differs from itself by: the maxima over `pairs`. skipped: order changes that could not be made."""
+
+    pairs: tuple[Noise, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    @property
+    def max_abs(self) -> float:
+        return max((pair.max_abs for pair in self.pairs), default=0.0)
+
+    @property
+    def mean_abs(self) -> float:
+        return max((pair.mean_abs for pair in self.pairs), default=0.0)
+
+    @property
+    def kl_max(self) -> float:
+        return max((pair.kl_max for pair in self.pairs), default=0.0)
+
+    @property
+    def orders(self) -> tuple[str, ...]:
+        """The names of the runs that were compared."""
+        return tuple(dict.fromkeys(name for pair in self.pairs for name in (pair.first, pair.second)))
+
+    def verdict(self, difference: Difference) -> Verdict:
+        """Return what a difference is against this floor: within noise only if largest, mean and KL all are."""
+        if difference.is_same:
+            return "same"
+        within = (
+            difference.max_abs <= self.max_abs < math.inf
+            and difference.mean_abs <= self.mean_abs
+            and difference.kl_max <= self.kl_max
+        )
+        return "same within noise" if within else "differs"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the floor as JSON-ready values."""
+        return {
+            "max_abs": _plain(self.max_abs), "mean_abs": _plain(self.mean_abs), "kl_max": _plain(self.kl_max),
+            "orders": list(self.orders), "skipped": list(self.skipped), "pairs": len(self.pairs),
+            "largest": _largest(self.pairs),
+        }  # fmt: skip
+
+
+def _largest(pairs: Sequence[Noise]) -> list[dict[str, Any]]:
+    """Return for every two orders their largest pair."""
+    found: dict[tuple[str, str], Noise] = {}
+    for pair in pairs:
+        known = found.get((pair.first, pair.second))
+        if known is None or pair.max_abs > known.max_abs:
+            found[pair.first, pair.second] = pair
+    return [
+        {"first": p.first, "second": p.second, "prompt": p.prompt_id, "max_abs": _plain(p.max_abs),
+         "kl_max": _plain(p.kl_max)} for p in found.values()
+    ]  # fmt: skip
+
+
+def worst(verdicts: Iterable[str]) -> Verdict:
+    """Return the verdict of several: the worst of them, `same` for none."""
+    found = set(verdicts)
+    return "differs" if DIFFERS in found else "same within noise" if WITHIN_NOISE in found else "same"
+
+
+def difference(first: Tensor, second: Tensor) -> Difference:
+    """Return how far two logits are apart.
+
+    Shapes: [S, V] each, any floating dtypes, on one device. Errors: RequestError if the shapes differ.
+    Source: KL(P || Q) = sum_v P(v) (ln P(v) - ln Q(v)), P and Q the softmax of the first and the second.
+    """
+    if first.shape != second.shape or first.dim() != 2:
+        raise RequestError(
+            f"logits of shape {list(first.shape)} cannot be compared with {list(second.shape)}", field="logits",
+            hint="Both routes must see the same tokens and have the same vocabulary",
+        )  # fmt: skip
+    positions, vocabulary = first.shape
+    step = max(1, _PIECE_VALUES // max(1, vocabulary))
+    largest: list[float] = []
+    sums: list[float] = []
+    divergences: list[float] = []
+    agreed = 0
+    with torch.no_grad():
+        for start in range(0, positions, step):
+            a, b = first[start : start + step].double(), second[start : start + step].double()
+            agreed += int((a.argmax(-1) == b.argmax(-1)).sum())
+            apart = _apart(a, b)
+            largest += apart.amax(-1).tolist()
+            sums += apart.sum(-1).tolist()
+            divergences += _kl(a, b).tolist()
+    count = max(1, positions)
+    return Difference(
+        positions=positions, first_position=next((at for at, value in enumerate(largest) if value > 0), None),
+        max_abs=max(largest, default=0.0), mean_abs=math.fsum(sums) / (count * max(1, vocabulary)),
+        kl_mean=math.fsum(divergences) / count, kl_max=max(divergences, default=0.0), top1_agreement=agreed / count,
+        max_abs_by_position=tuple(largest), kl_by_position=tuple(divergences),
+    )  # fmt: skip
+
+
+def _apart(a: Tensor, b: Tensor) -> Tensor:
+    """Return |a - b| [S, V]; equal infinities are 0 apart, what is not a number is infinitely far."""
+    apart = (a - b).abs_()
+    apart = torch.where(a == b, torch.zeros((), dtype=a.dtype, device=a.device), apart)
+    return apart.nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def _kl(a: Tensor, b: Tensor) -> Tensor:
+    """Return KL in nats of every position: [S, V], [S, V] -> [S]."""
+    log_p, log_q = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
+    p = log_p.exp()
+    terms = torch.where(p == 0, torch.zeros((), dtype=a.dtype, device=a.device), p * (log_p - log_q))
+    found = terms.sum(-1)
+    # The sum of rounded terms of two nearly equal distributions can come out a little below zero.
+    return torch.where(found.isnan(), torch.full_like(found, math.inf), found.clamp_min(0.0))
+
+
+def noise_between(
+    prompt_id: str, runs: Mapping[str, Tensor], device: torch.device | str = "cpu"
+) -> tuple[Noise, ...]:
+    """Return how far every two of one route's runs on one prompt are apart, computed on a device.
+
+    runs: order of summation -> logits [S, V].
+    """
+    found = []
+    for (first, a), (second, b) in combinations(runs.items(), 2):
+        apart = difference(a.to(device), b.to(device))
+        found.append(Noise(prompt_id, first, second, apart.max_abs, apart.mean_abs, apart.kl_mean, apart.kl_max))
+    return tuple(found)
+
+
+def relative_by_layer(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, ...]:
+    """Return ||a - b|| / ||a|| of every layer's hidden states ([S, D] each), in float64."""
+    found = []
+    for a, b in zip(first, second, strict=True):
+        length = float(a.double().norm())
+        apart = float((a.double() - b.double()).norm())
+        found.append(apart / length if length else (math.inf if apart else 0.0))
+    return tuple(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value

@@ -1,0 +1,74 @@
+"""What every route is given: prompts made into model inputs once, so that no two routes differ in template or pixels.
+
+Runs in a process of its own (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.errors import RequestError
+from trimtab.proof.prompts import Prompt
+
+MAX_AUDIO_S = 3600.0
+
+
+class _Asked:
+    """What `chat.prepare` needs of a model, without its weights."""
+
+    def __init__(self, folder: Path, dtype: str) -> None:
+        from trimtab.runtime import hf
+
+        self.processor_folder = folder
+        self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
+        self.hf_model = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
+        # The routes' own plans are made for these prompts: nothing is counted here.
+        self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_AUDIO_S))
+
+    @cached_property
+    def processor(self) -> Any:
+        from trimtab.runtime import hf_processor
+
+        return hf_processor.load_processor(self.processor_folder)
+
+
+def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
+    """Write the inputs of every prompt into `out` and return one row a prompt: id, file, prompt_tokens, has_media.
+
+    Errors: RequestError, with all of them, for prompts that the model's processor refuses; CheckpointError if the
+    folder has no processor for them.
+    """
+    from trimtab.runtime import chat
+
+    asked = _Asked(model, dtype)
+    rows, problems = [], []
+    for place, prompt in enumerate(prompts):
+        try:
+            images, audios = ([medium] if medium else [] for medium in (prompt.image, prompt.audio))
+            found = chat.prepare(asked, list(prompt.token_ids) or prompt.text, images=images, audios=audios)
+        except RequestError as exc:
+            problems.append(f"{prompt.id}: {exc}")
+            continue
+        file = out / f"inputs-{place}.safetensors"
+        save_file({name: tensor.contiguous() for name, tensor in found.tensors.items()}, str(file))
+        rows.append(
+            {"id": prompt.id, "file": str(file), "prompt_tokens": found.prompt_tokens, "has_media": found.has_media}
+        )
+    if problems:
+        raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
+    return rows
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Do `prepare` in a process of its own; tells the rows."""
+    prompts = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"]]
+    rows = prepare(Path(request["model"]), request["dtype"], prompts, Path(request["out"]))
+    tell({"event": "prepared", "rows": rows})

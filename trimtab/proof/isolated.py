@@ -1,0 +1,18 @@
+"""How an error of ours leaves the process it was raised in: told as its kind, message and fields, raised again outside."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trimtab.errors import TrimtabError
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Run the `main` of request["module"]; an error of this package is told, any other ends the process as usual."""
+    try:
+        importlib.import_module(request["module"]).main(request["request"], tell)
+    except TrimtabError as exc:
+        fields = {name: value for name, value in vars(exc).items() if not name.startswith("__")}
+        tell({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": fields})

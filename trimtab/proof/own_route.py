@@ -1,0 +1,125 @@
+"""What trimtab says to prompts in one placement and format: runs inside a process of its own, and tells as it goes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trimtab.api import load, plan_request
+from trimtab.plan import Plan
+from trimtab.proof import forced
+from trimtab.proof.rounding import rounded_orders
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime.chat import Inputs
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def main(request: Mapping[str, Any], tell: Tell) -> None:
+    """Load the route's model and answer every item of the request.
+
+    request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
+    out (folder), new_tokens, noise, rounding, hidden, batched. Tells a line a step: loaded, item (with the file of its logits),
+    noise, memory.
+    """
+    route = request["route"]
+    started = time.monotonic()
+    plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
+    with load(plan) as model:
+        tell(
+            {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
+             "tiers": _tally(plan), "quant": plan.request.quant, "adapters": list(model.adapters)}
+        )  # fmt: skip
+        items = request["items"]
+        if request.get("batched"):
+            _run_batched(model, items, request, tell)
+            return
+        said: list[list[int]] = []
+        for place, item in enumerate(items):
+            said.append(_run_item(model, place, item, forced.wanted(item, said), request, tell))
+        # Last: the larger batches are no part of the route whose memory was just told.
+        for item, continuation in list(zip(items, said, strict=True))[
+            : request["noise_items"] if request["noise"] else 0
+        ]:
+            _tell_noise(model, item, continuation, request, tell)
+
+
+def _tally(plan: Plan) -> dict[str, int]:
+    tiers = list(plan.tiers().values())
+    return {tier: tiers.count(tier) for tier in sorted(set(tiers))}
+
+
+def _run_item(
+    model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], tell: Tell
+) -> list[int]:  # fmt: skip
+    """Answer one item, write its logits, and return the continuation that they are of."""
+    inputs = forced.read_inputs(item["file"], model.device)
+    ids = tuple(int(token) for token in inputs["input_ids"][0])
+    prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
+    wanted = GenerateRequest(max_new_tokens=request["new_tokens"])
+    answer = model.answer_inputs(prepared, wanted, adapter=item["adapter"])
+    continuation = list(answer.token_ids) if given is None else list(given)
+    whole = forced.extended(inputs, continuation)
+    with _using(model, item["adapter"]):
+        logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
+        again = forced.forward(model.hf_model, whole)[0]
+    file = Path(request["out"]) / f"run-{place}.safetensors"
+    forced.save_run(file, logits[0], [layer[0] for layer in hidden])
+    tell(
+        {"event": "item", "place": place, "id": item["id"], "file": str(file), "token_ids": list(answer.token_ids),
+         "text": answer.text, "continuation": continuation, "repeats": bool(torch.equal(again, logits)),
+         "memory": model.memory()}
+    )  # fmt: skip
+    return continuation
+
+
+@contextmanager
+def _using(model: Any, adapter: str | None) -> Iterator[None]:
+    model.route.set(adapter)
+    try:
+        yield
+    finally:
+        model.route.set(None)
+
+
+def _tell_noise(
+    model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], tell: Tell
+) -> None:
+    whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
+    with _using(model, item["adapter"]):
+        once = forced.forward(model.hf_model, whole)[0][0]
+        orders = forced.other_orders(
+            model.hf_model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"],
+            batches=request["noise"] != "without batches",
+        )  # fmt: skip
+        if request.get("rounding") and item["adapter"] is not None:
+            orders = chain(orders, rounded_orders(model, item["adapter"], whole))
+        pairs, skipped = forced.measure_noise(item["id"], once, orders)
+    tell({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
+
+
+def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mapping[str, Any], tell: Tell) -> None:
+    """Answer items together, `batched` rows at a time, each row with its own adapter. Text only."""
+    count = int(request["batched"])
+    for start in range(0, len(items), count):
+        group = items[start : start + count]
+        rows = [forced.extended(forced.read_inputs(i["file"], model.device), i["continuation"]) for i in group]
+        model.route.set_rows([item["adapter"] for item in group])
+        try:
+            logits, _ = forced.forward(model.hf_model, forced.padded_batch(rows))
+        finally:
+            model.route.set(None)
+        for at, (item, row) in enumerate(zip(group, rows, strict=True)):
+            file = Path(request["out"]) / f"run-{start + at}.safetensors"
+            forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
+            tell(
+                {"event": "item", "place": start + at, "id": item["id"], "file": str(file), "token_ids": None,
+                 "text": None, "continuation": list(item["continuation"]), "repeats": True, "memory": model.memory()}
+            )  # fmt: skip

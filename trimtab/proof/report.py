@@ -1,0 +1,156 @@
+"""What a proof found, as values: the parity report, its verdict and its forms (table, JSON, Markdown, HTML page)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab.errors import ParityError, RequestError
+from trimtab.plan.plan import write_whole
+
+if TYPE_CHECKING:
+    from trimtab.proof.compare import Difference, NoiseFloor
+    from trimtab.proof.lanes import LaneReport
+    from trimtab.proof.survival import Survival
+
+FORMATS = (".json", ".md", ".html")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptParity:
+    """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged), base_is_merged.
+
+    same_text: whether the greedy tokens are equal, None where they are not asked for (batches). base_kl: how far the
+    adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against.
+    """
+
+    id: str
+    kind: str
+    adapter: str | None
+    verdict: str
+    difference: Difference
+    prompt_tokens: int
+    reference_text: str | None
+    subject_text: str | None
+    same_text: bool | None
+    expected_text: str | None = None
+    base_kl: float | None = None
+    base_is_adapter: bool | None = None
+    base_is_merged: bool | None = None
+
+    @property
+    def merged_matches(self) -> str | None:
+        """What the merged model's answer is: "ADAPTER", "BASE" or "NEITHER"; None where nothing was merged."""
+        if self.base_is_merged is None:
+            return None
+        return "ADAPTER" if self.same_text else "BASE" if self.base_is_merged else "NEITHER"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready values."""
+        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return values | {"difference": self.difference.to_json(), "merged_matches": self.merged_matches}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityReport:
+    """Two routes to the same answers.
+
+    against: what was compared (a word of `comparisons.AGAINST` or a folder). expected: the verdict that is right: `same`
+    (bit-equal or within noise), or `differs` where an adapter must change something. floor: the reference's own noise.
+    layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
+    adapter's change is in a merged folder, module by module. findings: what a reader must know besides.
+    """
+
+    model: str
+    against: str
+    adapter: str | None
+    expected: str
+    prompts: tuple[PromptParity, ...]
+    floor: NoiseFloor
+    layers: tuple[float, ...]
+    reference: Mapping[str, Any]
+    subject: Mapping[str, Any]
+    findings: tuple[str, ...] = ()
+    survival: tuple[Survival, ...] = ()
+    lanes: LaneReport | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def verdict(self) -> str:
+        """The worst verdict of all prompts: "same", "same within noise" or "differs"."""
+        from trimtab.proof.compare import worst
+
+        return worst(row.verdict for row in self.prompts)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the verdict is the right one; what a command's exit code says."""
+        return (self.verdict == "differs") == (self.expected == "differs")
+
+    @property
+    def worst_prompt(self) -> PromptParity:
+        """The prompt with the largest difference."""
+        return max(self.prompts, key=lambda row: row.difference.max_abs)
+
+    def check(self) -> None:
+        """Raise ParityError unless the verdict is the right one."""
+        if self.ok:
+            return
+        row = self.worst_prompt
+        if self.expected == "differs":
+            reason = f"{self.subject['label']} gives what {self.reference['label']} gives: the adapter is inactive"
+        else:
+            reason = f"{self.subject['label']} differs from {self.reference['label']} on prompt {row.id}"
+        first = row.difference.first_position
+        raise ParityError(
+            reason, position=-1 if first is None else first, max_abs=row.difference.max_abs,
+            mean_abs=row.difference.mean_abs, tolerance=self.floor.max_abs,
+            hint="The tolerance is the reference's own noise, measured in the same run",
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        return {
+            "format": 1, "model": self.model, "against": self.against, "adapter": self.adapter,
+            "verdict": self.verdict, "expected": self.expected, "ok": self.ok, "findings": list(self.findings),
+            "prompts": [row.to_json() for row in self.prompts], "noise_floor": self.floor.to_json(),
+            "layers": [_finite(value) for value in self.layers], "reference": dict(self.reference),
+            "subject": dict(self.subject),
+            "survival": [{k: _finite(v) for k, v in row.to_json().items()} for row in self.survival],
+            "lanes": self.lanes.to_json() if self.lanes is not None else None, "versions": dict(self.versions),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        from trimtab.proof.words import report_text
+
+        return report_text(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
+        check_save_path(path)
+        from trimtab.proof import page, words
+
+        ending = Path(path).suffix.lower()
+        if ending == ".json":
+            text = json.dumps(self.to_json(), indent=1) + "\n"
+        else:
+            text = words.report_markdown(self) if ending == ".md" else page.report_html(self)
+        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+
+
+def check_save_path(path: str | os.PathLike[str]) -> None:
+    """Raise RequestError for a report file of an unknown form, or in a folder that is not there."""
+    if Path(path).suffix.lower() not in FORMATS:
+        raise RequestError("unknown form of a report", field="save", value=str(path), allowed=FORMATS)
+    if not Path(path).resolve().parent.is_dir():
+        raise RequestError("its folder does not exist", field="save", value=str(path))
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,230 @@
+"""How a route to the answers is run: in a process of its own, its logits handed over as files, its memory recorded.
+
+A route is a model in one placement and format, by trimtab or by the stock stack. The reference route answers first; its
+greedy texts are the continuation that both are then asked about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from trimtab import errors
+from trimtab.errors import DeviceError, TrimtabError, UpstreamError
+from trimtab.plan import Plan
+from trimtab.process import FAILED, OOM_HOST, Outcome, run_inside
+from trimtab.proof.compare import Noise, NoiseFloor
+from trimtab.request import LoadRequest
+
+Say = Callable[[str], None]
+TIMEOUT_S = 3600.0
+OWN, STOCK, PREPARE = "trimtab.proof.own_route", "trimtab.proof.stock_route", "trimtab.proof.inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Route:
+    """A way to the answers.
+
+    label: what a report calls it. Own routes have a plan, or a request to plan from; stock ones folder, quant, dtype,
+    device and adapters, and the interpreter they run in (None: this one). batched: rows computed together (0: one).
+    """
+
+    label: str
+    engine: Literal["trimtab", "stock"] = "trimtab"
+    plan: Plan | None = None
+    request: LoadRequest | None = None
+    folder: str = ""
+    quant: str = "none"
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    adapters: Mapping[str, str] | None = None
+    python: str | None = None
+    batched: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the process of the route is given."""
+        if self.engine == "trimtab":
+            return {
+                "plan": self.plan.to_json() if self.plan else None,
+                "request": self.request.to_json() if self.request else None,
+            }
+        return {
+            "folder": self.folder, "quant": self.quant, "dtype": self.dtype, "device": self.device,
+            "adapters": dict(self.adapters or {}),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """One prepared prompt with the adapter that answers it.
+
+    continuation: the tokens to be asked about; None: what it answers itself, or, with `follows`, what the item of that
+    place before it answered.
+    """
+
+    id: str
+    file: str
+    prompt_tokens: int
+    has_media: bool
+    adapter: str | None
+    continuation: tuple[int, ...] | None = None
+    follows: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What a route said to one item. file: of its logits. repeats: whether a second pass gave the same bits."""
+
+    id: str
+    file: str
+    token_ids: tuple[int, ...] | None
+    text: str | None
+    continuation: tuple[int, ...]
+    repeats: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """A route that has run: what it said in the order of the items, its noise, and what it took.
+
+    memory: host_peak_bytes (of the process; 0 if it had none of its own), gpu_peak_bytes. loaded: the line it told.
+    """
+
+    route: Route
+    said: tuple[Said, ...]
+    noise: NoiseFloor
+    memory: Mapping[str, int]
+    seconds: float
+    loaded: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a report says of the route."""
+        shown = {name: self.loaded.get(name) for name in ("device", "quant", "tiers", "adapters", "notes", "warnings")}
+        return {
+            "label": self.route.label, "engine": self.route.engine, "memory": dict(self.memory),
+            "seconds": round(self.seconds, 2), **{name: value for name, value in shown.items() if value},
+        }  # fmt: skip
+
+
+def prepare(
+    model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True
+) -> list[dict[str, Any]]:
+    """Return one row a prompt (see `inputs.prepare`), made in a process of its own."""
+    request = {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
+    lines, _ = run_module(PREPARE, request, "the prompts", isolated=isolated)
+    rows: list[dict[str, Any]] = next(line["rows"] for line in lines if line["event"] == "prepared")
+    return rows
+
+
+def run_route(
+    route: Route, items: Sequence[Item], out: Path, *, new_tokens: int, noise: bool | str = False,
+    noise_items: int | None = None, rounding: bool = False, hidden: bool = False, isolated: bool = True,
+    timeout_s: float = TIMEOUT_S,
+) -> Ran:  # fmt: skip
+    """Return what a route says to every item.
+
+    out: an empty folder for the files. noise: measure the route's own noise ("without batches" where batching is what is
+    tested), on the first noise_items alone if that is given. rounding: let it also answer with its adapter's change
+    added to the weights and rounded once (see `rounding`). isolated False runs in this process, which is quicker and
+    records no host peak.
+    Errors: those of planning and loading; UpstreamError for what stock raises; DeviceError for a process that died.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    request = {
+        "route": route.to_json(), "items": [asdict(item) for item in items], "out": str(out), "new_tokens": new_tokens,
+        "noise": noise, "noise_items": len(items) if noise_items is None else noise_items, "hidden": hidden,
+        "batched": route.batched, "rounding": rounding,
+    }  # fmt: skip
+    module = OWN if route.engine == "trimtab" else STOCK
+    lines, outcome = run_module(
+        module, request, route.label, isolated=isolated, python=route.python, timeout_s=timeout_s
+    )
+    said, pairs, skipped = [], [], []
+    memory = {"host_peak_bytes": outcome.peak_host_bytes if outcome else 0, "gpu_peak_bytes": 0}
+    for line in lines:
+        if line["event"] == "item":
+            memory["gpu_peak_bytes"] = max(memory["gpu_peak_bytes"], line["memory"]["gpu_peak_bytes"])
+            if outcome is not None and line["memory"].get("host_peak_bytes"):
+                memory["host_peak_bytes"] = line["memory"]["host_peak_bytes"]  # noise is measured after it
+            said.append(_said(line))
+        elif line["event"] == "noise":
+            pairs += [Noise(**pair) for pair in line["pairs"]]
+            skipped += line["skipped"]
+    loaded = next((line for line in lines if line["event"] == "loaded"), {})
+    return Ran(
+        route=route, said=tuple(said), noise=NoiseFloor(tuple(pairs), tuple(skipped)), memory=memory,
+        seconds=outcome.seconds if outcome else 0.0, loaded=loaded,
+    )  # fmt: skip
+
+
+def _said(line: Mapping[str, Any]) -> Said:
+    ids = line["token_ids"]
+    return Said(
+        id=line["id"], file=line["file"], token_ids=None if ids is None else tuple(ids), text=line["text"],
+        continuation=tuple(line["continuation"]), repeats=line["repeats"],
+    )  # fmt: skip
+
+
+def with_continuations(items: Sequence[Item], reference: Ran) -> tuple[Item, ...]:
+    """Return the items with the reference's greedy tokens to be asked about; it may have answered more after them."""
+    return tuple(
+        replace(item, continuation=said.continuation)
+        for item, said in zip(items, reference.said[: len(items)], strict=True)
+    )
+
+
+def run_module(
+    module: str, request: Mapping[str, Any], label: str, *, isolated: bool, python: str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[list[dict[str, Any]], Outcome | None]:  # fmt: skip
+    """Return the lines that a module's `main` told, and how its process went (None if it had none of its own).
+
+    Errors: an error of ours that left `main`, raised again here; UpstreamError; DeviceError.
+    """
+    if not isolated and python is None:
+        import importlib
+
+        lines: list[dict[str, Any]] = []
+        importlib.import_module(module).main(request, lines.append)
+        raise_told(lines, label)
+        return lines, None
+    outcome = run_inside(
+        "trimtab.proof.isolated", {"module": module, "request": request}, python=python, timeout_s=timeout_s
+    )
+    raise_told(outcome.lines, label)
+    if outcome.ended != "done":
+        raise _died(outcome, label, timeout_s)
+    return list(outcome.lines), outcome
+
+
+def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:
+    """Raise what a process told it was raised in it."""
+    for line in lines:
+        if line.get("event") == "error":
+            raise rebuilt(line)
+        if line.get("event") == "upstream":
+            raise UpstreamError(
+                f"{label}: {line['type']}: {line['message']}", package=line["package"], installed=line["installed"],
+                hint="This route does not run here; `trimtab doctor` says whether it is a known bug",
+            )  # fmt: skip
+
+
+def rebuilt(line: Mapping[str, Any]) -> TrimtabError:
+    """Return an error of ours as it was raised in the other process: kind, message and fields."""
+    kind = getattr(errors, line["kind"])
+    found: TrimtabError = kind.__new__(kind)
+    Exception.__init__(found, line["message"])
+    found.__dict__.update({name: tuple(v) if isinstance(v, list) else v for name, v in line["fields"].items()})
+    return found
+
+
+def _died(outcome: Outcome, label: str, timeout_s: float) -> DeviceError:
+    last = next((line for line in reversed(outcome.stderr.strip().splitlines()) if line.strip()), "it said nothing")
+    words = {
+        FAILED: f"ended with {last}", OOM_HOST: "was killed, most likely for want of host memory",
+        "timeout": f"took longer than {timeout_s:.0f} s",
+    }  # fmt: skip
+    reason = words.get(outcome.ended, f"crashed (exit code {outcome.exit_code}; {last})")
+    return DeviceError(f"the process of route {label!r} {reason}", device="host")

@@ -1,0 +1,83 @@
+"""What of an adapter's change is in a merged checkpoint: base and merged files read tensor by tensor, never whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trimtab.checkpoint.adapter import AdapterTarget, match_adapter, read_adapter
+from trimtab.checkpoint.folder import read_checkpoint
+from trimtab.checkpoint.packed import split_packed
+from trimtab.errors import CheckpointError
+from trimtab.proof.survival import Survival, lora_delta, survival
+
+Progress = Callable[[int, int], None]
+
+
+class _Weights:
+    """The weights of a checkpoint by their path in the model, one at a time and dense."""
+
+    def __init__(self, folder: Path) -> None:
+        from trimtab.runtime import hf
+
+        self.checkpoint = read_checkpoint(folder)
+        self.entries, self.packed = split_packed(self.checkpoint)
+        self.probe: Any = hf.probe(self.checkpoint, "float32")  # holds every file dtype exactly
+        self.anatomy: Any = hf.anatomy_of(self.probe, self.checkpoint, quant="none", keep_unquantized=())
+
+    def weight(self, tensor_path: str) -> Tensor:
+        path = self.probe.ties.get(tensor_path, tensor_path)
+        expression = self.probe.sources.get(path)
+        if expression is None:
+            raise CheckpointError("is in no file of it", path=self.checkpoint.folder, tensor_name=tensor_path)
+        found: Tensor = expression.replay(self._fetch)
+        return found
+
+    def _fetch(self, name: str) -> Tensor:
+        from trimtab.runtime.quant import dequantize, prequantized
+        from trimtab.runtime.read import read_small
+
+        if name not in self.packed:
+            return read_small({name: self.entries[name]})[name]
+        entry = self.packed[name]
+        parts = {part: tensor for part, tensor in entry.parts.items() if part != "quant_state"}
+        return dequantize(prequantized(entry, read_small(parts)))
+
+
+def survival_of_files(
+    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
+) -> tuple[Survival, ...]:
+    """Return one row for every module that the adapter changes with LoRA; saved modules are whole weights, not changes.
+
+    base: the checkpoint that was merged into. Memory: a few copies of the largest adapted weight in float32.
+    """
+    ours, theirs = _Weights(base), _Weights(merged)
+    spec = match_adapter(read_adapter(adapter), ours.anatomy)
+    targets = [target for target in spec.targets if target.kind != "saved"]
+    rows = []
+    for done, target in enumerate(targets, 1):
+        path = f"{target.module_path}.weight"
+        weight = ours.weight(path)
+        delta = target_delta(target, weight, _read(target))
+        rows.append(survival(target.module_path, weight, theirs.weight(path), delta))
+        if progress is not None:
+            progress(done, len(targets))
+    return tuple(rows)
+
+
+def _read(target: AdapterTarget) -> dict[str, Tensor]:
+    from trimtab.runtime.read import read_small
+
+    return read_small(dict(target.tensors))
+
+
+def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the change of one LoRA target in float32, in the shape of its weight: [D_out, D_in], [V, D] for a table."""
+    A, B, magnitude = tensors["A"], tensors["B"], tensors.get("magnitude")
+    if target.kind == "embedding":
+        # A table's rows are tokens: PEFT keeps A as [R, V] and B as [D, R] and transposes their product.
+        return lora_delta(weight, B.T, A.T, target.scale, magnitude, dora_dim=0)
+    return lora_delta(weight, A, B, target.scale, magnitude)

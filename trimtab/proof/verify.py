@@ -1,0 +1,237 @@
+"""Whether two routes to the same answer agree: `trimtab.verify`, one report of one comparison.
+
+Each route runs in a process of its own. The reference answers the prompts first and measures its own noise; the other is
+asked about the same tokens. What is compared with what is one word, `against` (see AGAINST), or a merged model's folder.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.errors import RequestError
+from trimtab.plan import Plan
+from trimtab.proof import compare, forced
+from trimtab.proof import prompts as asked
+from trimtab.proof.comparisons import AGAINST, Case, case_of
+from trimtab.proof.prompts import Prompt
+from trimtab.proof.report import ParityReport, PromptParity
+from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
+from trimtab.proof.versions import versions
+from trimtab.request import LoadRequest
+
+Say = Callable[[str], None]
+NEW_TOKENS = 32
+
+
+def verify(
+    plan_or_model: Plan | LoadRequest | str | Path, *, adapters: Mapping[str, str | Path] | None = None,
+    adapter: str | None = None,
+    prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None = None, against: str | Path = "resident",
+    quant: str | None = None, python: str | Path | None = None, new_tokens: int = NEW_TOKENS, lanes: bool = False,
+    isolated: bool = True, say: Say | None = None,
+) -> ParityReport:  # fmt: skip
+    """Return a report on two routes to the answers of every prompt.
+
+    plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters` and
+    `quant` (by default none for a comparison with a merged folder, else the checkpoint's own or nf4-dq). adapter: the one
+    that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word
+    of AGAINST or a merged model's folder. python: an interpreter with the stock stack to use for its side. new_tokens:
+    length of the greedy texts. lanes: run the merge lanes as well. isolated False: all in this process (quicker; host
+    peaks are not recorded).
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock
+    fails; DeviceError if a process dies. `report.check()` raises ParityError.
+    """
+    speak = say or (lambda text: None)
+    if not isinstance(new_tokens, int) or new_tokens < 1:
+        raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
+    request = _request(plan_or_model, adapters, quant, against)
+    checkpoint = read_checkpoint(request.model)
+    chosen = _prompts(prompts)
+    with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
+        given = chosen if chosen is not None else asked.built_in(checkpoint.folder, checkpoint.config, work)
+        asked.check_modalities(given, checkpoint.config)
+        plan = plan_or_model if isinstance(plan_or_model, Plan) else None
+        case = case_of(plan, request, checkpoint, against, adapter, given, python)
+        check_adapters(checkpoint, request.adapters)
+        speak(f"{len(given)} prompts; {case.reference.label} and {case.subject.label}")
+        rows = prepare(checkpoint.folder, request.dtype, given, work, isolated=isolated)
+        report = _compare(case, given, rows, work, new_tokens=new_tokens, isolated=isolated, speak=speak)
+        if lanes:
+            report = _with_lanes(report, case, request, given, rows, work, new_tokens, python, isolated, speak)
+    return report
+
+
+def _request(
+    plan_or_model: Plan | LoadRequest | str | Path, adapters: Mapping[str, str | Path] | None, quant: str | None,
+    against: str | Path,
+) -> LoadRequest:  # fmt: skip
+    merged = str(against) not in AGAINST
+    if isinstance(plan_or_model, (Plan, LoadRequest)):
+        for name, value in (("adapters", adapters), ("quant", quant)):
+            if value is not None:
+                raise RequestError("is part of the plan; make the plan with it", field=name, value=value)
+        if isinstance(plan_or_model, Plan):
+            return plan_or_model.request
+        return replace(plan_or_model, quant="none") if merged and plan_or_model.quant == "auto" else plan_or_model
+    return LoadRequest(
+        model=str(plan_or_model), adapters={name: str(path) for name, path in (adapters or {}).items()},
+        quant=quant or ("none" if merged else "auto"),
+    )  # fmt: skip
+
+
+def _prompts(given: Any) -> tuple[Prompt, ...] | None:
+    if given is None:
+        return None
+    return asked.read_prompts(given) if isinstance(given, (str, Path)) else asked.checked(given)
+
+
+def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
+    """Raise AdapterError if an adapter is not this model's. Reads headers, no weights."""
+    from trimtab.checkpoint.adapter import match_adapter, read_adapter
+    from trimtab.runtime import hf
+
+    files = {name: read_adapter(path) for name, path in adapters.items()}
+    if files:
+        anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
+        for file in files.values():
+            match_adapter(file, anatomy)
+
+
+# Running and comparing ------------------------------------------------------------------------------------------------
+
+
+def _items(case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]]) -> tuple[Item, ...]:
+    items = []
+    names: list[str | None] = [*case.adapters, None] if case.against == "alone" else [case.adapter]
+    for row in rows:
+        if case.subject.batched and row["has_media"]:
+            continue
+        items += [Item(**row, adapter=name) for name in names]
+    if not items:
+        raise RequestError(
+            "batches are compared on prompts without pictures and sounds; none is given", field="prompts"
+        )
+    return tuple(items)
+
+
+def _compare(
+    case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]], work: Path, *, new_tokens: int,
+    isolated: bool, speak: Say,
+) -> ParityReport:  # fmt: skip
+    items = _items(case, given, rows)
+    count = len(items)
+    first = items
+    if case.merged is not None:  # the base's answers too: a merge of an adapter that does nothing proves nothing
+        first = items + tuple(replace(item, adapter=None, follows=at) for at, item in enumerate(items))
+    noise: bool | str = "without batches" if case.subject.batched else True
+    options: dict[str, Any] = {"new_tokens": new_tokens, "isolated": isolated, "hidden": not case.subject.batched}
+    speak(f"running: {case.reference.label}")
+    reference = run_route(
+        case.reference,
+        first,
+        work / "reference",
+        noise=noise,
+        noise_items=count,
+        rounding=case.merged is not None,
+        **options,
+    )
+    second = with_continuations(items, reference)
+    if case.against == "base" or case.merged is not None:
+        second = tuple(replace(item, adapter=None) for item in second)
+    speak(f"running: {case.subject.label}")
+    subject = run_route(case.subject, second, work / "subject", **options)
+    speak("comparing")
+    by_id = {prompt.id: prompt for prompt in given}
+    found, layers = [], []
+    for at in range(count):
+        row, by_layer = _parity(case, by_id[items[at].id], items[at], at, reference, subject, count)
+        found.append(row)
+        layers.append(by_layer)
+    return ParityReport(
+        model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
+        prompts=tuple(found), floor=reference.noise, layers=_largest_by_layer(layers),
+        reference=reference.to_json(), subject=subject.to_json(), findings=_findings(case, found, reference, subject),
+        survival=_survival(case, speak), versions=versions(),
+    )  # fmt: skip
+
+
+def _parity(
+    case: Case, prompt: Prompt, item: Item, at: int, reference: Ran, subject: Ran, count: int
+) -> tuple[PromptParity, tuple[float, ...]]:
+    first, second = reference.said[at], subject.said[at]
+    a, hidden_a = forced.read_run(first.file)
+    b, hidden_b = forced.read_run(second.file)
+    found = compare.difference(a, b)
+    base_kl, base_ids = None, None
+    if case.merged is not None:
+        base = reference.said[count + at]
+        base_kl = compare.difference(a, forced.read_run(base.file)[0]).kl_mean
+        base_ids = base.token_ids
+    by_layer: tuple[float, ...] = ()
+    if hidden_a is not None and hidden_b is not None and hidden_a.shape == hidden_b.shape:
+        by_layer = compare.relative_by_layer(list(hidden_a), list(hidden_b))
+    row = PromptParity(
+        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(found), difference=found,
+        prompt_tokens=item.prompt_tokens, reference_text=first.text, subject_text=second.text,
+        same_text=None if second.token_ids is None else first.token_ids == second.token_ids,
+        expected_text=(prompt.expected or {}).get(item.adapter or "base"), base_kl=base_kl,
+        base_is_adapter=None if base_ids is None else base_ids == first.token_ids,
+        base_is_merged=None if base_ids is None else base_ids == second.token_ids,
+    )  # fmt: skip
+    return row, by_layer
+
+
+def _largest_by_layer(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    known = [row for row in rows if row]
+    if not known or len({len(row) for row in known}) != 1:
+        return ()
+    return tuple(max(values) for values in zip(*known, strict=True))
+
+
+def _survival(case: Case, speak: Say) -> tuple[Any, ...]:
+    if case.merged is None or case.adapter is None:
+        return ()
+    from trimtab.proof.survival_files import survival_of_files
+
+    speak("reading which share of the adapter's change is in the merged weights")
+    return survival_of_files(read_checkpoint(case.model).folder, case.merged, Path(case.adapters[case.adapter]))
+
+
+def _findings(case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran) -> tuple[str, ...]:
+    found = []
+    if case.against == "base" and compare.worst(row.verdict for row in rows) != compare.DIFFERS:
+        found.append(f"adapter inactive: {case.adapter} changes no answer by more than the noise")
+    if case.merged is not None:
+        if all(row.base_kl == 0 for row in rows):
+            found.append(f"adapter inactive: {case.adapter} changes nothing, so this comparison proves nothing")
+        elif all(row.base_is_merged and not row.base_is_adapter for row in rows):
+            found.append("every merged answer is the base's: the adapter is not in the merged model")
+    for ran in (reference, subject):
+        ids = [said.id for said in ran.said if not said.repeats]
+        if ids:
+            found.append(f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave other bits")
+        found += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
+    found += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
+    return tuple(found)
+
+
+def _with_lanes(
+    report: ParityReport, case: Case, request: LoadRequest, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]],
+    work: Path, new_tokens: int, python: Any, isolated: bool, speak: Say,
+) -> ParityReport:  # fmt: skip
+    from trimtab.proof.lanes import run_lanes
+
+    if case.adapter is None:
+        raise RequestError("the merge lanes need an adapter", field="adapter", hint="--adapter NAME=PATH")
+    found = run_lanes(
+        request.model, Path(case.adapters[case.adapter]), rows, work / "lanes", device=request.device,
+        dtype=request.dtype, new_tokens=new_tokens, python=str(python) if python is not None else None,
+        isolated=isolated, say=speak,
+    )  # fmt: skip
+    return replace(report, lanes=found)

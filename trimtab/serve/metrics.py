@@ -1,0 +1,124 @@
+"""What the server counts, as Prometheus reads it and as the page shows it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from trimtab.serve.job import Event
+
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+RECENT = 50
+
+
+class Metrics:
+    """One server's numbers; `begin` gives an object that follows one request."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        labels = ["model", "adapter"]
+        made: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("trimtab_requests", "Requests, by how they ended", [*labels, "ended"], **made)
+        self.tokens = Counter("trimtab_tokens", "Tokens of prompts and answers", [*labels, "kind"], **made)
+        self.ttft = Histogram(
+            "trimtab_time_to_first_token_seconds", "From arrival to the first piece of text", labels,
+            buckets=TTFT_BUCKETS, **made,
+        )  # fmt: skip
+        self.between = Histogram(
+            "trimtab_time_between_pieces_seconds",
+            "Between two pieces of one answer",
+            labels,
+            buckets=TTFT_BUCKETS,
+            **made,
+        )
+        self.gauges: dict[str, Any] = {
+            name: Gauge(f"trimtab_{name}", text, ["model"], **made)
+            for name, text in (
+                ("queue_length", "Requests that wait for a row"), ("running", "Requests with a row or a prompt under way"),
+                ("worker_restarts", "How often the worker was put back"), ("adapter_swaps", "Adapters put on the model"),
+                ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
+                ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
+                ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
+            )
+        }  # fmt: skip
+        self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **made)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+
+    def begin(self, model: str, adapter: str | None, *, choices: int) -> Seen:
+        """Return what follows one request from here to its end."""
+        return Seen(self, model, adapter or "", choices)
+
+    def recent(self) -> list[dict[str, Any]]:
+        """Return the last requests, the newest first."""
+        return list(reversed(self._recent))
+
+    def text(self, status: Mapping[str, Any]) -> tuple[bytes, str]:
+        """Return everything in Prometheus' text form, and its content type. status: as `Pool.status` gives it."""
+        for model in status["models"]:
+            self._set(model)
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def _set(self, model: Mapping[str, Any]) -> None:
+        numbers, name = model.get("numbers") or {}, model["name"]
+        memory = numbers.get("memory", {})
+        values = {
+            "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
+            "worker_restarts": model["restarts"], "adapter_swaps": numbers.get("swaps", 0),
+            "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
+            "kv_cache_bytes": numbers.get("kv_bytes", 0),
+            **{key: memory.get(key, 0) for key in ("gpu_bytes", "gpu_peak_bytes", "host_peak_bytes")},
+        }  # fmt: skip
+        for key, value in values.items():
+            self.gauges[key].labels(name).set(value)
+        for tier, count in (model.get("tier_bytes") or {}).items():
+            self.tier_bytes.labels(name, tier).set(count)
+
+
+@dataclass(eq=False)
+class Seen:
+    """One request under way."""
+
+    metrics: Metrics
+    model: str
+    adapter: str
+    choices: int
+    arrived: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    last: float | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def event(self, event: Event) -> None:
+        """Take note of what the request is told."""
+        now = time.monotonic()
+        labels = (self.model, self.adapter)
+        if event.kind == "text":
+            if self.first_s is None:
+                self.first_s = now - self.arrived
+                self.metrics.ttft.labels(*labels).observe(self.first_s)
+            elif self.last is not None:
+                self.metrics.between.labels(*labels).observe(now - self.last)
+            self.last = now
+        elif event.kind == "done":
+            self.prompt_tokens += event.usage["prompt_tokens"]
+            self.completion_tokens += event.usage["completion_tokens"]
+
+    def end(self, how: str) -> None:
+        """Take note of its end: "done", "cancelled" or the class of the error."""
+        seconds = time.monotonic() - self.arrived
+        labels = (self.model, self.adapter)
+        self.metrics.requests.labels(*labels, how).inc()
+        self.metrics.tokens.labels(*labels, "prompt").inc(self.prompt_tokens)
+        self.metrics.tokens.labels(*labels, "completion").inc(self.completion_tokens)
+        decode_s = seconds - (self.first_s or 0.0)
+        self.metrics._recent.append({
+            "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,
+            "ttft_s": self.first_s, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "tok_s": (self.completion_tokens - self.choices) / decode_s
+            if self.completion_tokens > self.choices and decode_s > 0 else None,
+        })  # fmt: skip

@@ -1,0 +1,203 @@
+// Pictures and sounds on their way to the model: chosen, dropped, pasted or recorded, in a form that the server takes.
+
+import { byId, bytes, make, seconds } from "./dom.js";
+
+const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
+const RATE = 16000;
+const MAX_RECORDING_S = 120;
+
+/** One thing to send: {kind: "image" or "sound", name, url (for showing), part (in OpenAI's shape)}. */
+async function imageOf(file) {
+  const blob = IMAGE_TYPES.includes(file.type) ? file : await asPng(file);
+  const part = { type: "image_url", image_url: { url: `data:${blob.type};base64,${await base64(blob)}` } };
+  return { kind: "image", name: file.name || "picture", size: blob.size, url: URL.createObjectURL(blob), part };
+}
+
+async function asPng(file) {
+  const bitmap = await createImageBitmap(file);
+  const canvas = make("canvas", { width: bitmap.width, height: bitmap.height });
+  canvas.getContext("2d").drawImage(bitmap, 0, 0);
+  return new Promise((done, failed) => {
+    canvas.toBlob((blob) => (blob ? done(blob) : failed(new Error("cannot be drawn"))), "image/png");
+  });
+}
+
+async function soundOf(file) {
+  const head = new TextDecoder("latin1").decode(await file.slice(0, 12).arrayBuffer());
+  // What the server reads itself goes as it is; anything else this browser can play becomes wav first.
+  const format = head.startsWith("RIFF") && head.endsWith("WAVE") ? "wav" : head.startsWith("fLaC") ? "flac" : null;
+  const blob = format ? file : await asWav(await file.arrayBuffer());
+  const part = { type: "input_audio", input_audio: { data: await base64(blob), format: format ?? "wav" } };
+  const shown = new Blob([blob], { type: `audio/${format ?? "wav"}` });
+  return { kind: "sound", name: file.name || "recording.wav", size: blob.size, url: URL.createObjectURL(shown), part };
+}
+
+async function asWav(encoded) {
+  // An offline context of our rate resamples what it decodes.
+  const found = await new OfflineAudioContext(1, 1, RATE).decodeAudioData(encoded);
+  const mono = new Float32Array(found.length);
+  for (let channel = 0; channel < found.numberOfChannels; channel += 1) {
+    found.getChannelData(channel).forEach((value, at) => { mono[at] += value / found.numberOfChannels; });
+  }
+  return wav(mono, RATE);
+}
+
+/** Return samples in -1..1 as a wav file of 16-bit numbers. */
+export function wav(samples, rate) {
+  const view = new DataView(new ArrayBuffer(44 + 2 * samples.length));
+  const write = (at, text) => [...text].forEach((letter, place) => view.setUint8(at + place, letter.charCodeAt(0)));
+  write(0, "RIFF");
+  view.setUint32(4, 36 + 2 * samples.length, true);
+  write(8, "WAVEfmt ");
+  view.setUint32(16, 16, true);
+  view.setUint16(20, 1, true); // whole numbers
+  view.setUint16(22, 1, true); // one channel
+  view.setUint32(24, rate, true);
+  view.setUint32(28, 2 * rate, true);
+  view.setUint16(32, 2, true);
+  view.setUint16(34, 16, true);
+  write(36, "data");
+  view.setUint32(40, 2 * samples.length, true);
+  samples.forEach((value, at) => view.setInt16(44 + 2 * at, Math.round(Math.max(-1, Math.min(1, value)) * 32767), true));
+  return new Blob([view], { type: "audio/wav" });
+}
+
+function base64(blob) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result.slice(reader.result.indexOf(",") + 1));
+    reader.onerror = () => failed(reader.error);
+    reader.readAsDataURL(blob);
+  });
+}
+
+/** What is attached to the question. takes(): which kinds the model takes. fail(text): tells the reader. */
+export class Attachments {
+  constructor(takes, fail) {
+    this.items = [];
+    this.takes = takes;
+    this.fail = fail;
+    this.list = byId("attached");
+  }
+
+  async add(files) {
+    this.fail("");
+    for (const file of files) {
+      const kind = file.type.startsWith("image/") ? "image"
+        : file.type.startsWith("audio/") || /\.(wav|flac)$/i.test(file.name) ? "sound" : null;
+      if (kind === null) {
+        this.fail(`${file.name}: neither a picture nor a sound`);
+      } else if (!this.takes().includes(kind === "sound" ? "audio" : "image")) {
+        this.fail(`${file.name || "This"}: the model takes no ${kind}s`);
+      } else {
+        try {
+          this.items.push(await (kind === "image" ? imageOf(file) : soundOf(file)));
+        } catch {
+          this.fail(`${file.name}: this browser cannot read it`);
+        }
+      }
+    }
+    this.show();
+  }
+
+  /** Return everything and begin anew; what was taken stays playable. */
+  take() {
+    const taken = this.items;
+    this.items = [];
+    this.show();
+    return taken;
+  }
+
+  show() {
+    this.list.replaceChildren(...this.items.map((item, place) => make(
+      "li", {}, shown(item), make("span", { class: "name" }, `${item.name}, ${bytes(item.size)}`),
+      make("button", { type: "button", class: "plain", "aria-label": `Remove ${item.name}`, onclick: () => this.remove(place) }, "Remove"),
+    )));
+  }
+
+  remove(place) {
+    URL.revokeObjectURL(this.items[place].url);
+    this.items.splice(place, 1);
+    this.show();
+    (this.list.querySelectorAll("button")[Math.max(0, place - 1)] ?? byId("question")).focus();
+  }
+}
+
+/** Return an attachment as something to look at or listen to. */
+export function shown(item) {
+  return item.kind === "image"
+    ? make("img", { src: item.url, alt: item.name })
+    : make("audio", { src: item.url, controls: true, preload: "metadata", "aria-label": item.name });
+}
+
+/** The microphone: a button that records until it is pressed again. done(file): gets a wav of 16 kHz. */
+export class Recorder {
+  constructor(done, fail) {
+    this.button = byId("record");
+    this.text = byId("record-text");
+    this.done = done;
+    this.fail = fail;
+    this.stopping = null;
+    this.button.addEventListener("click", () => (this.stopping ? this.stopping() : this.record()));
+    if (!navigator.mediaDevices?.getUserMedia) {
+      this.button.title = "The browser gives the microphone to pages of this machine or behind https only";
+      this.isMissing = true;
+    }
+  }
+
+  async record() {
+    this.fail("");
+    this.button.disabled = true;
+    let microphone;
+    try {
+      microphone = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } });
+    } catch (error) {
+      this.fail(error.name === "NotAllowedError" ? "The browser was not allowed to record" : "No microphone was found");
+      return;
+    } finally {
+      this.button.disabled = false;
+    }
+    const context = new AudioContext();
+    await context.audioWorklet.addModule("/page/recorder.js");
+    const source = context.createMediaStreamSource(microphone), tap = new AudioWorkletNode(context, "tap");
+    const pieces = [];
+    tap.port.onmessage = ({ data }) => pieces.push(data);
+    source.connect(tap).connect(context.destination);
+    const began = performance.now();
+    const clock = setInterval(() => {
+      const passed = (performance.now() - began) / 1000;
+      this.text.textContent = `Stop recording (${passed.toFixed(0)} s)`;
+      if (passed > MAX_RECORDING_S) this.stopping?.();
+    }, 250);
+    this.button.setAttribute("aria-pressed", "true");
+    this.text.textContent = "Stop recording";
+    this.stopping = async () => {
+      this.stopping = null;
+      clearInterval(clock);
+      microphone.getTracks().forEach((track) => track.stop());
+      this.button.setAttribute("aria-pressed", "false");
+      this.text.textContent = "Record";
+      const rate = context.sampleRate;
+      await context.close();
+      if (pieces.length) this.done(await resampled(pieces, rate));
+      else this.fail("Nothing was recorded");
+    };
+  }
+}
+
+async function resampled(pieces, rate) {
+  const length = pieces.reduce((total, piece) => total + piece.length, 0);
+  const offline = new OfflineAudioContext(1, Math.max(1, Math.round((length * RATE) / rate)), RATE);
+  const buffer = offline.createBuffer(1, length, rate);
+  let at = 0;
+  for (const piece of pieces) {
+    buffer.copyToChannel(piece, 0, at);
+    at += piece.length;
+  }
+  const source = offline.createBufferSource();
+  source.buffer = buffer;
+  source.connect(offline.destination);
+  source.start();
+  const found = (await offline.startRendering()).getChannelData(0);
+  return new File([wav(found, RATE)], `recording ${seconds(found.length / RATE)}.wav`, { type: "audio/wav" });
+}

@@ -1,0 +1,203 @@
+"""Which models a server has: one on the command line, or several in a TOML file.
+
+    [models.gemma]
+    path = "models/gemma-4-E4B-it"
+    quant = "nf4-dq"
+    gpu_memory = "4GiB"
+    context = 4096
+    rows = 8
+    resident_adapters = 4          # how many may be on the model at once
+    keep = ["medical"]             # never taken off
+    idle_unload_s = 600            # give the memory back after ten quiet minutes
+    supports_image = true
+    supports_audio = false
+
+    [models.gemma.adapters]
+    medical = "adapters/medical"
+
+Relative paths are relative to the file. `plan` may name a plan that `trimtab plan --save` wrote, instead of the placement.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import CheckpointError, RequestError, TrimtabError
+from trimtab.request import LoadRequest, parse_bytes
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
+MEDIA = ("image", "audio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """One model of a server.
+
+    request: what is planned, without adapters. adapters: name -> folder. kept: never taken off the model. resident_limit:
+    how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
+    seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
+    in any case.
+    """
+
+    name: str
+    request: LoadRequest
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    kept: tuple[str, ...] = ()
+    rows: int = 8
+    resident_limit: int | None = None
+    idle_unload_s: float | None = None
+    supports: tuple[str, ...] = MEDIA
+
+    def __post_init__(self) -> None:
+        if not _NAME.match(self.name):
+            raise RequestError("a model name has letters, digits and ._/- only", field="name", value=self.name)
+        LoadRequest(model=self.request.model, adapters=dict(self.adapters))  # checks the names
+        for name in self.kept:
+            if name not in self.adapters:
+                raise RequestError(
+                    "is no adapter of this model", field="keep", value=name,
+                    allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+                )  # fmt: skip
+        if self.rows < 1:
+            raise RequestError("must be at least 1", field="rows", value=self.rows)
+        if self.resident_limit is not None and self.resident_limit < max(1, len(self.kept)):
+            raise RequestError(
+                f"must be at least 1, and hold the {len(self.kept)} that are kept", field="resident_adapters",
+                value=self.resident_limit,
+            )  # fmt: skip
+        if self.idle_unload_s is not None and self.idle_unload_s <= 0:
+            raise RequestError("must be above zero", field="idle_unload_s", value=self.idle_unload_s)
+
+    def settings(self, queue_limit: int) -> dict[str, Any]:
+        """Return what the worker is told."""
+        return {
+            "request": self.request.to_json(), "adapters": dict(self.adapters), "kept": list(self.kept),
+            "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
+        }  # fmt: skip
+
+
+# What a model's table may say, and what it fills in LoadRequest.
+_PLACEMENT = {
+    "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
+    "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
+    "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
+}  # fmt: skip
+_OWN = (
+    "path",
+    "plan",
+    "adapters",
+    "keep",
+    "rows",
+    "resident_adapters",
+    "idle_unload_s",
+    "supports_image",
+    "supports_audio",
+)
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
+    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,), "quant": (str,), "dtype": (str,),
+    "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
+    "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,),
+}  # fmt: skip
+
+
+def read_registry(path: str | Path) -> tuple[ServedModel, ...]:
+    """Return the models of a registry file. Errors: RequestError if it cannot be read, CheckpointError with every problem."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    path = Path(path)
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+    problems = [f"unknown table or key {key!r} (known: models)" for key in found if key != "models"]
+    tables = found.get("models")
+    models = []
+    if not isinstance(tables, dict) or not tables:
+        problems.append("has no [models.NAME] table")
+        tables = {}
+    for name, table in tables.items():
+        model, wrong = _model(name, table, path.parent)
+        problems += wrong
+        if model is not None:
+            models.append(model)
+    problems += _shared_names(models)
+    if problems:
+        raise CheckpointError(
+            f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n"
+            + "\n".join(f"  - {text}" for text in problems),
+            path=path,
+        )
+    return tuple(models)
+
+
+def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:
+    if not isinstance(table, dict):
+        return None, [f"models.{name} is not a table"]
+    problems = []
+    for key, value in table.items():
+        kinds = _KINDS.get(key)
+        if kinds is None:
+            near = ", ".join(near_names(key, [*_OWN, *_PLACEMENT]))
+            problems.append(f"models.{name}.{key}: unknown key (near: {near})")
+        elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            problems.append(f"models.{name}.{key}: must be {' or '.join(kind.__name__ for kind in kinds)}")
+    if ("path" in table) == ("plan" in table):
+        problems.append(f"models.{name}: give either path or plan")
+    if "plan" in table:
+        problems += [f"models.{name}.{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
+    if problems:
+        return None, problems
+    try:
+        return _made(name, table, folder), []
+    except TrimtabError as exc:
+        return None, [f"models.{name}: {exc}"]
+
+
+def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
+    adapters = {key: _path(value, folder) for key, value in table.get("adapters", {}).items()}
+    if "plan" in table:
+        from trimtab.plan import Plan
+
+        request = Plan.load(_path(table["plan"], folder)).request
+        adapters = {**request.adapters, **adapters}
+    else:
+        values = {_PLACEMENT[key]: value for key, value in table.items() if key in _PLACEMENT}
+        for key in ("gpu_memory_bytes", "host_memory_bytes"):
+            if key in values:
+                values[key] = parse_bytes(values[key], field_name=key)
+        values["keep_unquantized"] = tuple(values.get("keep_unquantized", ()))
+        request = LoadRequest(model=_path(table["path"], folder), **values)
+    supports = tuple(kind for kind in MEDIA if table.get(f"supports_{kind}", True))
+    return ServedModel(
+        name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows", 8),
+        resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
+    )  # fmt: skip
+
+
+def _path(value: Any, folder: Path) -> str:
+    """Return a path as the worker will read it: relative ones from the file's folder, a hub id as it is."""
+    text = str(value)
+    beside = folder / text
+    return str(beside) if beside.exists() else text
+
+
+def _shared_names(models: list[ServedModel]) -> list[str]:
+    """Return a problem for every name that a client could not tell apart."""
+    names = {model.name for model in models}
+    return [
+        f"models.{model.name}.adapters.{name}: is also the name of a model"
+        for model in models
+        for name in model.adapters
+        if name in names
+    ]

@@ -1,0 +1,100 @@
+"""How the events of an answer look on the wire: OpenAI's chunks and whole answers, of chats and of completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from trimtab.serve import wire
+from trimtab.serve.job import Event
+
+
+class Shape:
+    """How the events of an answer look on the wire; `chunk` also collects them for `whole`."""
+
+    object_name, chunk_name, prefix = "", "", ""
+
+    def __init__(self, asked: Any) -> None:
+        self.asked = asked
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+        self.texts: dict[int, str] = {}
+        self.tokens: dict[int, list[Any]] = {}
+        self.finishes: dict[int, str] = {}
+        self.prompt_tokens = self.completion_tokens = 0
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        """Return the chunks before the first event."""
+        return []
+
+    def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return the chunk of an event, None for one that has none."""
+        if event.kind == "text":
+            before = len(self.texts.get(index, ""))
+            self.texts[index] = self.texts.get(index, "") + event.text
+            self.tokens.setdefault(index, []).extend(event.tokens)
+            return self._made(index, self.delta(event, before), None)
+        if event.kind == "done":
+            self.finishes[index] = event.finish or "stop"
+            if index % self.asked.n == 0:  # choices of one prompt share it
+                self.prompt_tokens += event.usage["prompt_tokens"]
+            self.completion_tokens += event.usage["completion_tokens"]
+            return self._made(index, self.delta(Event(event.job_id, "text"), 0, is_last=True), self.finishes[index])
+        return None
+
+    def _made(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        choice = {"index": index, **delta, "finish_reason": finish}
+        return {**self.head, "object": self.chunk_name, "choices": [choice]}
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def choice(self, index: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def usage(self) -> dict[str, int]:
+        total = self.prompt_tokens + self.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total
+        }  # fmt: skip
+
+    def usage_chunk(self) -> dict[str, Any]:
+        return {**self.head, "object": self.chunk_name, "choices": [], "usage": self.usage()}
+
+    def whole(self) -> dict[str, Any]:
+        choices = [{"index": index, **self.choice(index), "finish_reason": finish} for index, finish in
+                   sorted(self.finishes.items())]  # fmt: skip
+        return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage()}
+
+
+class ChatShape(Shape):
+    object_name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def opening(self, choices: int) -> list[dict[str, Any]]:
+        return [
+            self._made(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
+            for index in range(choices)
+        ]
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        logprobs = wire.chat_logprob_json(event.tokens) if event.tokens else None
+        return {"delta": {} if is_last else {"content": event.text}, "logprobs": logprobs}
+
+    def choice(self, index: int) -> dict[str, Any]:
+        logprobs = wire.chat_logprob_json(self.tokens.get(index, ())) if self.asked.logprobs else None
+        message = {"role": "assistant", "content": self.texts.get(index, ""), "refusal": None}
+        return {"message": message, "logprobs": logprobs}
+
+
+class CompletionShape(Shape):
+    object_name = chunk_name = "text_completion"
+    prefix = "cmpl-"
+
+    def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
+        logprobs = wire.completion_logprob_json(event.tokens, offset) if event.tokens else None
+        return {"text": event.text, "logprobs": logprobs}
+
+    def choice(self, index: int) -> dict[str, Any]:
+        tokens = self.tokens.get(index, ())
+        logprobs = wire.completion_logprob_json(tokens, 0) if self.asked.logprobs is not None else None
+        return {"text": self.texts.get(index, ""), "logprobs": logprobs}
