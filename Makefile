@@ -9,7 +9,7 @@ ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
-.PHONY: demo test test-oldest test-upstream test-slow test-gpu lint format bench clean
+.PHONY: demo test test-oldest test-upstream test-slow test-ray test-page test-gpu lint format bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -28,6 +28,15 @@ test-upstream: $(NEWEST) $(OLDEST)
 test-slow: $(NEWEST) $(OLDEST)
 	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests
 
+# Two replicas on a local Ray, in an environment of its own beside the newest one.
+test-ray: $(NEWEST)
+	test -x .venv-ray/bin/python || ($(PYTHON) -m venv .venv-ray && .venv-ray/bin/python -m pip install --quiet -r locks/newest.txt "ray[serve]==2.60.0")
+	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/ray
+
+# The page in a headless Chromium of the system (apt-get install chromium); skipped with a reason where there is none.
+test-page: $(NEWEST)
+	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page
+
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:
 	$(ENV) $(PYTHON) -m pytest -q tests/gpu
@@ -45,7 +54,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

@@ -2,6 +2,7 @@
 
     python -m bench.merge --work FOLDER [--sizes e2b,e4b] [--save bench/results/merge.json]
     python -m bench.merge --work FOLDER --sizes demo --save -          a dry run on a CPU, seconds
+    python -m bench.merge --work FOLDER --scales [--save FILE]         what chosen NF4 scales are worth, on the demo model
 
 Every engine runs in its own process on the same files, one after another; peak memory is what the process has resident
 beyond its imports (a merge holds no file mapped; PEFT's checkpoint is mapped while it is read, which counts as well). A
@@ -177,6 +178,96 @@ def measure(size: str, work: Path, *, check: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def scales(work: Path) -> list[dict[str, Any]]:
+    """Return what NF4 leaves of each demo adapter: the largest value as scale (stock), chosen scales, and not merging.
+
+    weight_error: rms error of the merged weights over their rms. survival: share of the change that is in the packed
+    weights. kl: of the teacher-forced next-token distributions to the bf16 base with the adapter loaded, mean over all
+    positions of the demo's prompts. noise_kl: the same of bf16 merged (unpacked), for size.
+    """
+    from trimtab.demo import line
+    from trimtab.merge import merge, pack
+
+    demo = line.FOLDER
+    prompts = [json.loads(text) for text in (demo / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = []
+    for voice in line.ADAPTERS:
+        adapters = {voice: demo / "adapters" / voice}
+        wanted = _logits(demo / "base", prompts, quant="none", adapters=adapters, voice=voice)
+        merge(demo / "base", work / "dense", adapters=adapters, overwrite=True)
+        row: dict[str, Any] = {"adapter": voice}
+        row["noise_kl"] = _kl(wanted, _logits(work / "dense", prompts, quant="none"))
+        for form in ("nf4", "nf4-dq"):
+            row[f"unmerged {form}"] = {
+                "kl": _kl(wanted, _logits(demo / "base", prompts, quant=form, adapters=adapters, voice=voice))
+            }  # fmt: skip
+            for name, shares in (("largest", ()), ("chosen", pack.SHARES)):
+                kept, pack.SHARES = pack.SHARES, shares
+                try:
+                    report = merge(
+                        demo / "base", work / "packed", adapters=adapters, requantize=form, check=True, overwrite=True
+                    )  # fmt: skip
+                finally:
+                    pack.SHARES = kept
+                assert report.check is not None
+                survived = sorted(tensor.survival or 0.0 for tensor in report.check.changed)
+                row[f"{name} {form}"] = {
+                    "kl": _kl(wanted, _logits(work / "packed", prompts, quant=form)),
+                    "survival": [round(survived[0], 4), round(survived[len(survived) // 2], 4), round(survived[-1], 4)],
+                    "weight_error": _weight_error(work / "dense", work / "packed"),
+                }
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def _logits(folder: Path, prompts: list[Any], *, quant: str, adapters: Any = None, voice: str | None = None) -> Any:
+    import trimtab
+    from trimtab.demo.line import FOLDER
+
+    plan = trimtab.plan(
+        folder, adapters=adapters or {}, context=256, audio_s=1.0, quant=quant, place={"*": "resident"}
+    )  # fmt: skip
+    found = []
+    with trimtab.load(plan) as model:
+        for prompt in prompts:
+            media = {kind: str(FOLDER / prompt[kind]) for kind in ("image", "audio") if prompt.get(kind)}
+            found.append(model.logits(prompt["prompt"], **media, adapter=voice).cpu().double())
+    return found
+
+
+def _kl(wanted: list[Any], found: list[Any]) -> float:
+    total = positions = 0
+    for a, b in zip(wanted, found, strict=True):
+        p, q = a.log_softmax(-1), b.log_softmax(-1)
+        total += float((p.exp() * (p - q)).sum())
+        positions += len(a)
+    return round(total / positions, 6)
+
+
+def _weight_error(dense: Path, packed: Path) -> float:
+    from contextlib import ExitStack
+
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.checkpoint.packed import split_packed
+    from trimtab.merge.delta import EntryRows
+    from trimtab.merge.unpack import PackedRows
+    from trimtab.runtime.read import PositionedFile
+
+    one, other = read_checkpoint(dense), read_checkpoint(packed)
+    error = size = 0.0
+    with ExitStack() as stack:
+        files = {file: PositionedFile(file) for file in (*one.files, *other.files)}
+        for file in files.values():
+            stack.callback(file.close)
+        for name, entry in split_packed(other)[1].items():
+            source = one.tensors[name]
+            exact = EntryRows(files[source.file], source).all().double()
+            got = PackedRows(entry, lambda part: files[part.file])(0, entry.shape[0]).double()
+            error, size = error + float((got - exact).square().sum()), size + float(exact.square().sum())
+    return round((error / size) ** 0.5, 5)
+
+
 def _bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
@@ -199,10 +290,15 @@ def main() -> None:
     parser.add_argument("--sizes", default="e2b,e4b", help="pico, demo, e2b, e4b")
     parser.add_argument("--save", default="bench/results/merge.json", help="a file, or - for none")
     parser.add_argument("--no-check", action="store_true", help="leave out the second merge with its check")
+    parser.add_argument("--scales", action="store_true", help="measure chosen NF4 scales on the demo model instead")
     parser.add_argument("--peft", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peft:
         peft(json.loads(options.peft))
+        return
+    if options.scales:
+        options.work.mkdir(parents=True, exist_ok=True)
+        _save(options.save, scales(options.work))
         return
     rows = []
     for size in options.sizes.split(","):
@@ -212,10 +308,14 @@ def main() -> None:
             rows += measure(size, work, check=not options.no_check)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-        if options.save != "-":
-            path = Path(options.save)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+        _save(options.save, rows)
+
+
+def _save(name: str, rows: list[dict[str, Any]]) -> None:
+    if name != "-":
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -56,8 +56,11 @@ def main() -> None:
     model, adapter, folder, points = sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
     import torch
 
-    from trimtab.merge import merge  # noqa: F401 - imported once, before the forks
-    from trimtab.merge import recipe, stream  # noqa: F401
+    from trimtab.merge import (  # noqa: F401
+        merge,
+        recipe,
+        stream,
+    )
     from trimtab.runtime import hf  # noqa: F401
 
     torch.set_num_threads(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,26 @@ def peft_merged(base: Path, *adapters: Path) -> dict[str, Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for adapter in adapters:
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+            try:
+                loaded = PeftModel.from_pretrained(model, adapter)
+            except TypeError as exc:
+                # PEFT 0.19.1 cannot read any adapter of a model with stacked experts on transformers 5.6.2.
+                if "distributed_operation" not in str(exc):
+                    raise
+                loaded = _filled_by_hand(load(base), adapter)
+            model = loaded.merge_and_unload()
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def _filled_by_hand(model: Any, adapter: Path) -> Any:
+    from peft import PeftConfig, get_peft_model
+
+    loaded = get_peft_model(model, PeftConfig.from_pretrained(adapter))
+    parameters = dict(loaded.named_parameters())
+    with torch.no_grad():
+        for key, tensor in load_file(adapter / "adapter_model.safetensors").items():
+            parameters[re.sub(r"\.(lora_[AB])\.weight$", r".\1.default.weight", key)].copy_(tensor)
+    return loaded
 
 
 def state_of(folder: Path) -> dict[str, Tensor]:

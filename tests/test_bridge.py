@@ -393,6 +393,21 @@ def test_saved_adapter_comes_back_through_stock_peft(
     assert same(stock.logits(again, inputs_of(again)), reference["all"])
 
 
+def test_target_modules_stay_as_they_were_where_they_say_the_same(work: Path) -> None:
+    source = json.loads((adapter_of(work, "llama") / "adapter_config.json").read_text())
+    model = bridged(stock.load_stock(folder_of(work, "llama"), device=DEVICE), adapter_of(work, "llama"))
+    assert sorted(model.peft_config["default"].target_modules) == sorted(source["target_modules"])
+    folder = folder_of(work, "gemma4")
+    text = adapter_of(work, name="names", targets="text")
+    (text / "adapter_config.json").write_text(
+        json.dumps(json.loads((text / "adapter_config.json").read_text()) | {"target_modules": ["q_proj", "up_proj"]})
+    )
+    # These names would reach towers too, for which the file has no keys, and leave out modules for which it has.
+    model = bridged(stock.load_stock(folder, device=DEVICE), text)
+    adapted = {path for path, module in model.base_model.model.named_modules() if hasattr(module, "lora_A")}
+    assert len(adapted) == 31 and all("language_model" in path for path in adapted)
+
+
 def test_trainable_adapter_learns_and_the_base_does_not(work: Path) -> None:
     folder = folder_of(work, "llama")
     model = bridged(split.load(folder, split.last_layer_off(folder)), adapter_of(work, "llama"), is_trainable=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from trimtab.doctor import draft, draft_run
 from trimtab.doctor.bug import Affected, Bug
 from trimtab.doctor.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
-from trimtab.doctor.draft_buckets import BUCKETS, Bucket
+from trimtab.doctor.draft_buckets import BUCKETS, STATES, Bucket
 from trimtab.doctor.draft_clean import check_clean, clean
 from trimtab.doctor.draft_evidence import Point, Run, Statement, evidence_of, nearest_pass, raised_in
 from trimtab.doctor.draft_front import came_back, fixed_here, owner_of
@@ -255,7 +255,9 @@ def test_the_nearest_passing_case_differs_in_the_fewest_settings_and_shares_the_
 def test_of_several_version_sets_the_environment_s_own_is_the_draft_s():
     old = {**r03(), "case": "OLD", "versions": OLD}
     installed = {"packages": {name: {"version": version, "installed": None} for name, version in NEW.items()}}
-    made = draft.make_drafts([old, record("R05") | {"versions": OLD}, r03()], installed, bugs=BUGS, run_script=reproduce)
+    made = draft.make_drafts(
+        [old, record("R05") | {"versions": OLD}, r03()], installed, bugs=BUGS, run_script=reproduce
+    )
     (one,) = made.drafts
     assert [run.case for run in one.failing] == ["R03_SPLIT_4BIT", "OLD"]
 
@@ -434,6 +436,32 @@ def test_a_script_runs_by_itself_and_leaves_nothing():
     assert found["versions"]["torch"]
 
 
+def shows_its_failure(name):
+    """Run a reproducer; return whether it showed its failure. It must get through the case that works, and fail in no other way."""
+    found = draft_run.run_script(script(name), timeout_s=240)
+    assert found["ended"] == "done" and re.search(r"^works: ", found["output"], re.M), found["output"]
+    kind, message, _ = raised_in(found["output"])
+    if not kind:
+        assert found["exit_code"] == 0, found["output"]
+        return False
+    shows = [bucket.shows for bucket in BUCKETS if bucket.script == name]
+    # One script offloads a 4-bit layer: which of its failures comes first depends on the versions.
+    shows += [bucket.shows for bucket in BUCKETS if name.startswith("layer-") and bucket.script.startswith("layer-")]
+    assert any(re.fullmatch(one, kind) and re.search(other, message) for one, other in shows), (kind, message)
+    return True
+
+
+def test_a_reproducer_shows_its_failure_on_this_stack():
+    # PEFT plans the placement again in every release that is supported.
+    assert shows_its_failure("re-plan")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(set(SCRIPTS) - {"re-plan"}))
+def test_every_reproducer_shows_its_failure_or_runs_through(name):
+    shows_its_failure(name)
+
+
 def test_a_script_that_hangs_is_ended():
     assert draft_run.run_script("import time\ntime.sleep(60)\n", timeout_s=1.5)["ended"] == "timeout"
 
@@ -492,6 +520,19 @@ def test_one_run_refutes_a_claim(claim, run):
     assert {one.claim.text: one.state for one in decide_claims(evidence_of([bridged]))}[claim] == NOT_TESTED
 
 
+def test_a_claim_s_row_says_what_decides_it():
+    text = make().not_to_file
+    assert (
+        "| CPU offload is broken. | refuted by [r3] [r5] | Say which modules, in which format, were off the GPU. |"
+        in text
+    )
+    assert "| Merging is broken. | not tested: no run says anything about it |" in text
+    text = make([r03()]).not_to_file
+    assert (
+        "| CPU offload is broken. | nothing refutes it, and it is wider than the 1 runs that were asked [r1] |" in text
+    )
+
+
 def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
     text = make().not_to_file
     assert (
@@ -504,6 +545,12 @@ def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
         "Claims wider than the evidence", "Failures without a draft", "Threads that exist: add evidence there, no new issue",
         "Drafts that are not for filing now", "Module names that these models do not have",
     ]  # fmt: skip
+
+
+def test_the_states_in_the_docs_are_the_states():
+    text = (Path(__file__).parent.parent / "docs" / "whose-bug.md").read_text(encoding="utf-8")
+    table = text.partition("**States** of a draft:")[2].partition("Where a thread")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.M) == list(STATES)
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

@@ -229,6 +229,7 @@ def test_the_demo_model_in_its_own_processes(tmp_path):
     assert "names 27 wrapped projections" in bf16.notes[0]
     assert bf16.memory["host_peak_bytes"] > 100 * 2**20
     assert len(bf16.survival) == 75
+    assert set(report.versions) >= {"torch", "transformers", "peft", "bitsandbytes"}
 
 
 def test_an_idle_adapter_shows_nothing(tmp_path):

@@ -254,4 +254,3 @@ def test_a_file_or_a_missing_parent_is_refused(base: Path, tmp_path: Path) -> No
     (tmp_path / "file").write_text("x")
     assert "is a file" in str(refused(base, tmp_path / "file"))
     assert "does not exist" in str(refused(base, tmp_path / "no" / "out"))
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -257,6 +258,8 @@ def test_prefix_collisions_are_those_of_the_installed_transformers():
     assert hit.key == "model.language_model.embed_tokens"
     assert hit.example.startswith("model.language_model.embed_tokens_per_layer")
     assert (hit.goes_to, hit.asked) == ("cpu", "0")
+    assert found.map.tensor_devices[f"{hit.key}_per_layer.weight"] == "cpu"
+    assert found.map.bytes_on["cpu"] > shape_at(BASE).anatomy.by_path()[f"{hit.key}_per_layer"].weight.nbytes
     assert finding(found, "C6").severity == WASTES
     own = judge(
         device_map={"model.language_model.embed_tokens": 0, "model.language_model.embed_tokens_per_layer": 0, "": 0}
@@ -458,6 +461,37 @@ def test_stock_call_resolves_wrappers_on_a_copy_of_the_config():
     assert all(re.fullmatch(pattern, path) for path in lora)
     named = [row.module_path for row in shape_at(BASE).anatomy.rows if re.fullmatch(pattern, row.module_path)]
     assert sorted(named) == sorted(lora)
+
+
+def test_stock_call_keeps_towers_dense_where_quantized_ones_fail():
+    old, new = (judge(versions=versions, machine=gpu(24)).answer for versions in (OLD, NEW))
+    skipped = re.search(r"llm_int8_skip_modules=(\[.*?\])", old.stock)
+    assert skipped is not None and "llm_int8_skip_modules" not in new.stock
+    # A list of the caller's replaces stock's own, so the tied head has to be in it.
+    assert set(ast.literal_eval(skipped.group(1))) == {"lm_head", "model.vision_tower", "model.audio_tower"}
+    assert "must not quantize" in old.reason
+
+
+@pytest.mark.parametrize("versions", [OLD, NEW])
+def test_stock_call_runs_and_fills_every_module_of_the_adapter(versions):
+    """On the CPU in place of the GPU, and without the processor, which needs torchvision."""
+    found = judge(adapter=SPECIALIST, machine=gpu(24), versions=versions)
+    lines = found.answer.stock.replace('{"": 0}', '{"": "cpu"}').splitlines()
+    code = "\n".join(line for line in lines if not line.startswith("processor"))
+    names: dict = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec(compile(code.replace("AutoProcessor, ", ""), "stock call", "exec"), names)
+    assert found.adapter is not None and found.adapter.spec is not None
+    lora = {target.module_path for target in found.adapter.spec.targets if target.kind != "saved"}
+    filled = {
+        path.removeprefix("base_model.model.").split(".lora_")[0] for path, value in names["model"].named_parameters()
+        if ".lora_B." in path and bool(value.any())
+    }  # fmt: skip
+    assert filled == lora
+    modules = dict(names["base"].named_modules())
+    is_tower_packed = type(modules["model.vision_tower.patch_embedder.input_proj"]).__name__ == "Linear4bit"
+    assert is_tower_packed == (versions is NEW)
 
 
 def test_without_a_gpu_trimtab_computes_on_the_cpu():

@@ -94,7 +94,7 @@ def imports_of(file):
 def test_each_foreign_library_is_imported_where_it_belongs(file):
     found, name = imports_of(file), name_of(file)
     # What builds or examines the stock stack itself.
-    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge")) or name.startswith("trimtab/proof/stock_")
+    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge", "trimtab/proof/stock_"))
     allowed = {
         "transformers": is_stock or (file.parent.name == "runtime" and file.name.startswith("hf")),
         "bitsandbytes": is_stock or name == "trimtab/runtime/quant.py",

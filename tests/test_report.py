@@ -15,7 +15,7 @@ from trimtab.doctor.labels import LABELS
 from trimtab.doctor.report import kind_of, report_html, write_report
 from trimtab.errors import RequestError
 
-VOID = {"meta", "br", "link", "img", "hr", "input", "rect"}
+VOID = {"meta", "br", "wbr", "link", "img", "hr", "input", "rect"}
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>&amp;"
 PREFLIGHT = {
     "findings": [{"severity": "fails", "bug": "A1", "when": "adapter", "title": "a title", "detail": "5 of 7 bytes"}],

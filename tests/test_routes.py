@@ -104,7 +104,7 @@ def test_ours_and_stock_give_the_same_bits(tmp_path, family, quant):
         assert compare.difference(ours, others).is_same
         assert ours.shape[0] == items[0].prompt_tokens + 5 or a is not first.said[0]
         assert torch.equal(our_layers, other_layers) and len(our_layers) > 2
-    assert second.to_json()["label"] == "stock"
+    assert second.to_json()["label"] == "stock" and second.to_json()["versions"]["peft"]
 
 
 def test_one_changed_weight_is_seen(tmp_path):

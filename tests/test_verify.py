@@ -162,10 +162,22 @@ def test_a_merge_of_an_idle_adapter_proves_nothing(base, adapter, tmp_path):
     assert all(row.survived == 1.0 and row.delta_norm == 0 for row in report.survival)
 
 
+@pytest.mark.slow
 def test_a_route_in_its_own_process_records_its_peak(base):
     report = ask(base, against="resident", quant="none", isolated=True, prompts=PROMPTS[:1])
     assert report.verdict == "same"
     assert all(route["memory"]["host_peak_bytes"] > 100 * 2**20 for route in (report.reference, report.subject))
+
+
+@pytest.mark.slow
+def test_the_stock_side_runs_under_another_interpreter(base, adapter):
+    """The other one has another transformers, PEFT and bitsandbytes, and no trimtab installed."""
+    other = os.environ.get("TRIMTAB_OTHER_PYTHON")
+    if not other:
+        pytest.skip("TRIMTAB_OTHER_PYTHON names no interpreter with the stock stack")
+    report = ask(base, adapters={"a": adapter}, against="stock", quant="nf4", python=other, prompts=PROMPTS[:1])
+    assert report.verdict == "same"
+    assert report.reference["versions"]["transformers"] != report.versions["transformers"]
 
 
 def test_the_built_in_prompts_are_used(base):

@@ -69,7 +69,7 @@ def plan_request(request: LoadRequest) -> Plan:
     from trimtab.runtime import devices, hf
 
     checkpoint = read_checkpoint(request.model)
-    request = replace(request, quant=_resolve_quant(request.quant, checkpoint))
+    request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     probe = hf.probe(checkpoint, request.dtype)
     anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
     adapters = {
@@ -91,7 +91,7 @@ def plan_request(request: LoadRequest) -> Plan:
     return found
 
 
-def _resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
+def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
     """Return the format to load in. Errors: RequestError if an already quantized checkpoint is asked for another one."""
     kinds = {
         "nf4-dq" if entry.kind == "nf4" and entry.nested else entry.kind

@@ -6,10 +6,10 @@ Arguments of `PeftModel.from_pretrained` that would place something again, or th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from trimtab.checkpoint.adapter_config import pattern_value
+from trimtab.checkpoint.adapter_config import names_module, pattern_value
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
@@ -45,10 +45,12 @@ def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
             raise RequestError("must be true or false", field=name, value=value)
 
 
-def peft_config(spec: AdapterSpec, *, is_trainable: bool) -> Any:
-    """Return PEFT's own configuration object, whose every target is a module of the model by its full path.
+def peft_config(spec: AdapterSpec, paths: Iterable[str], *, has_experts: bool, is_trainable: bool) -> Any:
+    """Return PEFT's own configuration object, which selects exactly the modules that the adapter has keys for.
 
-    Errors: AdapterError with PEFT's reason if it does not accept the configuration.
+    paths: of all modules of the model. The adapter's own target_modules stay if they select just those; otherwise every
+    module is named. has_experts: then PEFT would take MLP names for adapters on fused experts. Errors: AdapterError
+    with PEFT's reason if it does not accept the configuration.
     """
     import peft
 
@@ -57,12 +59,21 @@ def peft_config(spec: AdapterSpec, *, is_trainable: bool) -> Any:
     except (TypeError, ValueError) as exc:
         raise AdapterError(spec.file.folder, [f"PEFT {peft.__version__} refuses the configuration: {exc}"]) from exc
     config.inference_mode = not is_trainable
-    config.target_modules = {target.module_path for target in spec.targets if target.kind != "saved"}
-    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    wanted = {target.module_path for target in spec.targets if target.kind != "saved"}
+    selected = {path for path in paths if names_module(spec.file.config, path)}
+    if selected != wanted or has_experts or _has_other_rules(config):
+        config.target_modules = wanted
+        config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     # How the weights were made before training; every one of them is read from the file, and some ways read the base.
     config.init_lora_weights = True
     _set_ranks(config, spec)
     return config
+
+
+def _has_other_rules(config: Any) -> bool:
+    """Return whether more than target_modules decides what PEFT adapts."""
+    rules = (config.exclude_modules, config.layers_to_transform, config.layers_pattern, config.modules_to_save)
+    return any(rule not in (None, "", [], set()) for rule in rules)
 
 
 def _set_ranks(config: Any, spec: AdapterSpec) -> None:

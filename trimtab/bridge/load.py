@@ -36,7 +36,7 @@ def load_first(base_model: Any, path: Path, adapter_name: str, peft_kwargs: Mapp
     _check_base(base_model)
     anatomy = read_live(base_model)
     spec = _match(path, anatomy, base_model)
-    config = peft_config(spec, is_trainable=bool(peft_kwargs.get("is_trainable", False)))
+    config = _config(spec, anatomy, base_model, is_trainable=bool(peft_kwargs.get("is_trainable", False)))
     peft_model = inject_first(base_model, config, adapter_name)
     peft_model.__dict__[ANATOMY], peft_model.__dict__[SPECS] = anatomy, {}
     peft_model.load_adapter = MethodType(_load_next, peft_model)
@@ -61,8 +61,9 @@ def _load_next(
             "an adapter with this name is loaded; delete_adapter takes it off", field="adapter_name", value=adapter_name
         )
     # Not get_base_model(): without an adapter PEFT cannot answer that.
-    spec = _match(Path(model_id), peft_model.__dict__[ANATOMY], peft_model.base_model.model)
-    inject_next(peft_model, peft_config(spec, is_trainable=is_trainable), adapter_name)
+    anatomy, base = peft_model.__dict__[ANATOMY], peft_model.base_model.model
+    spec = _match(Path(model_id), anatomy, base)
+    inject_next(peft_model, _config(spec, anatomy, base, is_trainable=is_trainable), adapter_name)
     if is_trainable and hasattr(peft_model, "set_requires_grad"):
         peft_model.set_requires_grad(adapter_name)
     _finish(peft_model, spec, adapter_name, given)
@@ -87,6 +88,13 @@ def _match(path: Path, anatomy: Anatomy, base: Any) -> AdapterSpec:
     spec = match_adapter(read_adapter(path), anatomy)
     check_dora(spec, view(base).modules)
     return spec
+
+
+def _config(spec: AdapterSpec, anatomy: Anatomy, base: Any, *, is_trainable: bool) -> Any:
+    from trimtab.doctor.scan_rules import view
+
+    has_experts = any(row.kind == "experts" for row in anatomy.rows)
+    return peft_config(spec, view(base).modules, has_experts=has_experts, is_trainable=is_trainable)
 
 
 def _check_name(adapter_name: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.commands.flags import add_placement, given_flags, load_request
+from trimtab.commands.flags import add_placement, given_flags, load_request, pairs
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
 
@@ -23,6 +23,10 @@ def add(command: Command) -> None:
     add_placement(found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)")
     group = found.add_argument_group("serving")
     group.add_argument("--name", metavar="NAME", help="what clients call the model (default: its folder's name)")
+    group.add_argument("--images", type=int, metavar="N", help="the most pictures of one prompt (default: 1)")
+    group.add_argument(
+        "--audio-s", type=float, metavar="S", help="the most seconds of sound of one prompt (default: 30)"
+    )
     group.add_argument("--rows", type=int, metavar="N", help="requests decoded together (default: 8)")
     group.add_argument(
         "--resident-adapters", type=int, metavar="N",
@@ -36,11 +40,16 @@ def add(command: Command) -> None:
         "--api-key", action="append", metavar="KEY",
         help=f"a key that clients must send; needed when other machines can reach the host; also from {KEY_VARIABLE}",
     )  # fmt: skip
+    group.add_argument("--api-key-file", metavar="FILE", help="the same, one key a line; other users cannot see it")
     group.add_argument("--adapter-root", metavar="FOLDER", help="clients may load adapters below this folder")
     group.add_argument(
         "--allow-fetch", action="append", metavar="HOST", help="a public host that pictures may be fetched from"
     )
     group.add_argument("--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API")
+    group.add_argument(
+        "--limit", action="append", metavar="NAME=N",
+        help="the largest of what a client may send, such as image_pixels=4000000; may be repeated",
+    )  # fmt: skip
     group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
     group.add_argument("--timeout", type=float, metavar="S", help="the longest that one answer may take, in seconds")
     group.add_argument("--grace", type=float, default=30.0, metavar="S", help="time to finish at the end (default: 30)")
@@ -78,12 +87,19 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
         return read_registry(path)
     request, adapters = _request(options, path)
-    return [
-        ServedModel(
-            name=options.name or path.stem or str(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
-            rows=options.rows or 8, resident_limit=options.resident_adapters, idle_unload_s=options.idle_unload,
-        )
-    ]  # fmt: skip
+    served = ServedModel(
+        name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
+        rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
+        idle_unload_s=options.idle_unload,
+    )  # fmt: skip
+    return [served]
+
+
+def _name(path: Path) -> str:
+    """Return what clients call a model without --name: its folder's or plan's name; a hub id as it is."""
+    if path.suffix == ".json" and path.is_file():
+        return path.stem
+    return path.resolve().name if path.exists() else path.as_posix()
 
 
 def _request(options: argparse.Namespace, path: Path) -> tuple[Any, dict[str, str]]:
@@ -103,15 +119,29 @@ def _request(options: argparse.Namespace, path: Path) -> tuple[Any, dict[str, st
 
 def settings_of(options: argparse.Namespace) -> Any:
     """Return the server's settings. Errors: RequestError."""
-    from trimtab.serve.settings import Settings
+    from trimtab.serve.settings import Limits, Settings
 
-    keys = list(options.api_key or ())
-    if os.environ.get(KEY_VARIABLE):
-        keys.append(os.environ[KEY_VARIABLE])
+    limits = pairs(options.limit or (), "--limit", "NAME=N", first=True)
     return Settings(
-        host=options.host, port=options.port, api_keys=tuple(keys),
+        host=options.host, port=options.port, api_keys=tuple(_keys(options)),
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
         queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
-        timeout_s=options.timeout, page=not options.no_page,
+        timeout_s=options.timeout, page=not options.no_page, limits=Limits.of(limits),
     )  # fmt: skip
+
+
+def _keys(options: argparse.Namespace) -> list[str]:
+    found = list(options.api_key or ())
+    if os.environ.get(KEY_VARIABLE):
+        found.append(os.environ[KEY_VARIABLE])
+    if options.api_key_file is not None:
+        try:
+            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise RequestError("cannot be read", field="--api-key-file", value=options.api_key_file) from exc
+        keys = [line.strip() for line in lines if line.strip()]
+        if not keys:
+            raise RequestError("holds no key", field="--api-key-file", value=options.api_key_file)
+        found += keys
+    return found

@@ -59,6 +59,20 @@ class References:
         return ids is None or expected is None or expected.tolist() == ids
 
 
+def no_answer(failure: dict[str, Any], stage: str) -> dict[str, Any]:
+    """Return the entry of a mode that ended with an exception."""
+    return {
+        "ok": False, "output_shape": None, "equals_reference": None, "equals_base": None, "max_abs": None,
+        "matches": None, "text": None, "exception": failure, "stage": stage,
+    }  # fmt: skip
+
+
+def sees(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether another picture changes the answer (a tower quantized by an old release sees one constant)."""
+    darker = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
+    return not forward(model, inputs).equal(forward(model, darker))
+
+
 def forward(model: Any, inputs: Mapping[str, Any]) -> Any:
     """Return the last position's logits [V], float32 on the CPU."""
     import torch

@@ -9,7 +9,7 @@ numbers is the stack's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from trimtab.doctor.cases import Case, Parts, device_map, find_parts, skip_modul
 
 ROOMY_BYTES = 64 * 2**30
 HOST_BYTES = 256 * 2**30
-# Below this a card has no room for cuBLAS' workspace, and a forward pass would fail for a reason of its own.
-BALLAST_KEPT_ABOVE_BYTES = 512 * 2**20
+# With less a card has no room for cuBLAS' workspace: a forward pass would fail for a reason that is not the case's.
+SMALLEST_FREE_BYTES = 512 * 2**20
+GRAIN_BYTES = 2 * 2**20  # what the driver hands out
 
 
 class Card:
@@ -60,23 +61,16 @@ class Card:
         if not self.is_gpu:
             self.total_bytes = self.used_bytes + free
             return f"imitated card of {self.total_bytes} bytes, {free} of them free after the base"
+        if free < SMALLEST_FREE_BYTES:
+            _tell_accelerate(lambda: {0: free, "cpu": HOST_BYTES})
+            return f"too small for a ballast: accelerate is told that {free} bytes are free"
         import torch
 
         torch.cuda.empty_cache()
-        taken = torch.cuda.mem_get_info(0)[0] - free
+        taken = (torch.cuda.mem_get_info(0)[0] - free) // GRAIN_BYTES * GRAIN_BYTES
         self.ballast = torch.empty(max(taken, 0), dtype=torch.uint8, device="cuda:0")
-        kept = "kept" if free >= BALLAST_KEPT_ABOVE_BYTES else "freed before the first forward"
-        return f"ballast of {taken} bytes, {torch.cuda.mem_get_info(0)[0]} free after it, {kept}"
-
-    def ready_to_run(self) -> None:
-        """Free a ballast that leaves no room for a forward pass of any model."""
-        if self.ballast is None:
-            return
-        import torch
-
-        if torch.cuda.mem_get_info(0)[0] < BALLAST_KEPT_ABOVE_BYTES:
-            self.ballast = None
-            torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(0)
+        return f"ballast of {taken} bytes, {torch.cuda.mem_get_info(0)[0]} free after it"
 
     def memory(self) -> dict[str, int | None]:
         """Return the GPU's numbers; nothing but None on the CPU. The ballast is not counted."""
@@ -95,23 +89,31 @@ class Card:
 
 
 def _imitate(card: Card) -> None:
-    import accelerate.utils.modeling
     import accelerate.utils.offload
-    import transformers.integrations.accelerate as of_transformers
 
-    def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-        if max_memory is None:
-            # 0.9: what get_balanced_memory leaves of a card that is numbered; it does not see ours as one.
-            return {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}
-        return {card.main if key == 0 else key: _as_bytes(value) for key, value in max_memory.items()}
-
+    # 0.9: what get_balanced_memory leaves of a card that is numbered; it does not see ours as one.
+    _tell_accelerate(
+        lambda: {card.main: int(0.9 * (card.total_bytes - card.used_bytes)), "cpu": HOST_BYTES}, main=card.main
+    )
     plain_open = accelerate.utils.offload.safe_open
 
     def safe_open(*args: Any, device: Any = "cpu", **kwargs: Any) -> Any:
         return plain_open(*args, device=str(device), **kwargs)
 
-    accelerate.utils.modeling.get_max_memory = get_max_memory
     accelerate.utils.offload.safe_open = safe_open
+
+
+def _tell_accelerate(read: Callable[[], dict[Any, int]], *, main: Any = 0) -> None:
+    """Let accelerate read the free memory from `read`; max_memory that a user gives stays, its 0 being main."""
+    import accelerate.utils.modeling
+    import transformers.integrations.accelerate as of_transformers
+
+    def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
+        if max_memory is None:
+            return read()
+        return {main if key == 0 else key: _as_bytes(value) for key, value in max_memory.items()}
+
+    accelerate.utils.modeling.get_max_memory = get_max_memory
     of_transformers.accelerate_max_memory = get_max_memory
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import traceback
 import warnings
@@ -15,6 +16,8 @@ from typing import Any
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "transformers")
 LINE_CHARS, MESSAGE_CHARS, TAIL_CHARS, MOST_LINES = 300, 2000, 4000, 60
+# Where an interpreter keeps its packages says whose machine it is.
+_PACKAGES = re.compile(r"[^\s\"'(]*[\\/](site|dist)-packages[\\/]")
 
 
 class Cleaner:
@@ -29,7 +32,7 @@ class Cleaner:
     def __call__(self, text: str) -> str:
         for path, name in self.names:
             text = text.replace(path, name)
-        return text
+        return _PACKAGES.sub("", text)
 
 
 @dataclass

@@ -68,8 +68,9 @@ CLAIMS: tuple[Claim, ...] = (
         "Say which targets the adapter has.",
     ),
     Claim(
-        "Merging is broken.", lambda run: bool(run.record.get("merged")) or "MERGE" in run.label or run.stage == "merge",
-        lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER" or (run.passed and bool(run.record.get("merged"))),
+        "Merging is broken.",
+        lambda run: run.merges or "MERGE" in run.label,
+        lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER" or (run.passed and run.merges),
         "Say in which format the base was when it was merged.",
     ),
     Claim(

@@ -261,6 +261,11 @@ class _Maker:
         if not text.strip():
             self._withhold(bucket.name, "the runs hold no reproducer", failing)
             return None
+        if not self.machine.has(first.versions):
+            self._withhold(
+                bucket.name, "recorded under other versions than this environment's: make its draft there", failing
+            )
+            return None
         self.say(f"{bucket.name}: running its reproducer")
         shown, reason = show(text, bucket, first, self.reproduce(text))
         if shown is None:

@@ -14,8 +14,8 @@ from trimtab.doctor.draft_evidence import Point, Run
 PRIMARY, SUPPORTING, FIXED, DEFERRED, DOCUMENTATION = "primary", "supporting", "fixed", "deferred", "documentation"
 STATES = {
     PRIMARY: "a fault of its own, with a trace or a wrong result, a reproducer and a case that works",
-    SUPPORTING: "a consequence of another bucket, or a case for it; file it after that one or add it there",
-    FIXED: "fixed in a release: upgrade; file only if it comes back",
+    SUPPORTING: "a case for another draft or a smaller fault; file it after the primary ones",
+    FIXED: "a release has the fix: upgrade, and file only if it comes back",
     DEFERRED: "not ready: no passing case was recorded beside it",
     DOCUMENTATION: "works as designed, and the documentation does not say so",
 }
@@ -87,7 +87,7 @@ NATIVE = Point(
     lambda run: run.passed and run.offloads and run.call == "native",
 )
 UNDONE = Point(
-    "With room to spare the same call ends without an error, and the modules that were off the GPU are on it.",
+    "With room to spare `PeftModel.from_pretrained` on a split base ends without an error, and what was off the GPU is on it.",
     lambda run: run.label == "PASS_BUT_PLACEMENT_UNDONE" and run.adapter and not map_given(run),
 )
 SINGLE_QUANT = Point(
@@ -118,8 +118,10 @@ EXPLICIT_DISK = Point(
     lambda run: "disk" in run.map_asked.values() and "" not in run.map_asked and run.stage not in ("", "import", "base"),
 )  # fmt: skip
 RE_PLAN_LOG = Point(
-    "The log has a line of a new placement that finds too little memory.",
-    lambda run: any("no modules could be assigned" in line for line in run.record.get("log_lines") or ()),
+    "A case of this set logged, while PEFT placed the model anew, that no module fits the device.",
+    lambda run: (
+        run.adapter and any("no modules could be assigned" in line for line in run.record.get("log_lines") or ())
+    ),
 )
 
 BUCKETS: tuple[Bucket, ...] = (

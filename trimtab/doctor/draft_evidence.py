@@ -121,8 +121,15 @@ class Run:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The leaves of its configuration by dotted name."""
-        return dict(_leaves(self.configuration))
+        """The leaves of its configuration by dotted name, with what was done beside it."""
+        beside = {"then merged": True} if self.merges else {}
+        pressed = self.record.get("pressure")
+        return dict(_leaves(self.configuration)) | beside | ({"GPU full": pressed} if pressed is not None else {})
+
+    @property
+    def merges(self) -> bool:
+        """Whether the adapter was merged, or the run ended in that."""
+        return bool(self.record.get("merged")) or self.stage == "merge"
 
     @property
     def adapter(self) -> bool:

@@ -6,11 +6,12 @@ Here the catalogue may speak too, and is named as what it is; the text of the is
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.doctor.bug import Bug
-from trimtab.doctor.draft_buckets import REPOSITORIES, STATES
+from trimtab.doctor.draft_buckets import FIXED, REPOSITORIES, STATES
 from trimtab.doctor.draft_evidence import Run
 from trimtab.doctor.draft_text import cell, inline, marks
 
@@ -96,7 +97,7 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     repository = REPOSITORIES.get(draft.owner, draft.owner)
     known = trackers_of(draft.bug)
     open_here = [one for one in known if one.is_open and one.repository == repository]
-    action = f"add the evidence to {open_here[0].name}, no new issue" if open_here else "new issue"
+    action = _action(draft.state, open_here)
     _, why = owner_of(draft.bug, draft.failing[0])
     rows = [
         ("Target repository", f"{inline(repository)}: {action}"),
@@ -113,6 +114,12 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     if back := came_back(draft.bug, draft.failing[0]):
         rows.append(("Came back", f"fails with {', '.join(back)} {marks(draft.failing[:1])}"))
     return rows
+
+
+def _action(state: str, open_here: Sequence[Tracker]) -> str:
+    if open_here:
+        return f"add the evidence to {open_here[0].name}, no new issue"
+    return "no new issue, a release has the fix" if state == FIXED else "new issue"
 
 
 def _cross_links(draft: Draft, repository: str) -> list[str]:

@@ -12,8 +12,10 @@ from trimtab.doctor.draft_text import inline
 MOST_NAMES = 3
 # Notes that every run has, whatever it shows.
 _NOISE = re.compile(
-    r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed", re.IGNORECASE
+    r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed|for class LoraConfig",
+    re.IGNORECASE,
 )
+_CALL = re.compile(r"torch/nn/modules/module\.py:\d+ in (_wrapped_call_impl|_call_impl)$")
 _TELLING = re.compile(r"devic|offload|meta|memory|adapter|merge|dispatch|target|key|hook|quant|round", re.IGNORECASE)
 
 
@@ -23,7 +25,7 @@ def described(run: Run) -> str:
     if not isinstance(base, Mapping):
         return run.title or run.case
     parts = [_format(base), _placed(base.get("device_map")), *_extras(base), _call(run)]
-    if run.record.get("merged") or run.stage == "merge":
+    if run.merges:
         parts.append("`merge_and_unload()`")
     return ", ".join(part for part in parts if part)
 
@@ -97,9 +99,11 @@ def failing_frame(run: Run) -> str:
 
 
 def trace_text(tail: str, most_lines: int) -> str:
-    """Return a trace with repeated lines told once and counted."""
+    """Return a trace without torch's two frames of every module call, repeated lines told once and counted."""
     lines: list[tuple[str, int]] = []
     for line in tail.splitlines():
+        if _CALL.search(line):
+            continue
         if lines and lines[-1][0] == line:
             lines[-1] = (line, lines[-1][1] + 1)
         else:

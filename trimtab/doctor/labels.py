@@ -1,8 +1,8 @@
 """Which known failure a run is: signatures of exceptions and of silent faults, as data. Pure.
 
 A signature matches on what it names: exception type, message, a frame, the stage. A failure that no signature knows is
-UNKNOWN, never the nearest one. What ended without an exception is judged by facts of the record: a wrong answer first,
-then what was not done (nothing quantized, a key ignored), then the placement.
+UNKNOWN, never the nearest one. What ended without an exception is judged by facts of the record: nothing quantized
+first (another arithmetic altogether), then a wrong answer, an ignored picture or key, and last the placement.
 """
 
 from __future__ import annotations
@@ -232,6 +232,8 @@ def _silent(record: Mapping[str, Any], modes: list[Mapping[str, Any]], lane: str
     equal = [mode.get("equals_reference") for mode in modes]
     asked = record.get("configuration", {}).get("base", {}).get("quantization_config")
     counts = record.get("quantized") or {}
+    if asked and not record.get("merged") and not counts.get("Linear4bit") and not counts.get("Linear8bitLt"):
+        return "PASS_BUT_NOT_QUANTIZED"
     if False in equal:
         if adapter == "narrow":
             return "PASS_BUT_TOWER_WEIGHTS_DROPPED"
@@ -244,8 +246,6 @@ def _silent(record: Mapping[str, Any], modes: list[Mapping[str, Any]], lane: str
         return "PASS_BUT_DIFFERENT_ANSWER"
     if any(mode.get("sees") is False for mode in modes):
         return "PASS_BUT_IMAGE_IGNORED"
-    if asked and not record.get("merged") and not counts.get("Linear4bit") and not counts.get("Linear8bitLt"):
-        return "PASS_BUT_NOT_QUANTIZED"
     if record.get("map_keys_without_module"):
         return "PASS_BUT_MAP_KEY_IGNORED"
     if record.get("placement_kept") is False:

@@ -179,13 +179,7 @@ class _Run:
                 }  # fmt: skip
             except Exception as exc:
                 failure = exception_json(exc, self.clean)
-                modes[mode] = {
-                    "ok": False,
-                    "exception": failure,
-                    "equals_reference": None,
-                    "text": None,
-                    "stage": stage,
-                }
+                modes[mode] = case_answers.no_answer(failure, stage)
                 if not failed:
                     failed = stage
                     self.facts(exception=failure)

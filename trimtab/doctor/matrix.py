@@ -29,6 +29,7 @@ ENGINES = ("stock", "trimtab")
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 DEMO_ADAPTER = "specialist"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+REFERENCE_SHARE = 2  # a reference asks twice, with the adapter and without
 Record = dict[str, Any]
 
 
@@ -100,6 +101,7 @@ class _Matrix:
         self.devices = {key: _device(device, value["has_gpu"], key) for key, value in self.packages.items()}
         self.references: dict[tuple[Any, str], Path | None] = {}
         self.sources: dict[Any, str] = {}
+        self.outcomes: dict[Any, Outcome] = {}
 
     def run(self, case: Case, engine: str) -> Record:
         """Return one record; only Ctrl-C leaves without one."""
@@ -114,6 +116,9 @@ class _Matrix:
         if case.needs_towers and not self.has_towers:
             return record | {"label": labels.NOT_APPLICABLE, "versions": self.packages[python]["versions"]}
         reference = self.reference(case.reference if engine == "stock" else case.line_reference, python)
+        if not self._inputs(python).is_file():
+            # Not even the questions could be made: the case ended where they did.
+            return _finish(record, case, self.outcomes[python], Cleaner(self.names))
         folder = self.work / f"{case.name}-{engine}"
         folder.mkdir(parents=True, exist_ok=True)
         request = {
@@ -142,16 +147,14 @@ class _Matrix:
                 "inputs": str(self._inputs(python)), "device": self.devices[python],
             }  # fmt: skip
             outcome = run_inside(
-                "trimtab.doctor.case_reference", request, python=python, timeout_s=2 * self.timeout_s,
+                "trimtab.doctor.case_reference", request, python=python, timeout_s=REFERENCE_SHARE * self.timeout_s,
                 memory_bytes=self.memory_bytes, environment=OFFLINE, cwd=self.work,
             )  # fmt: skip
             for line in outcome.lines:
-                self.sources.setdefault(python, line["inputs"]) if "inputs" in line else None
+                if "inputs" in line:
+                    self.sources[python] = line["inputs"]
             self.references[key] = save if save.is_file() and outcome.ended == DONE else None
-            if not self._inputs(python).is_file():
-                raise CheckpointError(
-                    f"no question could be made for it ({_last_line(outcome)})", path=self.folder,
-                )  # fmt: skip
+            self.outcomes[python] = outcome
         return self.references[key]
 
 

@@ -17,12 +17,12 @@ from typing import Any
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.doctor.environment import Environment, read_environment
 from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
-from trimtab.doctor.preflight_answer import Answer, Asking, adapter_name, answer_for
-from trimtab.doctor.preflight_findings import SEVERITIES, Facts, Foreseen, find_bug, foresee
+from trimtab.doctor.preflight_answer import TOWERS, Answer, Asking, adapter_name, answer_for
+from trimtab.doctor.preflight_findings import SEVERITIES, Facts, Foreseen, find_bug, foresee, is_met
 from trimtab.doctor.preflight_map import MapReading, check_map, read_map
 from trimtab.doctor.preflight_replan import Device
 from trimtab.doctor.preflight_second import SecondPlan, arithmetic_text, second_plan
-from trimtab.doctor.preflight_shape import read_shape
+from trimtab.doctor.preflight_shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.plan.cost import Rates
 from trimtab.plan.planner import Machine
@@ -101,14 +101,16 @@ def preflight(
         model=os.fspath(model), adapters={adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},
         quant=shape.quant, dtype=dtype, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes,
     )  # fmt: skip
+    findings = foresee(facts)
     asking = Asking(
         checkpoint=checkpoint, request=request, shape=shape, adapter=adapter_reading, machine=machine,
         rates=_rates(machine), given=_given(gpu_memory, host_memory),
+        towers_dense=_towers_dense(shape, environment),
     )  # fmt: skip
     return Preflight(
         model=os.fspath(model), model_class=shape.anatomy.model_class, quant=shape.quant, device_map=reading.devices,
         versions=environment.versions, free=free, map=reading, adapter=adapter_reading, second=second,
-        findings=foresee(facts), answer=answer_for(asking),
+        findings=findings, answer=answer_for(asking),
     )  # fmt: skip
 
 
@@ -135,6 +137,13 @@ def _free(machine: Machine, environment: Environment) -> dict[Device, int]:
 def _given(gpu_memory: int | str | None, host_memory: int | str | None) -> dict[str, str]:
     given = {"gpu-memory": gpu_memory, "host-memory": host_memory}
     return {flag: str(value) for flag, value in given.items() if value is not None}
+
+
+def _towers_dense(shape: ModelShape, environment: Environment) -> bool:
+    """Return whether the stock stack of these versions must not quantize the towers of this model."""
+    towers = any(row.part in TOWERS and row.quantized for row in shape.anatomy.rows)
+    is_hit = shape.anatomy.model_type.startswith("gemma4") and shape.anatomy.prequantized is None
+    return towers and is_hit and any(is_met(bug, environment.versions) for bug in ("H1", "D2"))
 
 
 def _rates(machine: Machine) -> Rates:

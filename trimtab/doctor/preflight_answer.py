@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_shape import ModelShape, device_of
@@ -58,7 +57,11 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """All that the answer depends on. given: what the user said about memory, as flag -> text."""
+    """All that the answer depends on.
+
+    given: what the user said about memory, as flag -> text. towers_dense: the installed stock stack computes wrongly, or
+    fails, with quantized towers (H1, D2 of the catalogue), so that its call has to keep them out.
+    """
 
     checkpoint: Checkpoint
     request: LoadRequest
@@ -67,6 +70,7 @@ class Asking:
     machine: Machine
     rates: Rates
     given: Mapping[str, str]
+    towers_dense: bool = False
 
 
 def answer_for(asking: Asking) -> Answer:
@@ -77,7 +81,13 @@ def answer_for(asking: Asking) -> Answer:
     whole = _try(asking, replace(asking.request, place={"*": "resident"}))
     if isinstance(whole, Plan):
         reason = f"{gib(whole.gpu_needed_bytes)} needed of {gib(whole.gpu_budget_bytes)} with every weight resident"
-        return _with_calls(asking, ALL_ON_GPU, reason, whole, stock_call(asking, {"": 0}))
+        dense = _dense_towers_bytes(asking) if asking.towers_dense else 0
+        fits = whole.gpu_needed_bytes + dense <= whole.gpu_budget_bytes
+        if dense:
+            reason += (
+                f"; the stock stack of these versions needs {gib(dense)} more, for towers that it must not quantize"
+            )
+        return _with_calls(asking, ALL_ON_GPU, reason, whole, stock_call(asking, {"": 0}) if fits else "")
     missing = f"all on the GPU needs {gib(whole.needed_bytes)} of {gib(whole.budget_bytes)}"
     towers = _towers_off(asking, whole)
     if towers is not None:
@@ -110,6 +120,15 @@ def _try(asking: Asking, request: LoadRequest) -> Plan | DoesNotFitError:
         )  # fmt: skip
     except DoesNotFitError as exc:
         return exc
+
+
+def _dense_towers_bytes(asking: Asking) -> int:
+    """Return what the towers take beyond their quantized size when they stay in full precision."""
+    shape = asking.shape
+    packed = stock_bytes(shape, quantized_paths(shape, stock_kept(shape, takes_map=False)))
+    dense = stock_bytes(shape, frozenset())
+    towers = {row.module_path for row in shape.anatomy.rows if row.part in TOWERS and row.quantized}
+    return sum(dense[f"{path}.weight"] - packed[f"{path}.weight"] for path in towers)
 
 
 # Towers off the GPU, by the stock stack -------------------------------------------------------------------------------
@@ -178,15 +197,16 @@ def stock_call(asking: Asking, device_map: Mapping[str, int | str]) -> str:
     """Return Python that loads base and adapter with stock objects, for this map."""
     anatomy, quant = asking.shape.anatomy, asking.shape.quant
     split = any(device == "cpu" for device in device_map.values())
-    lines = ["import torch", f"from transformers import AutoProcessor, {anatomy.model_class}"]
+    reader = "AutoProcessor" if set(anatomy.parts) & set(TOWERS) else "AutoTokenizer"
+    lines = ["import torch", f"from transformers import {reader}, {anatomy.model_class}"]
     options = [f"dtype=torch.{anatomy.dtype}", f"device_map={_map_text(device_map)}"]
     if quant != "none" and anatomy.prequantized is None:
         lines[1] += ", BitsAndBytesConfig"
-        lines += ["", f"quantization = BitsAndBytesConfig({_quantization(quant, anatomy, split)})"]
+        lines += ["", f"quantization = BitsAndBytesConfig({_quantization(asking, split)})"]
         options.append("quantization_config=quantization")
     model = asking.request.model
     lines += ["", f"base = {anatomy.model_class}.from_pretrained({model!r}, {', '.join(options)})"]
-    lines += [f"processor = AutoProcessor.from_pretrained({model!r})"]
+    lines += [f"processor = {reader}.from_pretrained({model!r})"]
     lines += _adapter_lines(asking.adapter, split)
     lines += ["# Inputs go to the device of the input embedding; leave the cache on."]
     lines += ["# inputs = processor(...).to(base.get_input_embeddings().weight.device)"]
@@ -197,14 +217,26 @@ def _map_text(device_map: Mapping[str, int | str]) -> str:
     return "{" + ", ".join(f'"{key}": {device!r}'.replace("'", '"') for key, device in device_map.items()) + "}"
 
 
-def _quantization(quant: str, anatomy: Anatomy, split: bool) -> str:
+def _quantization(asking: Asking, split: bool) -> str:
+    anatomy, quant = asking.shape.anatomy, asking.shape.quant
     options = ["load_in_8bit=True"]
     if quant != "int8":
         options = [
             "load_in_4bit=True", f'bnb_4bit_quant_type="{quant[:3]}"',
             f"bnb_4bit_use_double_quant={quant == 'nf4-dq'}", f"bnb_4bit_compute_dtype=torch.{anatomy.dtype}",
         ]  # fmt: skip
-    return ", ".join([*options, *(["llm_int8_enable_fp32_cpu_offload=True"] if split else [])])
+    if split:
+        options.append("llm_int8_enable_fp32_cpu_offload=True")
+    elif asking.towers_dense:
+        options.append(f"llm_int8_skip_modules={_skip_list(asking.shape)}")
+    return ", ".join(options)
+
+
+def _skip_list(shape: ModelShape) -> str:
+    """Return the towers with what stock keeps out by itself: a list of the caller's replaces the default (H4)."""
+    own = list(stock_kept(shape, takes_map=False))
+    towers = [key for key, device in (towers_map(shape) or {}).items() if device == "cpu"]
+    return "[" + ", ".join(f'"{path}"' for path in (*own, *towers)) + "]"
 
 
 def _adapter_lines(adapter: AdapterReading | None, split: bool) -> list[str]:

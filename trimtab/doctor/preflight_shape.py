@@ -143,11 +143,11 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
 
 def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) -> ModelShape:
     """Return the shape by this interpreter's transformers."""
-    from trimtab.api import _resolve_quant
+    from trimtab.api import resolve_quant
     from trimtab.runtime import hf
 
     checkpoint = read_checkpoint(model)
-    kind = _resolve_quant(quant, checkpoint)
+    kind = resolve_quant(quant, checkpoint)
     probe = hf.probe(checkpoint, dtype)
     anatomy = hf.anatomy_of(probe, checkpoint, quant=kind)
     linears = [row.module_path for row in anatomy.rows if row.kind == "linear"]

@@ -66,7 +66,6 @@ class _Run:
         if self.case.then:
             self.enter("merge")
             model = self.merge(model)
-        self.card.ready_to_run()
         self.ask(model)
 
     def load(self) -> Any:
@@ -168,7 +167,8 @@ class _Run:
         from trimtab.doctor import case_answers, case_inputs
         from trimtab.doctor.case_record import exception_json
 
-        inputs = case_inputs.read_inputs(Path(self.request["inputs"]), self.card.device)
+        device = "cpu" if self.case.base_map == "cpu" else self.card.device
+        inputs = case_inputs.read_inputs(Path(self.request["inputs"]), device)
         found = self.request["reference"]
         references = case_answers.References(Path(found) if found else None)
         to = case_answers.ADAPTER if self.case.needs_adapter else case_answers.BASE
@@ -179,10 +179,10 @@ class _Run:
                     model, mode, tensors, references, to=to, folder=self.folder, enter=self.enter_mode
                 )
                 if mode == "image" and self.case.unquantized == "":
-                    modes[mode]["sees"] = _sees(model, tensors)
+                    modes[mode]["sees"] = case_answers.sees(model, tensors)
             except Exception as exc:
                 failure = exception_json(exc, self.clean)
-                modes[mode] = _no_answer(failure, self.stage)
+                modes[mode] = case_answers.no_answer(failure, self.stage)
                 if not self.failed_stage:
                     self.failed_stage = self.stage
                     self.facts(exception=failure)
@@ -198,21 +198,6 @@ class _Run:
         """Tell the memory, even of a run that failed."""
         with suppress(Exception):  # a CUDA error leaves nothing to ask
             self.facts(memory=self.card.memory())
-
-
-def _no_answer(failure: dict[str, Any], stage: str) -> dict[str, Any]:
-    return {
-        "ok": False, "output_shape": None, "equals_reference": None, "equals_base": None, "max_abs": None,
-        "matches": None, "text": None, "exception": failure, "stage": stage,
-    }  # fmt: skip
-
-
-def _sees(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return whether another picture changes the answer (a tower quantized by an old release sees one constant)."""
-    from trimtab.doctor.case_answers import forward
-
-    darker = {**inputs, "pixel_values": inputs["pixel_values"] * 0.5}
-    return not forward(model, inputs).equal(forward(model, darker))
 
 
 def _scan(model: Any) -> list[dict[str, Any]]:

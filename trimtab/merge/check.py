@@ -20,7 +20,7 @@ from trimtab.checkpoint.packed import split_packed
 from trimtab.merge import pack
 from trimtab.merge.delta import Change, EntryRows, Rows, row_pieces
 from trimtab.merge.report import CheckedTensor, MergeCheck
-from trimtab.merge.shards import Out
+from trimtab.merge.shards import BLOCKSIZE, Out
 from trimtab.merge.stream import MergedRows, Sources
 from trimtab.merge.unpack import PackedRows
 from trimtab.runtime.read import PositionedFile, bytes_of
@@ -124,14 +124,15 @@ class _PackedBase:
         places = torch.arange(start * self.columns, stop * self.columns)
         pairs = self.weight[places // 2]
         index = torch.where(places % 2 == 0, pairs >> 4, pairs & 15)
-        values = self.code[index.int()] * self.scales[places // pack.BLOCKSIZE]
+        values = self.code[index.int()] * self.scales[places // BLOCKSIZE]
         return values.view(stop - start, self.columns)
 
 
 def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the distance of neighbouring numbers of a dtype at each value, float64."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(values.double().abs())[1] - 1
+    size = values.double().abs().clamp_min(info.tiny)  # zero has no exponent of its own
+    exponent = torch.frexp(size)[1] - 1
     smallest = torch.full_like(values, info.tiny, dtype=torch.float64)
     return torch.maximum(torch.ldexp(torch.ones_like(smallest), exponent), smallest) * info.eps
 

@@ -1,27 +1,48 @@
-"""What an adapter does to stacks of experts: PEFT's target_parameters, which only a merge can follow.
+"""What an adapter does to stacks of experts, which only a merge can follow: PEFT's target_parameters, and old per-expert keys.
 
-A stack is one parameter [E, out, in] in the model, and one tensor or E tensors in the files. PEFT keeps one pair for the
-whole stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index. Modules with two adapted
-parameters carry the first one's keys under `base_layer`. Source: PEFT 0.19.1 and 0.21.2, lora/layer.py, ParamWrapper
-(update_layer, get_delta_weight); tuners/tuners_utils.py, _inject_parameters.
+A stack is one parameter [E, out, in] of the model, and one tensor or many in the files. PEFT keeps one pair for a whole
+stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index. Of a module with several adapted
+parameters the first one's keys lie deepest under `base_layer`. Adapters made before transformers 5 name one linear layer
+an expert, as the files still do. Source: PEFT 0.19.1 and 0.21.2, lora/layer.py, ParamWrapper (update_layer,
+get_delta_weight); tuners/tuners_utils.py, _inject_parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile, read_adapter
-from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.adapter_config import config_problems, rank_and_scale
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
+from trimtab.checkpoint.adapter_keys import REWRITES, own_path
+from trimtab.checkpoint.folder import read_json
+from trimtab.checkpoint.headers import TensorEntry, read_header
+from trimtab.errors import AdapterError
+from trimtab.merge.lay_back import name_of
 from trimtab.runtime.hf import Probe
+from trimtab.runtime.probe import Expression
+
+_KEY = re.compile(r"(?P<path>.+?)(?P<wraps>(\.base_layer)*)\.lora_(?P<role>[AB])(\.[^.]+)?\.weight")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Which part of a stack one file tensor is: an expert, and rows and columns of its matrix."""
+
+    expert: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
 
 
 @dataclass(frozen=True)
 class StackPair:
-    """The pair of one stack. A [R E, in], B [out, R E] as stored; is_swapped: the stack is [E, in, out]."""
+    """The pair of one stack, or of one expert (experts 1). is_swapped: the stack is [E, in, out]."""
 
     A: TensorEntry
     B: TensorEntry
@@ -29,14 +50,205 @@ class StackPair:
     scale: float
     is_swapped: bool = False
 
-    def factors(self, read: Callable[[TensorEntry], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return (left, right) with left[e] @ right[e] the change of expert e before the scale."""
+    def factors(self, read: Callable[[TensorEntry], Tensor], part: Slice | None = None) -> tuple[Tensor, Tensor]:
+        """Return (left, right) whose product is the change before the scale: of the stack, or of a part of it."""
         A, B = read(self.A), read(self.B)
+        if self.experts == 1:
+            return (A.T, B.T) if self.is_swapped else (B, A)
         A = A.reshape(self.experts, -1, A.shape[-1])
         B = B.reshape(B.shape[0], -1, self.experts).permute(2, 0, 1)
-        return (A.transpose(1, 2), B.transpose(1, 2)) if self.is_swapped else (B, A)
+        left, right = (A.transpose(1, 2), B.transpose(1, 2)) if self.is_swapped else (B, A)
+        if part is None:
+            return left, right
+        return left[part.expert][slice(*part.rows)], right[part.expert][:, slice(*part.columns)]
 
 
-def read_with_stacks(path: str, found: Probe, anatomy: Anatomy) -> tuple[AdapterFile, dict[str, StackPair]]:
-    """Return the adapter without its keys for stacks of experts, and those pairs by the stack's tensor_path."""
-    return read_adapter(path), {}
+@dataclass(frozen=True)
+class Stacks:
+    """What an adapter does to experts: pairs by the stack's tensor_path, and pairs by the file tensor of one expert."""
+
+    by_parameter: Mapping[str, StackPair]
+    by_leaf: Mapping[str, StackPair]
+
+    def __len__(self) -> int:
+        return len(self.by_parameter) + len(self.by_leaf)
+
+    def values(self) -> Iterator[StackPair]:
+        yield from self.by_parameter.values()
+        yield from self.by_leaf.values()
+
+
+def read_with_stacks(path: str, found: Probe, tensors: Mapping[str, TensorEntry]) -> tuple[AdapterFile, Stacks]:
+    """Return the adapter without its keys for experts, and what those do.
+
+    tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
+    """
+    file = _read(path)
+    names = tuple(file.config.get("target_parameters") or ())
+    if file.config.get("target_modules") is None and not names:
+        return file, Stacks({}, {})
+    stacked, rest = _take_stacks(file, names, found) if names else ({}, file.tensors)
+    by_leaf, rest = _take_experts(file, rest, found, tensors)
+    config = {key: value for key, value in file.config.items() if key != "target_parameters"}
+    return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf)
+
+
+def _read(path: str) -> AdapterFile:
+    try:
+        return read_adapter(path)
+    except AdapterError as exc:
+        if not all(problem.startswith("target_parameters=") for problem in exc.problems):
+            raise
+    folder = Path(path)
+    config = read_json(folder / CONFIG_NAME)
+    assert not config_problems({**config, "target_parameters": None})
+    return AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
+
+
+# One pair a stack -----------------------------------------------------------------------------------------------------
+
+
+def _take_stacks(
+    file: AdapterFile, names: tuple[str, ...], found: Probe
+) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
+    rest = dict(file.tensors)
+    modules: dict[str, dict[tuple[int, str], TensorEntry]] = {}
+    for key, entry in file.tensors.items():
+        match = _KEY.fullmatch(key)
+        if match is not None and any(_is_named(f"{own_path(match['path'])}.", names)):
+            depth = match["wraps"].count(".base_layer")
+            modules.setdefault(match["path"], {})[depth, match["role"]] = entry
+            del rest[key]
+    pairs: dict[str, StackPair] = {}
+    problems: list[str] = []
+    for path, entries in modules.items():
+        _pair_up(file, path, entries, names, found, pairs, problems)
+    if not modules:
+        problems.append(f"target_parameters={list(names)}, for which the file has no key")
+    if problems:
+        raise AdapterError(file.folder, problems)
+    return pairs, rest
+
+
+def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
+    """Yield, for each name, whether it names a parameter of the module whose path with a dot is `stem`."""
+    for name in names:
+        module = name.rpartition(".")[0]
+        yield not module or f".{stem}".endswith(f".{module}.")
+
+
+def _pair_up(
+    file: AdapterFile, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], found: Probe,
+    pairs: dict[str, StackPair], problems: list[str],
+) -> None:  # fmt: skip
+    own = own_path(path)
+    modules = dict(found.model.named_modules())
+    spelled = next((new for rule in REWRITES if (new := rule.apply(path)) in modules), None)
+    if spelled is None:
+        problems.append(f"{path}: the model has no module of this name for target_parameters")
+        return
+    module = modules[spelled]
+    parameters = [name for name, _ in module.named_parameters(recurse=False)]
+    targeted = [name for name in parameters if any(f".{own}.{name}".endswith(f".{wanted}") for wanted in names)]
+    depths = sorted({depth for depth, _ in entries}, reverse=True)
+    if depths != list(range(len(targeted) - 1, -1, -1)):
+        problems.append(f"{path}: keys for {len(depths)} parameters, target_parameters names {', '.join(targeted)}")
+        return
+    for depth, name in zip(depths, targeted, strict=True):
+        if not all((depth, role) in entries for role in "AB"):
+            problems.append(f"{path}: lora_A or lora_B of {name} is missing")
+            continue
+        shape = tuple(module.get_parameter(name).shape)
+        pair, problem = _stack_pair(file, f"{own}.{name}", shape, entries[depth, "A"], entries[depth, "B"], module)
+        if pair is None:
+            problems.append(f"{path}: {problem}")
+        else:
+            pairs[f"{spelled}.{name}"] = pair
+
+
+def _stack_pair(
+    file: AdapterFile, key: str, shape: tuple[int, ...], A: TensorEntry, B: TensorEntry, module: Any
+) -> tuple[StackPair | None, str]:
+    rank, scale, words = rank_and_scale(file.config, (key,))
+    if words or len(shape) not in (2, 3):
+        return None, "; ".join(words) or f"{key} is {list(shape)}, only 2 and 3 dimensions are known"
+    experts = shape[0] if len(shape) == 3 else 1
+    is_swapped = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
+    out_size, in_size = (shape[-1], shape[-2]) if is_swapped else (shape[-2], shape[-1])
+    wanted = ((rank * experts, in_size), (out_size, rank * experts))
+    if (A.shape, B.shape) != wanted:
+        return None, (
+            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(wanted[0])} and {list(wanted[1])} "
+            f"(rank {rank}, the model's is {list(shape)})"
+        )
+    return StackPair(A, B, experts, scale, is_swapped), ""
+
+
+# One pair an expert ---------------------------------------------------------------------------------------------------
+
+
+def _take_experts(
+    file: AdapterFile, keys: Mapping[str, TensorEntry], found: Probe, tensors: Mapping[str, TensorEntry]
+) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
+    """Take the pairs that name one expert's linear layer as the files do; any other key is left for the other rules."""
+    leaves = {
+        leaf for path, expression in found.sources.items() if not expression.is_leaf for leaf in expression.leaves
+    }
+    rest, pairs = dict(keys), {}
+    for key, A in keys.items():
+        match = _KEY.fullmatch(key)
+        if match is None or match["role"] != "A" or match["wraps"]:
+            continue
+        leaf = next(
+            (name for rule in REWRITES if (name := f"{rule.apply(match['path'])}.weight") in leaves), None
+        )  # fmt: skip
+        other = key.replace(".lora_A.", ".lora_B.")
+        B = keys.get(other)
+        if leaf is None or B is None or file.config.get("use_dora") or file.config.get("lora_bias"):
+            continue
+        rank, scale, words = rank_and_scale(file.config, (own_path(match["path"]),))
+        shape = tensors[leaf].shape
+        if words or len(shape) != 2 or (A.shape, B.shape) != ((rank, shape[1]), (shape[0], rank)):
+            raise AdapterError(
+                file.folder,
+                [f"{key}: shapes {list(A.shape)} and {list(B.shape)}, rank {rank}, {leaf} is {list(shape)}"],
+            )
+        pairs[leaf] = StackPair(A, B, 1, scale)
+        del rest[key], rest[other]
+    return pairs, rest
+
+
+# Which part of a stack a file tensor is -------------------------------------------------------------------------------
+
+
+def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Slice] | None:
+    """Return which part of a stack each file tensor is, None if the stack is made in any other way.
+
+    Known: matrices stacked by expert, and such stacks side by side along rows or columns.
+    """
+    name = name_of(expression)
+    dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)
+    if name == "stack" and dim == 0 and all(piece.is_leaf for piece in expression.args[0]):
+        found = {}
+        for place, piece in enumerate(expression.args[0]):
+            shape = shapes[piece.leaf]
+            if len(shape) != 2:
+                return None
+            found[piece.leaf] = Slice(place, (0, shape[0]), (0, shape[1]))
+        return found
+    if name not in ("cat", "concat", "concatenate") or dim not in (1, 2):
+        return None
+    joined: dict[str, Slice] = {}
+    at = 0
+    for piece in expression.args[0]:
+        inner = slices(piece, shapes)
+        if inner is None:
+            return None
+        size = 0
+        for leaf, part in inner.items():
+            rows, columns = part.rows, part.columns
+            size = rows[1] if dim == 1 else columns[1]
+            moved = (at, at + size)
+            joined[leaf] = Slice(part.expert, moved if dim == 1 else rows, moved if dim == 2 else columns)
+        at += size
+    return joined

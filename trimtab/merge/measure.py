@@ -13,21 +13,20 @@ from typing import Any
 
 def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Merge as asked, and tell what it took."""
-    import psutil
     import torch
 
     from trimtab.merge import merge
     from trimtab.runtime import hf, read  # noqa: F401 - imported before the baseline is taken
+    from trimtab.runtime.devices import process_bytes
 
-    process = psutil.Process()
     torch.ones(8, 8) @ torch.ones(8, 8)  # the library's own buffers belong to the baseline
-    baseline = peak = process.memory_info().rss
+    baseline = peak = process_bytes()
     is_done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not is_done.wait(0.005):
-            peak = max(peak, process.memory_info().rss)
+            peak = max(peak, process_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -40,7 +39,7 @@ def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Non
     watcher.join()
     tell(
         {
-            "seconds": seconds, "baseline_bytes": baseline, "peak_bytes": max(peak, process.memory_info().rss),
+            "seconds": seconds, "baseline_bytes": baseline, "peak_bytes": max(peak, process_bytes()),
             "report": report.to_json(),
         }
     )  # fmt: skip

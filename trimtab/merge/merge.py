@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -25,6 +25,7 @@ from trimtab.merge.report import RECORD_NAME, MergedAdapter, MergedFile, MergeRe
 from trimtab.merge.request import AdapterOption, MergeRequest, full_dtype, parts_of
 
 if TYPE_CHECKING:
+    from trimtab.checkpoint.adapter import AdapterSpec
     from trimtab.merge.shards import Shard
     from trimtab.merge.stream import Sources
 
@@ -123,7 +124,9 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
     dtype = request.dtype or layouts.config_dtype(checkpoint.config)
     found = hf.probe(checkpoint, dtype)
     anatomy = hf.anatomy_of(found, checkpoint, quant="none")
-    adapters = recipes.open_adapters(request.adapters, anatomy, found, stack)
+    adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, found, stack)
+    hashes = tuple(_hash_adapter(spec.file.folder) for spec in adapters.specs)
+    _check_taking_out(checkpoint, request, adapters.specs, hashes)
     sources = Sources(checkpoint, adapters, stack)
     recipe = recipes.make_recipe(adapters, checkpoint, found, sources.rows)
     to_pack: set[str] = set()
@@ -140,7 +143,6 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
     index = layouts.new_index(checkpoint, shards)
     if index is not None:
         replaced[index[0]] = index[1]
-    hashes = tuple(_hash_adapter(spec.file.folder) for spec in adapters.specs)
     notes = [note for spec in adapters.specs for note in spec.notes]
     notes += [
         f"{path} no longer shares its owner's weight: the adapters do not change both alike, so it has a tensor of its own"
@@ -165,6 +167,21 @@ def _hash_adapter(folder: Path) -> dict[str, str]:
     from trimtab.merge.stream import hash_file
 
     return {name: hash_file(folder / name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+
+
+def _check_taking_out(
+    checkpoint: Checkpoint, request: MergeRequest, specs: Sequence[AdapterSpec], hashes: Sequence[Mapping[str, str]]
+) -> None:
+    """Raise AdapterError for an adapter with a negative weight that is in the base and cannot come out again."""
+    merged = [own.get("files") for own in (_record_of(checkpoint) or {}).get("adapters", ())]
+    for part, spec, own in zip(request.adapters, specs, hashes, strict=True):
+        replaces = [word for word in ("use_dora", "modules_to_save") if spec.file.config.get(word)]
+        if part.weight < 0 and dict(own) in merged and replaces:
+            raise AdapterError(
+                spec.file.folder,
+                [f"{', '.join(replaces)}: it replaced values of the base, which cannot be computed back from the merged ones"],
+                hint="Merge again from the base, without this adapter",
+            )  # fmt: skip
 
 
 def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, str], ...]) -> str:
@@ -301,11 +318,16 @@ def _json(value: Any) -> bytes:
 
 def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, Any]:
     """Return the record with that of the base inside, if the base is a merged model itself."""
+    before = _record_of(checkpoint)
+    return record if before is None else record | {"base_record": before}
+
+
+def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
-        before = json.loads((checkpoint.folder / RECORD_NAME).read_text(encoding="utf-8"))
+        found = json.loads((checkpoint.folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return record
-    return record | {"base_record": before}
+        return None
+    return found if isinstance(found, dict) else None
 
 
 # Afterwards -----------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ class Ask:
     lora: AdapterTarget | None = None
     saved: TensorEntry | None = None
     stack: experts.StackPair | None = None
+    part: experts.Slice | None = None
     is_bias: bool = False
 
 
@@ -78,7 +79,7 @@ class Adapters:
 
     parts: tuple[Part, ...]
     specs: tuple[AdapterSpec, ...]
-    stacks: tuple[dict[str, experts.StackPair], ...]
+    stacks: tuple[experts.Stacks, ...]
     files: tuple[PositionedFile, ...]
 
     def rows(self, place: int, entry: TensorEntry) -> EntryRows:
@@ -95,7 +96,7 @@ class Adapters:
             found.saved = self.rows(ask.place, ask.saved)
         if ask.stack is not None:
             found.scale = ask.stack.scale
-            found.left, found.right = ask.stack.factors(lambda entry: self.tensor(ask.place, entry))
+            found.left, found.right = ask.stack.factors(lambda entry: self.tensor(ask.place, entry), ask.part)
         if ask.lora is None:
             return found
         found.scale = ask.lora.scale
@@ -112,7 +113,9 @@ class Adapters:
         return found
 
 
-def open_adapters(parts: Sequence[Part], anatomy: Anatomy, found: Probe, stack: ExitStack) -> Adapters:
+def open_adapters(
+    parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, found: Probe, stack: ExitStack
+) -> Adapters:
     """Return the adapters, matched to the model and open; `stack` closes them.
 
     Errors: AdapterError with every problem of every adapter: what does not match, and values that are not finite.
@@ -121,7 +124,7 @@ def open_adapters(parts: Sequence[Part], anatomy: Anatomy, found: Probe, stack: 
     problems: list[tuple[Path, str]] = []
     for part in parts:
         try:
-            file, pairs = experts.read_with_stacks(part.path, found, anatomy)
+            file, pairs = experts.read_with_stacks(part.path, found, checkpoint.tensors)
             # An adapter on experts alone leaves nothing for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
             opened = PositionedFile(file.file)
@@ -182,18 +185,46 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, found: Probe, base: 
         if owner in done:
             continue
         done.add(owner)
+        if _by_expert(path, asks[path], recipe, found, checkpoint):
+            continue
         group = [owner, *partners.get(owner, ())]
         leave = _leaving(adapters, group, asks)
         for member in group:
             _place(member, owner, member in leave, asks.get(member, ()), recipe, found, checkpoint, problems)
         untied += leave
         _check_shared(owner, group, asks, found, users, problems)
+    for place, stacks in enumerate(adapters.stacks):
+        for leaf, pair in stacks.by_leaf.items():
+            _add(recipe, leaf, Ask(place, stack=pair))
     recipe.untied = tuple(untied)
     _check_shapes(recipe, checkpoint, problems)
     if problems:
         first = adapters.specs[0].file.folder
         raise AdapterError(first, problems, hint="Load the adapter unmerged, which needs no way back to the files")
     return recipe
+
+
+def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, found: Probe, checkpoint: Checkpoint) -> bool:
+    """Return whether a stack of experts could be taken apart: each file tensor then changes by its own rows."""
+    shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
+    expression = found.sources[path]
+    if expression.is_leaf or path in found.ties or not all(ask.stack is not None for ask in asks):
+        return False
+    parts = experts.slices(expression, shapes)
+    if parts is None:
+        return False
+    for leaf, part in parts.items():
+        for ask in asks:
+            _add(recipe, leaf, replace(ask, part=part))
+    return True
+
+
+def _add(recipe: Recipe, leaf: str, ask: Ask) -> None:
+    """Put an ask on a file tensor that changes by rows, after those of adapters named before."""
+    known = recipe.edits.get(leaf, [])
+    asks = [*known[0].asks, ask] if known else [ask]
+    asks.sort(key=lambda one: one.place)
+    recipe.edits[leaf] = [Edit(leaf, Expression(leaf=leaf), tuple(asks))]
 
 
 def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
@@ -209,7 +240,7 @@ def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
             own.setdefault(f"{target.module_path}.weight", {})["lora"] = target
             if target.has_bias:
                 own.setdefault(f"{target.module_path}.bias", {}).update(lora=target, is_bias=True)
-        for path, pair in adapters.stacks[place].items():
+        for path, pair in adapters.stacks[place].by_parameter.items():
             own.setdefault(path, {})["stack"] = pair
         for path, options in own.items():
             asks.setdefault(path, []).append(Ask(place, **options))

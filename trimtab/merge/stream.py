@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from trimtab.checkpoint.folder import Checkpoint
-from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import split_packed
 from trimtab.checkpoint.write import PositionedWriter
 from trimtab.merge import pack
@@ -276,4 +275,3 @@ def hash_file(path: Path) -> str:
         while count := handle.readinto(buffer):
             digest.update(buffer[:count])
     return digest.hexdigest()
-

@@ -182,9 +182,7 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(found.isnan(), torch.full_like(found, math.inf), found.clamp_min(0.0))
 
 
-def noise_between(
-    prompt_id: str, runs: Mapping[str, Tensor], device: torch.device | str = "cpu"
-) -> tuple[Noise, ...]:
+def noise_between(prompt_id: str, runs: Mapping[str, Tensor], device: torch.device | str = "cpu") -> tuple[Noise, ...]:
     """Return how far every two of one route's runs on one prompt are apart, computed on a device.
 
     runs: order of summation -> logits [S, V].

@@ -52,10 +52,6 @@ def case_of(
     """Return the two routes of a comparison. Errors: RequestError for one that is unknown, or has nothing to compare."""
     word = str(against)
     folder = None if word in AGAINST else _merged_folder(word, checkpoint)
-    if python is not None and word != "stock" and not lanes:
-        raise RequestError(
-            "has no effect: no side of this comparison is the stock stack's", field="python", value=str(python)
-        )
     name = None if word == "alone" else _adapter(request, adapter)
     if plan is not None:
         _check_planned(request, given)
@@ -119,7 +115,7 @@ def _resident_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, co
 def _stock_case(
     ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any], python: Any
 ) -> Case:
-    from trimtab.api import _resolve_quant
+    from trimtab.api import resolve_quant
     from trimtab.runtime import devices
 
     if request.keep_unquantized:
@@ -129,7 +125,7 @@ def _stock_case(
         )  # fmt: skip
     stock = Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
-        quant=_resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
+        quant=resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
         adapters=common["adapters"], python=str(python) if python is not None else None,
     )  # fmt: skip
     return Case(against="stock", reference=stock, subject=ours, subject_adapter=common["adapter"], **common)

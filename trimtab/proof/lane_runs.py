@@ -14,6 +14,7 @@ from trimtab.proof import compare, forced
 from trimtab.proof.lanes import ACTIVE, FIRST, INACTIVE, Lane, LanePrompt, LaneRun, classify, lane_verdict
 from trimtab.proof.routes import TIMEOUT_S, Item, Route, run_module, run_route
 from trimtab.proof.survival import Survival
+from trimtab.proof.versions import versions
 from trimtab.request import LoadRequest
 
 STOCK_LANE, OWN_MERGE = "trimtab.proof.stock_lane", "trimtab.proof.own_merge"
@@ -34,12 +35,7 @@ class LaneRunner:
         self.device, self.dtype, self.new_tokens = resolve_device(device), dtype, new_tokens
         self.python, self.isolated = python, isolated
         self.yardstick: dict[str, Line] = {}
-
-    def versions(self) -> dict[str, str]:
-        """Return the stock stack's versions of this interpreter; those of another one are not asked for."""
-        from trimtab.proof.versions import versions
-
-        return versions()
+        self.versions = versions()  # of this interpreter, until a stock lane tells those of its own
 
     def run(self, lane: Lane) -> LaneRun:
         """Return what a lane did; what it raised is in it."""
@@ -83,6 +79,7 @@ class LaneRunner:
 
     def _stock_run(self, lane: Lane, lines: Sequence[Line], seconds: float, peak: int) -> LaneRun:
         stages = {line["stage"]: line["memory"] for line in lines if line["event"] == "stage"}
+        self.versions = next((line["versions"] for line in lines if "versions" in line), self.versions)
         merge = next((line for line in lines if line["event"] == "merge"), None)
         error = next((line for line in lines if line["event"] == "upstream"), None)
         said = {who: [line for line in lines if line["event"] == "said" and line["who"] == who] for who in WHO}

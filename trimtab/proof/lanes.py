@@ -232,5 +232,5 @@ def run_lanes(
             say(f"lane: {lane.name}")
         runs.append(runner.run(lane))
     return LaneReport(
-        model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions()
+        model=str(model), adapter=str(adapter), device=runner.device, lanes=tuple(runs), versions=runner.versions
     )

@@ -101,7 +101,8 @@ class Ran:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a report says of the route."""
-        shown = {name: self.loaded.get(name) for name in ("device", "quant", "tiers", "adapters", "notes", "warnings")}
+        names = ("device", "quant", "tiers", "adapters", "notes", "warnings", "versions")
+        shown = {name: self.loaded.get(name) for name in names}
         return {
             "label": self.route.label, "engine": self.route.engine, "memory": dict(self.memory),
             "seconds": round(self.seconds, 2), **{name: value for name, value in shown.items() if value},

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trimtab.proof import forced, stock_route
 from trimtab.proof.survival import Survival, lora_delta, survival
+from trimtab.proof.versions import versions
 
 Tell = Callable[[dict[str, Any]], None]
 ADAPTER = "adapter"
@@ -37,7 +38,7 @@ def _run(request: Mapping[str, Any], tell: Tell) -> None:
     with stock_route.recorded_warnings() as loading:
         model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device
-        _stage(tell, "base", device)
+        _stage(tell, "base", device, versions=versions())
         if request["dequantize"] == "base":
             model = model.dequantize()
         model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))

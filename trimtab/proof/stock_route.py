@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from trimtab.proof import forced
+from trimtab.proof.versions import versions
 
 Tell = Callable[[dict[str, Any]], None]
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
@@ -43,7 +44,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
         tell(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
-             "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts)}
+             "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
+             "versions": versions()}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
         said: list[list[int]] = []

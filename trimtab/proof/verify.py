@@ -49,6 +49,10 @@ def verify(
     speak = say or (lambda text: None)
     if not isinstance(new_tokens, int) or new_tokens < 1:
         raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
+    if python is not None and str(against) != "stock" and not lanes:
+        raise RequestError(
+            "has no effect: no side of this comparison is the stock stack's", field="python", value=str(python)
+        )
     request = _request(plan_or_model, adapters, quant, against)
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)

@@ -1,23 +1,18 @@
 """The HTTP face: OpenAI's routes on a pool of models, and what each of our errors is called there.
 
-    GET  /health  /ready  /metrics  /v1/models  /v1/models/{id}
+    GET  /health  /ready  /metrics  /openapi.json  /v1/models  /v1/models/{id}
     POST /v1/chat/completions  /v1/completions  /v1/load_lora_adapter  /v1/unload_lora_adapter
-    GET  /            the page, with what it reads: /page/...  /api/status
+    GET  /api/status  and, as `extra`, the page: /  /page/...
 
-Once a stream has begun its status is sent: an error then comes as an `error` event and the stream ends without [DONE].
+Everything is refused here that can be told from the request alone; how an answer is sent is in `answers.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
-from pydantic import BaseModel, ValidationError
-from sse_starlette import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,17 +21,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
-from trimtab.errors import RequestError, TrimtabError
-from trimtab.serve import wire
+from trimtab.errors import TrimtabError
+from trimtab.serve import asking, wire
+from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.door import Door
-from trimtab.serve.faults import UnknownModelError, error_json, error_response, raised_error, told_error
+from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
 from trimtab.serve.metrics import Metrics
+from trimtab.serve.openapi import description
 from trimtab.serve.settings import Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
-
-Asked = TypeVar("Asked", bound=BaseModel)
 
 
 class Pool(Protocol):
@@ -80,43 +75,15 @@ async def _on_trimtab_error(request: Request, exc: Exception) -> Response:
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    body: dict[str, Any] = {
-        "message": str(exc.detail),
-        "type": "invalid_request_error",
-        "param": None,
-        "code": None,
-        "fields": {},
-    }
-    return JSONResponse({"error": body}, exc.status_code, headers=exc.headers)
+    return http_error(exc.status_code, str(exc.detail), headers=exc.headers)
+
+
+async def _on_left(request: Request, exc: Exception) -> Response:
+    return Response(status_code=CLIENT_LEFT)
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
     return error_response(*error_json("bug", "", {}))
-
-
-# The way in -----------------------------------------------------------------------------------------------------------
-
-
-async def _read(request: Request, kind: type[Asked]) -> Asked:
-    """Return the body as one of the wire's models. Errors: RequestError naming the first field that is wrong."""
-    try:
-        return kind.model_validate_json(await request.body())
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        more = f" (and {exc.error_count() - 1} more)" if exc.error_count() > 1 else ""
-        raise RequestError(f"{first['msg']}{more}", field=_field(first["loc"]) or "body") from None
-    except (RecursionError, UnicodeError) as exc:
-        raise RequestError("cannot be read", field="body") from exc
-
-
-def _field(loc: Sequence[int | str]) -> str:
-    text = ""
-    for step in loc:
-        if isinstance(step, int):
-            text += f"[{step}]"
-        elif step[:1].islower() and not step.startswith(("list[", "function-", "constrained-", "literal[")):
-            text += f".{step}" if text else step
-    return text.removesuffix(".str").removesuffix(".int")
 
 
 # The app --------------------------------------------------------------------------------------------------------------
@@ -138,15 +105,19 @@ def make_app(pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequenc
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
+            allow_headers=["*"], expose_headers=["retry-after"],  # clients send headers of their own
         )  # fmt: skip
         middleware.insert(0, cors)
-    return Starlette(
+    app = Starlette(
         routes=[*api.routes(), *extra], middleware=middleware, lifespan=lifespan,
         exception_handlers={
-            TrimtabError: _on_trimtab_error, HTTPException: _on_http_error, Exception: _on_bug,
+            TrimtabError: _on_trimtab_error, HTTPException: _on_http_error, ClientDisconnect: _on_left,
+            Exception: _on_bug,
         },
     )  # fmt: skip
+    # A redirect would repeat whatever Host header was sent.
+    app.router.redirect_slashes = False
+    return app
 
 
 class _Api:
@@ -160,6 +131,7 @@ class _Api:
 
         return [
             Route("/health", self.health), Route("/ready", self.ready), Route("/metrics", self.prometheus),
+            Route("/openapi.json", self.openapi),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
             Route("/api/status", self.status), post("/v1/chat/completions", self.chat),
             post("/v1/completions", self.completions), post("/v1/load_lora_adapter", self.load_adapter),
@@ -179,204 +151,63 @@ class _Api:
         body, kind = self.metrics.text(self.pool.status())
         return Response(body, media_type=kind)
 
+    async def openapi(self, request: Request) -> Response:
+        return JSONResponse(description(has_key=bool(self.settings.api_keys)))
+
     async def status(self, request: Request) -> Response:
-        return JSONResponse({**self.pool.status(), "requests": self.metrics.recent()})
+        return JSONResponse(without_paths({**self.pool.status(), "requests": self.metrics.recent()}))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.pool.models())})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        found = next((model for model in self.pool.models() if model["id"] == name), None)
-        if found is None:
-            raise UnknownModelError(name, [model["id"] for model in self.pool.models()])
-        return JSONResponse(found)
+        # Every name that a request may use is answered, also the longer one of an adapter.
+        model, adapter = self.pool.resolve(name)
+        found = next(
+            entry for entry in self.pool.models()
+            if (entry["parent"], entry["root"]) == ((None, model) if adapter is None else (model, adapter))
+        )  # fmt: skip
+        return JSONResponse({**found, "id": name})
 
     async def load_adapter(self, request: Request) -> Response:
-        asked = await _read(request, wire.LoadAdapterRequest)
+        asked = wire.read(wire.LoadAdapterRequest, await request.body())
         path = self.settings.adapter_path(asked.lora_path)
         await self.pool.load_adapter(asked.model, asked.lora_name, str(path))
         return JSONResponse({"status": "loaded", "lora_name": asked.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
-        asked = await _read(request, wire.UnloadAdapterRequest)
+        asked = wire.read(wire.UnloadAdapterRequest, await request.body())
         await self.pool.unload_adapter(asked.model, asked.lora_name)
+        self.metrics.forget(asked.lora_name, asked.model)
         return JSONResponse({"status": "unloaded", "lora_name": asked.lora_name})
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        asked = await _read(request, wire.ChatRequest)
-        self._check_stream(asked)
+        asked = wire.read(wire.ChatRequest, await request.body())
+        asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
-        fetched = {url: await self.fetcher.get(url) for url in dict.fromkeys(wire.find_urls(asked))}
-        messages = wire.messages_of(asked, limits=self.settings.limits, fetched=fetched)
-        self._check_media(model, messages)
-        top, schema = wire.chat_logprobs(asked), wire.schema_of(asked, self.settings.limits)
-        jobs = self._jobs(asked, model, adapter, [messages], top=top, schema=schema)
-        return await self._answer(request, asked, model, adapter, jobs, ChatShape(asked))
+        limits = self.settings.limits
+        asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
+        fetched = await self.fetcher.get_all(asking.urls_of(asked))
+        messages = asking.messages_of(asked, limits=limits, fetched=fetched)
+        return await self._answer(request, asked, model, adapter, [messages], ChatShape(asked))
 
     async def completions(self, request: Request) -> Response:
-        asked = await _read(request, wire.CompletionRequest)
-        self._check_stream(asked)
+        asked = wire.read(wire.CompletionRequest, await request.body())
+        asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
-        jobs = self._jobs(asked, model, adapter, wire.prompts_of(asked), top=asked.logprobs, schema=None)
-        return await self._answer(request, asked, model, adapter, jobs, CompletionShape(asked))
-
-    def _check_stream(self, asked: Any) -> None:
-        if asked.stream_options is not None and not asked.stream:
-            raise RequestError("has no effect without stream", field="stream_options")
-
-    def _check_media(self, model: str, messages: Sequence[Mapping[str, Any]]) -> None:
-        takes = self.pool.takes(model)
-        for message in messages:
-            for part in message["content"] if isinstance(message["content"], list) else ():
-                if part["type"] not in takes:
-                    raise RequestError(f"this model takes {', '.join(takes)}", field="messages", value=part["type"])
-
-    def _jobs(
-        self, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], *, top: int | None, schema: Any
-    ) -> list[Job]:
-        limits, context = self.settings.limits, self.pool.context_tokens(model)
-        if len(prompts) * asked.n > limits.n:
-            raise RequestError(f"this server gives at most {limits.n} choices", field="prompt")
-        return [
-            Job(
-                uuid.uuid4().hex, prompt,
-                wire.generate_request(asked, context_tokens=context, limits=limits, index=index), adapter=adapter,
-                deadline_s=self.settings.timeout_s, top_logprobs=top, schema=schema,
-                fills_context=wire.fills_context(asked),
-            )
-            for prompt in prompts
-            for index in range(asked.n)
-        ]  # fmt: skip
+        return await self._answer(request, asked, model, adapter, asking.prompts_of(asked), CompletionShape(asked))
 
     async def _answer(
-        self, request: Request, asked: Any, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
+        self, request: Request, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape
     ) -> Response:
-        merged = _Merged([self.pool.submit(model, job) for job in jobs])
+        jobs = asking.jobs_of(
+            asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
+            limits=self.settings.limits, deadline_s=self.settings.timeout_s,
+        )  # fmt: skip
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
-        try:
-            # What is refused before it starts has a status of its own, in a stream too.
-            first = await merged.first()
-        except BaseException as exc:
-            await merged.aclose()
-            seen.end(type(exc).__name__)
-            raise
-        if first.kind == "error":
-            await merged.aclose()
-            assert first.error is not None
-            seen.end(first.error["class"])
-            return error_response(*told_error(first.error))
-        if asked.stream:
-            return EventSourceResponse(self._chunks(merged, shape, asked, seen), sep="\n", ping=15)
-        return await self._whole(request, merged, shape, seen)
-
-    async def _chunks(self, merged: _Merged, shape: Shape, asked: Any, seen: Any) -> AsyncIterator[dict[str, str]]:
-        ended = "cancelled"
-        try:
-            for chunk in shape.opening(len(merged)):
-                yield {"data": json.dumps(chunk)}
-            async for index, event in merged:
-                seen.event(event)
-                if event.kind == "error":
-                    assert event.error is not None
-                    ended = event.error["class"]
-                    yield {"event": "error", "data": json.dumps(told_error(event.error)[1])}
-                    return
-                if (chunk := shape.chunk(index, event)) is not None:
-                    yield {"data": json.dumps(chunk)}
-            if asked.stream_options is not None and asked.stream_options.include_usage:
-                yield {"data": json.dumps(shape.usage_chunk())}
-            ended = "done"
-            yield {"data": "[DONE]"}
-        finally:
-            # Also when the client has left: its rows are free before the next step.
-            await merged.aclose()
-            seen.end(ended)
-
-    async def _whole(self, request: Request, merged: _Merged, shape: Shape, seen: Any) -> Response:
-        ended = "cancelled"
-        watch = asyncio.create_task(_until_gone(request))
-        collect = asyncio.create_task(self._collect(merged, shape, seen))
-        try:
-            await asyncio.wait({watch, collect}, return_when=asyncio.FIRST_COMPLETED)
-            if not collect.done():
-                raise ClientDisconnect
-            if (refused := collect.result()) is not None:
-                ended = refused["class"]
-                return error_response(*told_error(refused))
-            ended = "done"
-            return JSONResponse(shape.whole())
-        except ClientDisconnect:
-            return Response(status_code=499)
-        finally:
-            for task in (watch, collect):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-            await merged.aclose()
-            seen.end(ended)
-
-    async def _collect(self, merged: _Merged, shape: Shape, seen: Any) -> Mapping[str, Any] | None:
-        async for index, event in merged:
-            seen.event(event)
-            if event.kind == "error":
-                return event.error
-            shape.chunk(index, event)
-        return None
-
-
-async def _until_gone(request: Request) -> None:
-    while not await request.is_disconnected():
-        await asyncio.sleep(0.1)
-
-
-class _Merged:
-    """The events of several jobs as one stream of (choice, event); ends when all have, or at the first error."""
-
-    def __init__(self, streams: Sequence[AsyncIterator[Event]]) -> None:
-        self._streams = list(streams)
-        self._queue: asyncio.Queue[tuple[int, Event | BaseException]] = asyncio.Queue()
-        self._tasks = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(streams)]
-        self._open = len(self._tasks)
-        self._held: list[tuple[int, Event]] = []
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    async def _pump(self, index: int, stream: AsyncIterator[Event]) -> None:
-        try:
-            async for event in stream:
-                await self._queue.put((index, event))
-        except TrimtabError as exc:
-            await self._queue.put((index, exc))
-
-    async def _get(self) -> tuple[int, Event]:
-        index, found = await self._queue.get()
-        if isinstance(found, BaseException):
-            raise found
-        return index, found
-
-    async def first(self) -> Event:
-        """Return the first event, which stays in the stream. Errors: what refused the job."""
-        self._held.append(await self._get())
-        return self._held[0][1]
-
-    def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        return self._events()
-
-    async def _events(self) -> AsyncIterator[tuple[int, Event]]:
-        while self._open:
-            index, event = self._held.pop(0) if self._held else await self._get()
-            if event.kind in ("done", "error"):
-                self._open -= 1
-            yield index, event
-
-    async def aclose(self) -> None:
-        """Cancel what goes on."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for stream in self._streams:
-            await stream.aclose()  # type: ignore[attr-defined]
+        merged = Merged([self.pool.submit(model, job) for job in jobs])
+        wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        return await answer(request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s)

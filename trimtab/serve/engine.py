@@ -128,12 +128,14 @@ class AdapterShelf:
 
 
 class LoadedEngine:
-    """The scheduler's engine on a loaded model. rows: requests decoded together."""
+    """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a prompt
+    (None: what the context holds)."""
 
     def __init__(
-        self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None
-    ) -> None:
-        self.model, self.rows = model, rows
+        self, model: LoadedModel, *, rows: int, kept: Iterable[str] = (), resident_limit: int | None = None,
+        prompt_limit: int | None = None,
+    ) -> None:  # fmt: skip
+        self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         self._by_row: dict[Row, Answer] = {}
@@ -146,6 +148,10 @@ class LoadedEngine:
         """Check a job, prepare its inputs and return its answer. Errors: RequestError and what `prepare` raises."""
         self.shelf.check(job.adapter)
         inputs = self._inputs(job)
+        if self.prompt_limit is not None and inputs.prompt_tokens > self.prompt_limit:
+            raise RequestError(
+                f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
+            )
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))

@@ -2,59 +2,98 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import RequestError, TrimtabError
+from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve.supervisor import WorkerError
 
 # Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
 ERRORS: Mapping[str, tuple[int, str, str]] = {
     "RequestError": (400, "invalid_request_error", "invalid_value"),
-    "QueueFullError": (429, "rate_limit_error", "queue_full"),
-    "DeadlineError": (504, "timeout_error", "deadline"),
+    "UnknownModelError": (404, "invalid_request_error", "model_not_found"),
     "CheckpointError": (422, "invalid_request_error", "bad_file"),
     "AdapterError": (422, "invalid_request_error", "bad_adapter"),
-    "DoesNotFitError": (507, "server_error", "does_not_fit"),
+    "QueueFullError": (429, "rate_limit_error", "queue_full"),
     "DeviceError": (503, "server_error", "device"),
     "WorkerDiedError": (503, "server_error", "worker_died"),
+    "ModelFailedError": (503, "server_error", "model_failed"),
+    "StoppingError": (503, "server_error", "stopping"),
+    "DeadlineError": (504, "timeout_error", "deadline"),
+    "DoesNotFitError": (507, "server_error", "does_not_fit"),
     "ParityError": (500, "server_error", "parity"),
     "UpstreamError": (500, "server_error", "upstream"),
 }
-UNKNOWN_MODEL = (404, "invalid_request_error", "model_not_found")
+BUG = (500, "server_error", "bug")
+# What the way in refuses before it knows what is asked: HTTP's own words.
+HTTP_CODES = {
+    401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
+    421: "wrong_host",
+}  # fmt: skip
 # What a client may see of an error's fields: never a path of this machine.
 SHOWN_FIELDS = (
     "field", "value", "allowed", "hint", "problems", "needed_bytes", "budget_bytes", "device", "exit_code",
     "retry_after_s", "deadline_s",
 )  # fmt: skip
+MOST_NAMES = 20
+# An absolute path of POSIX or Windows: two parts at least, so that "/v1" and "and/or" stay.
+_PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\]+[\\/][^\s'"`,;()<>|]*""")
 
 
 class UnknownModelError(RequestError):
     """No model or adapter of this name is served."""
 
     def __init__(self, name: str, known: Sequence[str]) -> None:
-        super().__init__(
-            "is not served here", field="model", value=name, allowed=near_names(name, list(known)) or list(known)
-        )
+        near = near_names(name, list(known)) or list(known)
+        super().__init__("is not served here", field="model", value=name, allowed=near[:MOST_NAMES])
+
+
+class StoppingError(DeviceError):
+    """The server has been told to end and takes nothing new."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", device="worker", hint="Send the request again in a moment")
+
+
+def without_paths(value: Any, *known: str) -> Any:
+    """Return plain values with every path of this machine taken out of their texts. known: paths to look for first."""
+    if isinstance(value, str):
+        for path in known:
+            value = value.replace(path, "the file") if path else value
+        return _PATH.sub("[path]", value)
+    if isinstance(value, Mapping):
+        return {name: without_paths(item, *known) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_paths(item, *known) for item in value]
+    return value
 
 
 def error_json(name: str, message: str, fields: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and OpenAI's error object of one of our errors."""
-    status, kind, code = (
-        UNKNOWN_MODEL if name == "UnknownModelError" else ERRORS.get(name, (500, "server_error", "bug"))
-    )
-    if name not in ERRORS and name != "UnknownModelError":
-        message, fields = "The server made a mistake; its log says more", {}
+    status, kind, code = ERRORS.get(name, BUG)
+    if name not in ERRORS:
+        name, message, fields = "bug", "The server made a mistake; its log says more", {}
+    known = str(fields.get("path") or "")
     shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
-    param = fields.get("field") if isinstance(fields.get("field"), str) else None
-    if "path" in fields:  # the file's place on this machine is not the client's business
-        message = message.replace(str(fields["path"]), "the file")
-    return status, {
-        "error": {"message": message, "type": kind, "param": param, "code": code, "class": name, "fields": shown}
-    }
+    return status, _object(
+        without_paths(message, known), kind, code, param=fields.get("field"), name=name,
+        fields=without_paths(shown, known),
+    )  # fmt: skip
+
+
+def _object(
+    message: str, kind: str, code: str, *, param: Any = None, name: str = "", fields: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    return {
+        "error": {
+            "message": message, "type": kind, "param": param if isinstance(param, str) else None, "code": code,
+            "class": name, "fields": dict(fields or {}),
+        }
+    }  # fmt: skip
 
 
 def told_error(error: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -64,15 +103,34 @@ def told_error(error: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 
 def raised_error(exc: TrimtabError) -> tuple[int, dict[str, Any]]:
     """Return status and object of an error raised in this process."""
+    return told_error(plain_error(exc))
+
+
+def plain_error(exc: BaseException) -> Mapping[str, Any]:
+    """Return an error as the plain values that events carry. What is not ours is a bug, and told nothing about."""
     if isinstance(exc, WorkerError):
-        return told_error(exc.error)
+        return exc.error
+    if not isinstance(exc, TrimtabError):
+        return {"class": "bug", "message": "", "fields": {}}
     fields = {name: value for name, value in vars(exc).items() if not name.startswith("_")}
-    return error_json(type(exc).__name__, str(exc), fields)
+    return {"class": type(exc).__name__, "message": str(exc), "fields": fields}
 
 
 def error_response(status: int, body: Mapping[str, Any]) -> Response:
+    """Return an error object as a response; Retry-After where the error says when."""
     headers = {}
     retry = body["error"]["fields"].get("retry_after_s")
     if retry is not None:
         headers["retry-after"] = str(max(1, round(retry)))
+    elif status == 503:
+        headers["retry-after"] = "1"
+    return JSONResponse(body, status, headers=headers)
+
+
+def http_error(
+    status: int, message: str, *, kind: str = "invalid_request_error", code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> Response:  # fmt: skip
+    """Return what HTTP itself refuses in the same form."""
+    body = _object(message, kind, code or HTTP_CODES.get(status, "http"))
     return JSONResponse(body, status, headers=headers)

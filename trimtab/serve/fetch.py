@@ -1,7 +1,8 @@
 """Pictures by address: only from hosts that the operator named, never from a private network, within size and time.
 
-The address a name resolves to is checked and then connected to, so that a name which answers differently the second time
-gains nothing. Redirects are not followed.
+The addresses a name resolves to are checked and then connected to, so that a name which answers differently the second
+time gains nothing. Redirects are not followed. One clock counts from the first packet to the last byte: at its end the
+socket is closed, whatever the other side drips into it.
 """
 
 from __future__ import annotations
@@ -11,14 +12,20 @@ import http.client
 import ipaddress
 import socket
 import ssl
+import threading
 import time
-from urllib.parse import SplitResult, urlsplit
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from urllib.parse import SplitResult, quote, urlsplit
 
 from trimtab.errors import RequestError
 from trimtab.serve.settings import Settings
 
-FIELD = "image_url.url"
 CHUNK_BYTES = 64 * 2**10
+AT_ONCE = 8
+# IPv6 networks whose addresses carry an IPv4 one that a gateway may lead to.
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class Fetcher:
@@ -27,71 +34,129 @@ class Fetcher:
     def __init__(self, settings: Settings) -> None:
         self._hosts = {host.lower() for host in settings.allow_fetch}
         self._limits = settings.limits
+        # Of its own: fetches that hang must not hold up what else waits for threads.
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="trimtab-fetch")
 
-    async def get(self, url: str) -> bytes:
-        """Return the bytes at an address. Errors: RequestError, without a word about what the network inside looks like."""
-        parts = self._check(url)
-        return await asyncio.to_thread(self._read, parts)
+    async def get_all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
+        """Return the bytes at each address. urls: address -> the field it stands in. Errors: RequestError, without a word
+        about what the network inside looks like."""
+        checked = {url: self._check(url, field) for url, field in urls.items()}
+        found = await asyncio.gather(*(self._get(parts, urls[url]) for url, parts in checked.items()))
+        return dict(zip(checked, found, strict=True))
 
-    def _check(self, url: str) -> SplitResult:
+    async def _get(self, parts: SplitResult, field: str) -> bytes:
+        loop = asyncio.get_running_loop()
+        reading = loop.run_in_executor(self._threads, self._read, parts, field)
+        try:
+            # Resolving a name has no clock of its own.
+            return await asyncio.wait_for(reading, self._limits.fetch_s + 1)
+        except asyncio.TimeoutError as exc:
+            raise self._late(field) from exc
+
+    def _late(self, field: str) -> RequestError:
+        return RequestError(f"took longer than {self._limits.fetch_s:g} seconds", field=field)
+
+    def _check(self, url: str, field: str) -> SplitResult:
         if not self._hosts:
             raise RequestError(
-                "this server fetches nothing", field=FIELD, hint="Send the picture itself, as a data URL"
+                "this server fetches nothing", field=field, hint="Send the picture itself, as a data URL"
             )
         try:
             parts = urlsplit(url)
             host, port = (parts.hostname or "").lower(), parts.port
         except ValueError as exc:
-            raise RequestError("is not an address", field=FIELD) from exc
+            raise RequestError("is not an address", field=field) from exc
         if host not in self._hosts:
-            raise RequestError("is not a host that this server may fetch from", field=FIELD, value=host)
-        if parts.username is not None or port not in (None, 80, 443):
-            raise RequestError("user names and ports of its own are not allowed", field=FIELD)
+            raise RequestError("is not a host that this server may fetch from", field=field, value=host[:256])
+        if parts.username is not None or parts.password is not None or port not in (None, 80, 443):
+            raise RequestError("user names and ports of its own are not allowed", field=field)
         return parts
 
-    def _read(self, parts: SplitResult) -> bytes:
-        deadline = time.monotonic() + self._limits.fetch_s
+    def _read(self, parts: SplitResult, field: str) -> bytes:
         assert parts.hostname is not None
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        connection = http.client.HTTPConnection(parts.hostname, port, timeout=self._limits.fetch_s)
+        until = time.monotonic() + self._limits.fetch_s
         try:
-            connection.sock = self._connect(parts, port)
-            connection.request("GET", (parts.path or "/") + (f"?{parts.query}" if parts.query else ""))
-            answer = connection.getresponse()
-            if answer.status != 200:
-                raise RequestError(f"answered {answer.status}", field=FIELD, value=parts.hostname)
-            found = bytearray()
-            while chunk := answer.read(CHUNK_BYTES):
-                found += chunk
-                if len(found) > self._limits.fetch_bytes:
-                    raise RequestError(f"is larger than {self._limits.fetch_bytes} bytes", field=FIELD)
-                if time.monotonic() > deadline:
-                    raise RequestError(f"took longer than {self._limits.fetch_s:g} seconds", field=FIELD)
-            return bytes(found)
-        except (OSError, http.client.HTTPException) as exc:
-            raise RequestError("cannot be fetched", field=FIELD, value=parts.hostname) from exc
-        finally:
-            connection.close()
+            connection = self._connect(parts, field, until)
+            assert connection.sock is not None
+            clock = threading.Timer(until - time.monotonic(), _shut, [connection.sock])
+            clock.start()
+            try:
+                if isinstance(connection.sock, ssl.SSLSocket):
+                    connection.sock.do_handshake()
+                return self._body(connection, parts, field)
+            finally:
+                clock.cancel()
+                connection.close()
+        except (OSError, http.client.HTTPException, ValueError) as exc:
+            if time.monotonic() >= until:
+                raise self._late(field) from exc
+            raise RequestError("cannot be fetched", field=field, value=parts.hostname) from exc
 
-    def _connect(self, parts: SplitResult, port: int) -> socket.socket:
+    def _body(self, connection: http.client.HTTPConnection, parts: SplitResult, field: str) -> bytes:
+        path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+        query = f"?{quote(parts.query, safe='/%:@!$&()*+,;=~-._?')}" if parts.query else ""
+        assert parts.hostname is not None
+        connection.request("GET", path + query, headers={"Host": parts.hostname, "Accept": "image/*"})
+        answer = connection.getresponse()
+        if answer.status != 200:  # a redirect too: where it leads has not been checked
+            raise RequestError(f"answered {answer.status}", field=field, value=parts.hostname)
+        found = bytearray()
+        while chunk := answer.read1(CHUNK_BYTES):
+            found += chunk
+            if len(found) > self._limits.fetch_bytes:
+                raise RequestError(f"is larger than {self._limits.fetch_bytes} bytes", field=field)
+        if answer.length:  # what was promised did not come
+            raise http.client.IncompleteRead(bytes(found))
+        return bytes(found)
+
+    def _connect(self, parts: SplitResult, field: str, until: float) -> http.client.HTTPConnection:
         host = parts.hostname
         assert host is not None
-        address = self.public_address(host, port)
-        raw = socket.create_connection((address, port), timeout=self._limits.fetch_s)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        raw = None
+        for address in self.public_addresses(host, port, field):
+            try:
+                raw = socket.create_connection((address, port), timeout=max(0.01, until - time.monotonic()))
+                break
+            except OSError:
+                continue
+        if raw is None:
+            raise RequestError("cannot be reached", field=field, value=host)
+        connection = http.client.HTTPConnection(host, port)
+        connection.sock = raw
         if parts.scheme == "https":
-            return ssl.create_default_context().wrap_socket(raw, server_hostname=host)
-        return raw
+            # Shaken hands with later, under the clock.
+            connection.sock = ssl.create_default_context().wrap_socket(
+                raw, server_hostname=host, do_handshake_on_connect=False
+            )
+        return connection
 
     @staticmethod
-    def public_address(host: str, port: int) -> str:
-        """Return the address of a host. Errors: RequestError if any of its addresses is not a public one."""
+    def public_addresses(host: str, port: int, field: str) -> list[str]:
+        """Return the addresses of a host. Errors: RequestError if any of them is not a public one."""
         try:
-            found = {str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
-        except OSError as exc:
-            raise RequestError("has no address", field=FIELD, value=host) from exc
-        for address in found:
-            ip = ipaddress.ip_address(address.partition("%")[0])
-            mapped = getattr(ip, "ipv4_mapped", None)
-            if not (mapped or ip).is_global or ip.is_multicast:
-                raise RequestError("is not on the public network", field=FIELD, value=host)
-        return sorted(found)[0]
+            found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+        except (OSError, UnicodeError) as exc:
+            raise RequestError("has no address", field=field, value=host) from exc
+        if not found or not all(is_public(address) for address in found):
+            raise RequestError("is not on the public network", field=field, value=host)
+        return list(dict.fromkeys(found))
+
+
+def is_public(address: str) -> bool:
+    """Whether an address, and every IPv4 address that it carries, belongs to the public network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    carried: tuple[ipaddress.IPv4Address | None, ...] = ()
+    if isinstance(ip, ipaddress.IPv6Address):
+        if ip.ipv4_mapped is not None:
+            return is_public(str(ip.ipv4_mapped))
+        carried = (ip.sixtofour, *(ip.teredo or ()))
+        if ip in _NAT64:
+            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
+    inner = all(is_public(str(found)) for found in carried if found is not None)
+    return inner and ip.is_global and not ip.is_multicast
+
+
+def _shut(found: socket.socket) -> None:
+    with suppress(OSError):
+        found.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,8 @@
 """Pictures and sounds in a request: bytes out of data URLs, base64 or allowed hosts, measured before they are decoded.
 
 Nothing here decodes pixels or samples; that is the worker's. What is checked here costs a few header bytes, so that a
-decompression bomb is refused in the process that survives it.
+decompression bomb is refused in the process that survives it. Sizes are counted as they will be in memory, whatever
+seconds or bytes a header claims.
 """
 
 from __future__ import annotations
@@ -11,86 +12,163 @@ import binascii
 import io
 import re
 import struct
+import warnings
+from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RequestError
 from trimtab.serve.settings import Limits
 
-_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?P<base64>;base64)?,", re.ASCII)
+_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?P<base64>;base64)?,", re.ASCII | re.IGNORECASE)
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 AUDIO_FORMATS = ("wav", "flac")
+# What a sound may be made of: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
+WAV_FORMATS = (1, 3, 0xFFFE)
+RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
+WAV_CHUNKS = 256
+SAMPLE_BYTES = 4  # samples are float32 once decoded
 
 
-def from_data_url(url: str, *, field: str, limits: Limits) -> bytes:
+def from_data_url(url: str, *, field: str) -> bytes:
     """Return the bytes of a picture's data URL. Errors: RequestError."""
     found = _DATA_URL.match(url)
     if found is None or not found["base64"]:
         raise RequestError("must be a data URL with base64", field=field, allowed=("data:image/png;base64,...",))
-    if found["type"] not in IMAGE_TYPES:
+    if (found["type"] or "").lower() not in IMAGE_TYPES:
         raise RequestError("is not a picture of a known type", field=field, value=found["type"], allowed=IMAGE_TYPES)
-    return check_image(from_base64(url[found.end() :], field=field), field=field, limits=limits)
+    return from_base64(url[found.end() :], field=field)
 
 
 def from_base64(text: str, *, field: str) -> bytes:
-    """Return decoded bytes. Errors: RequestError for anything that is not plain base64."""
+    """Return decoded bytes. Errors: RequestError for anything that is not plain base64, and for none."""
     try:
-        return base64.b64decode(text, validate=True)
+        found = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as exc:
         raise RequestError("is not base64", field=field) from exc
+    if not found:
+        raise RequestError("is empty", field=field)
+    return found
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
 
 
 def check_image(data: bytes, *, field: str, limits: Limits) -> bytes:
     """Return the bytes if their header is a picture's and its pixels are within the limit. Errors: RequestError."""
-    from PIL import Image
-
-    try:
-        # Pillow reads the header only; its own bomb warning is above our limit and never reached.
-        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as found:
-            width, height = found.size
-    except Exception as exc:  # Pillow's plugins raise many kinds for broken headers
-        raise RequestError("is not a png, jpeg or webp picture", field=field) from exc
+    width, height = _webp_size(data) or _pillow_size(data, field)
+    if not width or not height:
+        raise RequestError("has no pixels", field=field)
     if width * height > limits.image_pixels:
         raise RequestError(f"has {width} x {height} pixels, the limit is {limits.image_pixels}", field=field)
     return data
 
 
+def _pillow_size(data: bytes, field: str) -> tuple[int, int]:
+    from PIL import Image
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is asked next
+            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as found:
+                return found.size
+    except Image.DecompressionBombError as exc:
+        raise RequestError("has more pixels than any limit", field=field) from exc
+    except Exception as exc:  # Pillow's plugins raise many kinds for broken headers
+        raise RequestError("is not a png, jpeg or webp picture", field=field) from exc
+
+
+def _webp_size(data: bytes) -> tuple[int, int] | None:
+    """Return the size that a WebP file begins with. Pillow would make room for the whole picture to learn it.
+
+    Source: RFC 9649 (section 2.7 VP8X), RFC 6386 section 9.1 (VP8), WebP lossless specification section 3 (VP8L).
+    """
+    if len(data) < 30 or data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return 1 + int.from_bytes(data[24:27], "little"), 1 + int.from_bytes(data[27:30], "little")
+    if kind == b"VP8L" and data[20] == 0x2F:
+        bits = int.from_bytes(data[21:25], "little")
+        return 1 + (bits & 0x3FFF), 1 + (bits >> 14 & 0x3FFF)
+    if kind == b"VP8 " and data[23:26] == b"\x9d\x01\x2a":
+        return int.from_bytes(data[26:28], "little") & 0x3FFF, int.from_bytes(data[28:30], "little") & 0x3FFF
+    return 0, 0
+
+
+# Sounds ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sound:
+    """What a header says. frames: samples of one channel."""
+
+    rate: int
+    channels: int
+    frames: int
+
+    @property
+    def is_plausible(self) -> bool:
+        return self.rate in RATES and self.channels in CHANNELS and self.frames > 0
+
+
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if they are a sound of the kind that was said, within the limit. Errors: RequestError."""
+    """Return the bytes if they are a sound of the kind that was said, within the limits. Errors: RequestError."""
     if kind not in AUDIO_FORMATS:
         raise RequestError(
             "is not a sound format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS
         )
-    seconds = _wav_s(data) if kind == "wav" else _flac_s(data)
-    if seconds is None:
-        raise RequestError(f"is not a {kind} file", field=f"{field}.data")
+    found = _wav(data) if kind == "wav" else _flac(data)
+    field = f"{field}.data"
+    if found is None or not found.is_plausible:
+        raise RequestError(f"is not a {kind} file with sound in it", field=field)
+    seconds = found.frames / found.rate
     if seconds > limits.audio_s:
-        raise RequestError(f"has {seconds:.1f} seconds, the limit is {limits.audio_s:g}", field=f"{field}.data")
+        raise RequestError(f"has {seconds:.1f} seconds, the limit is {limits.audio_s:g}", field=field)
+    decoded_bytes = found.frames * found.channels * SAMPLE_BYTES
+    if decoded_bytes > limits.audio_bytes:
+        raise RequestError(f"has {decoded_bytes} bytes decoded, the limit is {limits.audio_bytes}", field=field)
     return data
 
 
-def _wav_s(data: bytes) -> float | None:
-    """Return the seconds of a WAV file from its header, by the bytes that are really there; None if it is not one."""
+def _wav(data: bytes) -> _Sound | None:
+    """Return what a WAV file holds, by the bytes that are really there; None if it is not one.
+
+    Source: Microsoft "Multiple Channel Audio Data and WAVE Files"; RF64 as EBU Tech 3306.
+    """
     if len(data) < 12 or data[:4] not in (b"RIFF", b"RF64") or data[8:12] != b"WAVE":
         return None
-    place, bytes_per_s = 12, 0
-    while place + 8 <= len(data):
+    place, known = 12, None
+    for _ in range(WAV_CHUNKS):
+        if place + 8 > len(data):
+            return None
         name, size = struct.unpack_from("<4sI", data, place)
-        if name == b"fmt " and size >= 16 and place + 24 <= len(data):
-            (bytes_per_s,) = struct.unpack_from("<I", data, place + 16)
+        if name == b"fmt ":
+            if known is not None or size < 16 or place + 24 > len(data):
+                return None
+            known = struct.unpack_from("<HHIIHH", data, place + 8)
         if name == b"data":
-            held = min(size, len(data) - place - 8)
-            return held / bytes_per_s if bytes_per_s else None
+            return None if known is None else _wav_sound(known, min(size, len(data) - place - 8))
         place += 8 + size + size % 2
     return None
 
 
-def _flac_s(data: bytes) -> float | None:
-    """Return the seconds of a FLAC file from its first block; None if it is not one or does not say."""
+def _wav_sound(known: tuple[int, ...], held_bytes: int) -> _Sound | None:
+    tag, channels, rate, _, _, bits = known
+    frame_bytes = channels * (bits // 8)  # the header's own bytes a second and a frame may say anything
+    if tag not in WAV_FORMATS or bits not in (8, 16, 24, 32, 64) or not channels:
+        return None
+    return _Sound(rate, channels, held_bytes // frame_bytes)
+
+
+def _flac(data: bytes) -> _Sound | None:
+    """Return what a FLAC file's first block says; None if it is not one or does not say how long it is.
+
+    Source: RFC 9639 section 8.2.
+    """
     if len(data) < 26 or data[:4] != b"fLaC" or data[4] & 0x7F != 0:
         return None
     packed = int.from_bytes(data[18:26], "big")
-    rate, samples = packed >> 44, packed & (2**36 - 1)
-    return samples / rate if rate and samples else None
+    return _Sound(packed >> 44, (packed >> 41 & 7) + 1, packed & (2**36 - 1))
 
 
 def image_part(data: bytes) -> dict[str, Any]:

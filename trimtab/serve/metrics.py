@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from trimtab.serve.job import Event
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RECENT = 50
 
 
@@ -33,7 +35,7 @@ class Metrics:
             "trimtab_time_between_pieces_seconds",
             "Between two pieces of one answer",
             labels,
-            buckets=TTFT_BUCKETS,
+            buckets=BETWEEN_BUCKETS,
             **made,
         )
         self.gauges: dict[str, Any] = {
@@ -47,11 +49,34 @@ class Metrics:
             )
         }  # fmt: skip
         self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **made)
+        # Which endings each adapter has been counted with: what `forget` has to find again.
+        self._endings: dict[tuple[str, str], set[str]] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
     def begin(self, model: str, adapter: str | None, *, choices: int) -> Seen:
         """Return what follows one request from here to its end."""
         return Seen(self, model, adapter or "", choices)
+
+    def forget(self, adapter: str, model: str | None) -> None:
+        """Drop an adapter's series: names come and go, and the series of every name there ever was would stay.
+
+        model: None is every model that has one of this name.
+        """
+        for labels in [labels for labels in self._endings if labels[1] == adapter and model in (None, labels[0])]:
+            for how in self._endings.pop(labels):
+                self.requests.remove(*labels, how)
+            for kind in ("prompt", "completion"):
+                self.tokens.remove(*labels, kind)
+            for found in (self.ttft, self.between):
+                with suppress(KeyError):  # no text was ever sent
+                    found.remove(*labels)
+
+    def ended(self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int) -> None:
+        """Count one request."""
+        self._endings.setdefault(labels, set()).add(how)
+        self.requests.labels(*labels, how).inc()
+        self.tokens.labels(*labels, "prompt").inc(prompt_tokens)
+        self.tokens.labels(*labels, "completion").inc(completion_tokens)
 
     def recent(self) -> list[dict[str, Any]]:
         """Return the last requests, the newest first."""
@@ -92,6 +117,7 @@ class Seen:
     last: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    is_over: bool = False
 
     def event(self, event: Event) -> None:
         """Take note of what the request is told."""
@@ -109,12 +135,13 @@ class Seen:
             self.completion_tokens += event.usage["completion_tokens"]
 
     def end(self, how: str) -> None:
-        """Take note of its end: "done", "cancelled" or the class of the error."""
+        """Take note of its end, once: "done", "cancelled" or the class of the error."""
+        if self.is_over:
+            return
+        self.is_over = True
         seconds = time.monotonic() - self.arrived
         labels = (self.model, self.adapter)
-        self.metrics.requests.labels(*labels, how).inc()
-        self.metrics.tokens.labels(*labels, "prompt").inc(self.prompt_tokens)
-        self.metrics.tokens.labels(*labels, "completion").inc(self.completion_tokens)
+        self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens)
         decode_s = seconds - (self.first_s or 0.0)
         self.metrics._recent.append({
             "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,

@@ -25,12 +25,10 @@ ASSETS = {
     INDEX: "text/html; charset=utf-8",
     "page.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
-    **{
-        name: "text/javascript; charset=utf-8"
-        for name in (
-            "api.js", "dom.js", "media.js", "page.js", "picture.js", "play.js", "recorder.js", "theme.js",
-        )
-    },
+    **dict.fromkeys(
+        ("api.js", "dom.js", "media.js", "page.js", "picture.js", "play.js", "recorder.js", "theme.js"),
+        "text/javascript; charset=utf-8",
+    ),
 }  # fmt: skip
 POLICY = "; ".join((
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' blob:", "media-src blob:",

@@ -1,39 +1,72 @@
 """The models behind the routes: one supervised worker each, taking turns where they do not fit together.
 
-A model is started when it is first asked for and stopped after its idle time. With `together` at 1 (several models on one
-device), one runs at a time: another one's first request lets the running one finish what it has, within `turn_s`, then
-they change places; whoever has waited longest is next.
+A model is started when it is first asked for and stopped after its idle time. `together` workers live at once. When
+another model is wanted, one that has nothing to do gives its place up at once; one that is busy keeps it for `turn_s` from
+its start, then takes nothing new, finishes what it has, and changes places with whoever has waited longest. So nobody
+starves, and a model is not loaded for one request when more of its own are waiting.
+
+Only the keeper, one task, starts and stops workers; requests wait for what it does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.errors import DeviceError, RequestError
-from trimtab.serve.faults import UnknownModelError
+from trimtab.errors import RequestError
+from trimtab.serve.faults import StoppingError, UnknownModelError
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel
+from trimtab.serve.scheduler import DeadlineError, QueueFullError
 from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import Supervisor
+from trimtab.serve.supervisor import ModelFailedError, Supervisor
 
 TICK_S = 0.5
+NUMBERS_AFTER_S = 10.0
+# A model that could not be loaded is not tried again for each of its requests.
+FAILED_S = 30.0
+# The worker keeps the deadline of what it has; this is for what never reaches it.
+DEADLINE_SLACK_S = 1.0
 SEPARATOR = ":"
+LIVING = ("loading", "ready", "restarting")
+
+log = logging.getLogger("trimtab.serve")
 
 
 @dataclass(eq=False)
 class _Member:
+    """One model. in_flight: requests that have entered. waiting: those that want to. wanted_since: since when any does."""
+
     served: ServedModel
     supervisor: Supervisor
     adapters: dict[str, str]
     last_used: float = field(default_factory=time.monotonic)
-    wanted_since: float | None = None
     in_flight: int = 0
+    waiting: int = 0
+    wanted_since: float | None = None
     turn_began: float = 0.0
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    is_leaving: bool = False
+    failed_at: float | None = None
+    numbers: Future[Any] | None = None
+
+    @property
+    def is_living(self) -> bool:
+        return self.supervisor.state in LIVING and not self.is_leaving
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it could not be loaded, and that was not long ago."""
+        if self.supervisor.state != "failed":
+            self.failed_at = None
+            return False
+        self.failed_at = self.failed_at or time.monotonic()
+        return time.monotonic() - self.failed_at < FAILED_S
 
 
 class Pool:
@@ -44,14 +77,18 @@ class Pool:
         self, models: Sequence[ServedModel], settings: Settings, *, together: int = 1, turn_s: float = 30.0,
         make: Callable[..., Supervisor] = Supervisor,
     ) -> None:  # fmt: skip
+        if together < 1 or (together > 1 and together > len(models)):
+            raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
         self.settings, self._together, self._turn_s = settings, together, turn_s
         self._members: dict[str, _Member] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
         for served in models:
-            supervisor = make(served.settings(settings.queue_limit), retry=settings.retry)
+            told = served.settings(settings.queue_limit, prompt_tokens=settings.limits.prompt_tokens)
+            supervisor = make(told, retry=settings.retry, on_change=self._on_change)
             self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
         self._is_stopping = False
         self._keeper: asyncio.Task[None] | None = None
-        self._moving = asyncio.Lock()
+        self._changed = asyncio.Event()
 
     # Names ------------------------------------------------------------------------------------------------------------
 
@@ -78,6 +115,11 @@ class Pool:
     def takes(self, model: str) -> tuple[str, ...]:
         return ("text", *self._members[model].served.supports)
 
+    def running(self, model: str | None) -> tuple[str, Mapping[str, Any] | None, Mapping[str, str]]:
+        """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder."""
+        member = self._one(model)
+        return member.served.name, member.supervisor.plan, dict(member.adapters)
+
     def models(self) -> list[dict[str, Any]]:
         """Return every model and adapter as /v1/models shows it."""
         found = []
@@ -90,115 +132,6 @@ class Pool:
                 found.append({"id": shown, **head, "root": adapter, "parent": name})
         return found
 
-    # Life -------------------------------------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Start the first models, as many as may live together, without waiting for them."""
-        for member in list(self._members.values())[: self._together]:
-            member.supervisor.start()
-            member.turn_began = time.monotonic()
-        self._keeper = asyncio.create_task(self._keep())
-
-    def refuse_new(self) -> None:
-        """Take no new request from now on."""
-        self._is_stopping = True
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse what is new, let what is being answered end within a time, then stop everything."""
-        self.refuse_new()
-        if self._keeper is not None:
-            self._keeper.cancel()
-        await asyncio.gather(
-            *(asyncio.to_thread(member.supervisor.drain, grace_s) for member in self._members.values())
-        )
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a model answers now, or would after being started (an idle one that has been stopped)."""
-        states = [member.supervisor.state for member in self._members.values()]
-        return not self._is_stopping and any(
-            state == "ready" or (state == "stopped" and member.supervisor.plan is not None)
-            for state, member in zip(states, self._members.values(), strict=True)
-        )
-
-    async def _keep(self) -> None:
-        """Stop what is idle, and ask for numbers now and then."""
-        while True:
-            await asyncio.sleep(TICK_S)
-            now = time.monotonic()
-            for member in self._members.values():
-                if member.supervisor.state != "ready":
-                    continue
-                idle_s = member.served.idle_unload_s
-                if idle_s is not None and not member.in_flight and now - member.last_used > idle_s:
-                    async with self._moving:
-                        if not member.in_flight:
-                            await asyncio.to_thread(member.supervisor.stop)
-                elif member.in_flight or now - member.last_used < 10:
-                    member.supervisor.call("numbers")
-
-    async def _enter(self, member: _Member) -> None:
-        """Make sure that a model's worker lives, changing places with others if need be, and count one more request."""
-        if self._is_stopping:
-            raise DeviceError("the server is stopping", device="worker")
-        if member.supervisor.state in ("ready", "loading", "restarting") and self._may_stay(member):
-            member.in_flight += 1
-            return
-        member.wanted_since = member.wanted_since or time.monotonic()
-        async with self._moving:
-            if member.supervisor.state not in ("ready", "loading", "restarting"):
-                await self._change_places(member)
-                member.supervisor.start()
-                member.turn_began = time.monotonic()
-            member.wanted_since = None
-            member.in_flight += 1
-
-    def _may_stay(self, member: _Member) -> bool:
-        """Whether a running model may take one more request: not when its turn is over and another one waits."""
-        waits = any(other.wanted_since is not None for other in self._members.values() if other is not member)
-        return not waits or time.monotonic() - member.turn_began < self._turn_s
-
-    async def _change_places(self, member: _Member) -> None:
-        living = [other for other in self._members.values() if other.supervisor.state not in ("stopped", "failed")]
-        while len(living) >= self._together:
-            # The one that has been quiet longest; one with work gets to finish it.
-            oldest = min(living, key=lambda other: (other.in_flight > 0, other.last_used))
-            while oldest.in_flight:
-                async with oldest.changed:
-                    await oldest.changed.wait()
-            await asyncio.to_thread(oldest.supervisor.stop)
-            living.remove(oldest)
-
-    async def _leave(self, member: _Member) -> None:
-        member.in_flight -= 1
-        member.last_used = time.monotonic()
-        async with member.changed:
-            member.changed.notify_all()
-
-    # Work -------------------------------------------------------------------------------------------------------------
-
-    async def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield what a job is told until it is done; closing the iterator early cancels it. Errors: TrimtabError."""
-        member = self._members[model]
-        await self._enter(member)
-        loop = asyncio.get_running_loop()
-        told: asyncio.Queue[Event] = asyncio.Queue()
-
-        def tell(event: Event) -> None:
-            loop.call_soon_threadsafe(told.put_nowait, event)
-
-        is_over = False
-        try:
-            member.supervisor.submit(job, tell)
-            while not is_over:
-                event = await told.get()
-                is_over = event.kind in ("done", "error")
-                yield event
-        finally:
-            if not is_over:
-                member.supervisor.cancel(job.id)
-            await asyncio.shield(self._leave(member))
-
     def _one(self, model: str | None) -> _Member:
         if model is None:
             if len(self._members) > 1:
@@ -207,6 +140,182 @@ class Pool:
         if model not in self._members:
             raise UnknownModelError(model, list(self._members))
         return self._members[model]
+
+    # Life -------------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the first models, as many as may live together, without waiting for them."""
+        self._loop = asyncio.get_running_loop()
+        for member in list(self._members.values())[: self._together]:
+            self._start(member)
+        self._keeper = asyncio.create_task(self._keep())
+
+    def _start(self, member: _Member) -> None:
+        member.turn_began = time.monotonic()
+        member.supervisor.start()
+        self._tell_all()
+
+    def refuse_new(self) -> None:
+        """Take no new request from now on, those that wait for their model's turn included."""
+        self._is_stopping = True
+        self._tell_all()
+
+    @property
+    def in_flight(self) -> int:
+        """How many requests are being answered."""
+        return sum(member.in_flight for member in self._members.values())
+
+    async def drain(self, grace_s: float) -> None:
+        """Refuse what is new, let what is being answered end within a time, then stop everything."""
+        self.refuse_new()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        await asyncio.gather(
+            *(asyncio.to_thread(member.supervisor.drain, grace_s) for member in self._members.values())
+        )
+
+    def stop(self) -> None:
+        """Stop every worker now, from any thread: the last resort of a server that is told to end twice."""
+        for member in self._members.values():
+            member.supervisor.stop()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a model answers now, or would after being started (one that gave its place up)."""
+        return not self._is_stopping and any(
+            member.supervisor.state == "ready"
+            or (member.supervisor.state == "stopped" and member.supervisor.plan is not None)
+            for member in self._members.values()
+        )
+
+    def _on_change(self, state: str) -> None:
+        """Hear a supervisor's news, on any of its threads."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits any more
+                self._loop.call_soon_threadsafe(self._tell_all)
+
+    def _tell_all(self) -> None:
+        """Wake everyone who waits for a change, the keeper too."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    # The keeper -------------------------------------------------------------------------------------------------------
+
+    async def _keep(self) -> None:
+        """Give places to those who wait, stop what is idle, and ask for numbers now and then."""
+        while True:
+            changed = self._changed
+            try:
+                await self._give_places()
+                await self._stop_idle()
+                self._ask_numbers()
+            except Exception:
+                log.exception("a mistake of the server while models changed places")
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(changed.wait(), TICK_S)
+
+    async def _give_places(self) -> None:
+        wanting = [
+            m for m in self._members.values() if m.wanted_since is not None and not m.is_living and not m.has_failed
+        ]
+        for member in sorted(wanting, key=lambda m: m.wanted_since or 0.0):
+            living = [other for other in self._members.values() if other.is_living]
+            if len(living) >= self._together:
+                # One that has nothing to do, or whose turn is over and whose work is done.
+                free = [m for m in living if not m.in_flight and (not m.waiting or self._is_turn_over(m))]
+                if not free:
+                    return
+                await self._stop(min(free, key=lambda other: other.last_used))
+            self._start(member)
+
+    async def _stop_idle(self) -> None:
+        now = time.monotonic()
+        for member in self._members.values():
+            idle_s = member.served.idle_unload_s
+            is_quiet = not member.in_flight and not member.waiting and member.supervisor.state == "ready"
+            if idle_s is not None and is_quiet and now - member.last_used > idle_s:
+                await self._stop(member)
+
+    async def _stop(self, member: _Member) -> None:
+        member.is_leaving = True  # nobody enters from here on
+        try:
+            await asyncio.to_thread(member.supervisor.stop)
+        finally:
+            member.is_leaving = False
+            self._tell_all()
+
+    def _ask_numbers(self) -> None:
+        now = time.monotonic()
+        for member in self._members.values():
+            is_busy = member.in_flight or now - member.last_used < NUMBERS_AFTER_S
+            is_asked = member.numbers is not None and not member.numbers.done()
+            if member.supervisor.state == "ready" and is_busy and not is_asked:
+                member.numbers = member.supervisor.call("numbers")
+
+    # Coming and going -------------------------------------------------------------------------------------------------
+
+    async def _enter(self, member: _Member) -> None:
+        """Wait for a model's place and count one more request. Errors: StoppingError; QueueFullError; why it cannot load."""
+        if member.in_flight + member.waiting >= member.served.rows + self.settings.queue_limit:
+            raise QueueFullError(member.in_flight + member.waiting - member.served.rows, _retry_after_s(member))
+        member.waiting += 1
+        member.wanted_since = member.wanted_since or time.monotonic()
+        try:
+            if not self._may_enter(member):
+                self._tell_all()
+            while not self._may_enter(member):
+                await self._changed.wait()
+            member.in_flight += 1
+        finally:
+            member.waiting -= 1
+            if not member.waiting:
+                member.wanted_since = None
+
+    def _may_enter(self, member: _Member) -> bool:
+        if self._is_stopping:
+            raise StoppingError
+        if member.has_failed:
+            raise ModelFailedError(member.supervisor.failure)
+        return member.is_living and not self._is_turn_over(member)
+
+    def _is_turn_over(self, member: _Member) -> bool:
+        """Whether a living model takes nothing more: it has had its time, and another one waits for a place."""
+        waits = any(
+            other.wanted_since is not None and not other.is_living
+            for other in self._members.values() if other is not member
+        )  # fmt: skip
+        return waits and time.monotonic() - member.turn_began >= self._turn_s
+
+    def _leave(self, member: _Member) -> None:
+        member.in_flight -= 1
+        member.last_used = time.monotonic()
+        self._tell_all()
+
+    # Work -------------------------------------------------------------------------------------------------------------
+
+    async def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
+        """Yield what a job is told until it is done; closing the iterator early cancels it. Errors: TrimtabError."""
+        member, clock = self._members[model], _Clock(job.deadline_s)
+        await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
+        loop = asyncio.get_running_loop()
+        told: asyncio.Queue[Event] = asyncio.Queue()
+
+        def tell(event: Event) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody listens any more
+                loop.call_soon_threadsafe(told.put_nowait, event)
+
+        is_over = False
+        try:
+            member.supervisor.submit(replace(job, deadline_s=clock.left_s), tell)
+            while not is_over:
+                event = await clock.limit(told.get(), "it was answered", slack_s=DEADLINE_SLACK_S)
+                is_over = event.kind in ("done", "error")
+                yield event
+        finally:
+            if not is_over:
+                member.supervisor.cancel(job.id)
+            self._leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
         """Load an adapter for clients to name. Errors: what the worker says of its files."""
@@ -231,10 +340,15 @@ class Pool:
     async def _call(self, member: _Member, what: str, **arguments: Any) -> Any:
         await self._enter(member)
         try:
-            await asyncio.to_thread(member.supervisor.wait_ready)
+            while member.supervisor.state != "ready":
+                if member.supervisor.state == "failed":
+                    raise ModelFailedError(member.supervisor.failure)
+                if self._is_stopping:
+                    raise StoppingError
+                await self._changed.wait()
             return await asyncio.wrap_future(member.supervisor.call(what, **arguments))
         finally:
-            await asyncio.shield(self._leave(member))
+            self._leave(member)
 
     def status(self) -> Mapping[str, Any]:
         """Return what the page and the metrics show of every model."""
@@ -245,10 +359,43 @@ class Pool:
         plan = supervisor.plan
         return {
             "name": name, "state": supervisor.state, "restarts": supervisor.restarts, "loading": supervisor.loading,
-            "in_flight": member.in_flight, "adapters": sorted(member.adapters), "takes": self.takes(name),
-            "numbers": supervisor.numbers, "plan": plan, "error": (supervisor.failure or {}).get("message"),
-            "context_tokens": self.context_tokens(name), "tier_bytes": None if plan is None else _tier_bytes(plan),
+            "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
+            "takes": self.takes(name), "numbers": supervisor.numbers, "plan": plan,
+            "error": (supervisor.failure or {}).get("message"), "context_tokens": self.context_tokens(name),
+            "tier_bytes": {} if plan is None else _tier_bytes(plan),
         }  # fmt: skip
+
+
+class _Clock:
+    """The time that one request has, waiting included. deadline_s: None is all the time there is."""
+
+    def __init__(self, deadline_s: float | None) -> None:
+        self._deadline_s, self._began = deadline_s, time.monotonic()
+
+    @property
+    def left_s(self) -> float | None:
+        if self._deadline_s is None:
+            return None
+        return max(0.001, self._deadline_s - (time.monotonic() - self._began))
+
+    async def limit(self, work: Any, where: str, *, slack_s: float) -> Any:
+        """Return what work gives. Errors: DeadlineError when the time is over."""
+        if self._deadline_s is None:
+            return await work
+        left_s = self.left_s
+        assert left_s is not None
+        try:
+            return await asyncio.wait_for(work, left_s + slack_s)
+        except asyncio.TimeoutError as exc:
+            raise DeadlineError(self._deadline_s, where) from exc
+
+
+def _retry_after_s(member: _Member) -> float:
+    """Return when a place is likely to be free: a typical answer's steps, or a load."""
+    counts = member.supervisor.numbers.get("counts") or {}
+    if member.supervisor.state != "ready" or not counts.get("steps"):
+        return 5.0
+    return min(60.0, max(1.0, counts["step_s"] / counts["steps"] * 64))
 
 
 def _tier_bytes(plan: Mapping[str, Any]) -> dict[str, int]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,11 +74,12 @@ class ServedModel:
         if self.idle_unload_s is not None and self.idle_unload_s <= 0:
             raise RequestError("must be above zero", field="idle_unload_s", value=self.idle_unload_s)
 
-    def settings(self, queue_limit: int) -> dict[str, Any]:
-        """Return what the worker is told."""
+    def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
+        """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
         return {
             "request": self.request.to_json(), "adapters": dict(self.adapters), "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
+            "prompt_tokens": prompt_tokens,
         }  # fmt: skip
 
 
@@ -104,6 +105,10 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,),
+}  # fmt: skip
+
+_WORDS: Mapping[type, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "a table",
 }  # fmt: skip
 
 
@@ -144,24 +149,46 @@ def read_registry(path: str | Path) -> tuple[ServedModel, ...]:
 def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:
     if not isinstance(table, dict):
         return None, [f"models.{name} is not a table"]
-    problems = []
-    for key, value in table.items():
-        kinds = _KINDS.get(key)
-        if kinds is None:
-            near = ", ".join(near_names(key, [*_OWN, *_PLACEMENT]))
-            problems.append(f"models.{name}.{key}: unknown key (near: {near})")
-        elif not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            problems.append(f"models.{name}.{key}: must be {' or '.join(kind.__name__ for kind in kinds)}")
-    if ("path" in table) == ("plan" in table):
-        problems.append(f"models.{name}: give either path or plan")
-    if "plan" in table:
-        problems += [f"models.{name}.{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
+    problems = [f"models.{name}.{text}" for text in _table_problems(table, folder)]
     if problems:
         return None, problems
     try:
         return _made(name, table, folder), []
     except TrimtabError as exc:
         return None, [f"models.{name}: {exc}"]
+
+
+def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return everything that is wrong in one model's table, each as "key: what"."""
+    found = []
+    for key, value in table.items():
+        kinds = _KINDS.get(key)
+        if kinds is None:
+            near = near_names(key, [*_OWN, *_PLACEMENT])
+            found.append(f"{key}: unknown key" + (f" (near: {', '.join(near)})" if near else ""))
+        elif not _is_of(value, kinds):
+            found.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
+        elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):
+            found.append(f"{key}: must be a list of texts")
+        elif key == "adapters":
+            found += [
+                f"adapters.{item}: {why}" for item, path in value.items() if (why := _folder_problem(path, folder))
+            ]
+    if ("path" in table) == ("plan" in table):
+        found.append("path: give either path or plan")
+    if "plan" in table:
+        found += [f"{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
+    return found
+
+
+def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+
+
+def _folder_problem(path: Any, folder: Path) -> str | None:
+    if not isinstance(path, str):
+        return "must be a folder's path"
+    return None if Path(_path(path, folder)).is_dir() else f"no such folder ({path})"
 
 
 def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
@@ -171,12 +198,15 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
 
         request = Plan.load(_path(table["plan"], folder)).request
         adapters = {**request.adapters, **adapters}
+        request = replace(request, adapters={})
     else:
         values = {_PLACEMENT[key]: value for key, value in table.items() if key in _PLACEMENT}
         for key in ("gpu_memory_bytes", "host_memory_bytes"):
             if key in values:
-                values[key] = parse_bytes(values[key], field_name=key)
+                values[key] = parse_bytes(values[key], field_name=key.removesuffix("_bytes"))
         values["keep_unquantized"] = tuple(values.get("keep_unquantized", ()))
+        if "offload_dir" in values:
+            values["offload_dir"] = str(folder / values["offload_dir"])
         request = LoadRequest(model=_path(table["path"], folder), **values)
     supports = tuple(kind for kind in MEDIA if table.get(f"supports_{kind}", True))
     return ServedModel(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import math
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import uvicorn
+from sse_starlette.sse import AppStatus
+from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError
@@ -16,34 +21,40 @@ from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import Settings, is_loopback
+from trimtab.serve.verifying import verify_routes
+
+HEAD_BYTES = 64 * 2**10
+TICK_S = 0.05
 
 
 def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None]) -> None:
     """Answer until SIGTERM or Ctrl-C; then take nothing new and let what is running end within `settings.grace_s`.
 
-    Errors: RequestError if the address is taken or is not this machine's.
+    A second Ctrl-C ends at once. Errors: RequestError if the address is taken or is not this machine's.
     """
-    listener = listen(settings.host, settings.port)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in str(host) else host
+    # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
+    AppStatus.disable_automatic_graceful_drain()
     pool = Pool(models, settings, together=together)
-    metrics = Metrics()
-    app = make_app(pool, settings, metrics, extra=_page(settings))
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=_whole(settings.grace_s),
-        h11_max_incomplete_event_size=64 * 2**10, server_header=False, date_header=False,
-    )  # fmt: skip
+    listener = listen(settings.host, settings.port)
     for model in models:
         say(f"{model.name}: {model.request.model}, {len(model.adapters)} adapters, {model.rows} rows")
-    say(f"http://{shown}:{port}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
-    server = _Server(config, pool, settings)
+    say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
+    app = make_app(pool, settings, Metrics(), extra=[*page_of(settings), *verify_routes(pool)])
+    server = _Server(app, pool, settings)
     try:
         server.run(sockets=[listener])
     finally:
         listener.close()
+        pool.stop()
 
 
-def _page(settings: Settings) -> Sequence[BaseRoute]:
+def address_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket, with the port that it really has."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in str(host) else f"http://{host}:{port}"
+
+
+def page_of(settings: Settings) -> Sequence[BaseRoute]:
     if not settings.page:
         return ()
     from trimtab.serve.page import page_routes
@@ -51,35 +62,48 @@ def _page(settings: Settings) -> Sequence[BaseRoute]:
     return page_routes(settings)
 
 
-def _whole(seconds: float) -> int:
-    return max(1, round(seconds))
-
-
 class _Server(uvicorn.Server):
-    """uvicorn, told to end: running answers are given their time before connections are closed."""
+    """uvicorn, told to end: while running answers are given their time it still listens, and says 503 to what is new."""
 
-    def __init__(self, config: uvicorn.Config, pool: Pool, settings: Settings) -> None:
+    def __init__(self, app: Starlette, pool: Pool, settings: Settings) -> None:
+        # h11, which has limits of its own for what stands before a body.
+        config = uvicorn.Config(
+            app, http="h11", ws="none", lifespan="on", log_level="warning", access_log=False, proxy_headers=False,
+            server_header=False, date_header=False, h11_max_incomplete_event_size=HEAD_BYTES,
+        )  # fmt: skip
         super().__init__(config)
-        self._pool, self._settings = pool, settings
+        self._pool, self._grace_s = pool, settings.grace_s
 
-    async def shutdown(self, sockets: Any = None) -> None:
-        # uvicorn waits for open answers first and runs the lifespan's end after; new work must be refused before either.
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._pool.refuse_new()
+        end = time.monotonic() + self._grace_s
+        while self._pool.in_flight and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(TICK_S)
+        # What was answered in time is still on its way to its client.
+        left_s = 0.0 if self.force_exit else end - time.monotonic()
+        self.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))
         await super().shutdown(sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals():
+            yield
+            # uvicorn would raise them once more: an end that was asked for is no failure.
+            self._captured_signals.clear()
 
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a listening socket. Errors: RequestError if the address is in use or not this machine's."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         raise RequestError("is not an address of this machine", field="host", value=host) from exc
     found = socket.socket(family, kind, proto)
     try:
         # On Windows the option would let two servers share a port; elsewhere it only skips the wait after a restart.
-        if socket.has_ipv6 and hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
+        if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
             found.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         else:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -88,7 +112,7 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as exc:
         found.close()
         if exc.errno in (errno.EADDRINUSE, errno.EACCES):
-            why = "is in use" if exc.errno == errno.EADDRINUSE else "may not be taken by this user"
+            why = "is in use" if exc.errno == errno.EADDRINUSE else "is in use, or may not be taken by this user"
             raise RequestError(why, field="port", value=port, hint="Give another --port, or 0 for a free one") from exc
         raise RequestError(f"cannot be listened on ({exc.strerror})", field="host", value=host) from exc
     return found

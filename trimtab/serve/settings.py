@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+import math
+import re
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 
 LOOPBACK_NAMES = ("localhost",)
+_KEY = re.compile(r"[\x21-\x7e]+")
+_HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The largest of everything that a client may send. Bytes, pixels of one picture, seconds of one sound, counts."""
+    """The largest of everything that a client may send.
+
+    image_pixels: of one picture. audio_s: seconds of one sound; audio_bytes: the same sound decoded. media_count: pictures
+    and sounds of one request. prompt_tokens: what the chat template and media add is counted (None: the context alone is
+    the limit). n: choices of one request, prompts times `n`. fetch_s: for one address from first to last byte. send_s: how
+    long a client may take nothing of its stream before it counts as gone.
+    """
 
     body_bytes: int = 64 * 2**20
     image_pixels: int = 32 * 10**6
     audio_s: float = 300.0
+    audio_bytes: int = 256 * 2**20
     media_count: int = 16
     messages: int = 512
     prompt_tokens: int | None = None
@@ -26,6 +38,34 @@ class Limits:
     fetch_bytes: int = 16 * 2**20
     fetch_s: float = 10.0
     schema_bytes: int = 64 * 2**10
+    send_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if value is None and item.default is None:
+                continue
+            is_number = isinstance(
+                value, int if item.default is None or isinstance(item.default, int) else (int, float)
+            )
+            if not is_number or isinstance(value, bool) or not 0 < value < math.inf:
+                raise RequestError("must be above zero", field=item.name, value=value)
+
+    @classmethod
+    def of(cls, texts: dict[str, str]) -> Limits:
+        """Return the limits with some of them given as text. Errors: RequestError for an unknown name or no number."""
+        known = {item.name: item for item in fields(cls)}
+        values: dict[str, float] = {}
+        for name, text in texts.items():
+            if name not in known:
+                raise RequestError(
+                    "is no limit", field="limit", value=name, allowed=near_names(name, list(known)) or list(known)
+                )
+            try:
+                values[name] = float(text) if isinstance(known[name].default, float) else int(text)
+            except ValueError as exc:
+                raise RequestError("is not a number", field=f"limit {name}", value=text) from exc
+        return cls(**values)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +74,15 @@ class Settings:
 
     host, port: where it listens; 0 takes a free port. api_keys: any of them opens the door; required as soon as the host is
     not loopback. adapter_root: the only folder below which clients may load adapters (None: clients may load none).
-    allow_fetch: host names that pictures and sounds may be fetched from (none by default). cors_origins: other sites whose
-    pages may call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when the worker died is answered by the next one. grace_s: how long
-    running answers may take after SIGTERM. timeout_s: how long one answer may take (None: as long as it takes). page:
-    whether `/` shows the page.
+    allow_fetch: host names that pictures may be fetched from (none by default). cors_origins: other sites whose pages may
+    call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
+    the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
+    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     adapter_root: Path | None = None
     allow_fetch: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
@@ -58,31 +98,37 @@ class Settings:
             raise RequestError("must be between 0 and 65535", field="port", value=self.port)
         if self.queue_limit < 1:
             raise RequestError("must be at least 1", field="queue_limit", value=self.queue_limit)
-        if self.grace_s < 0 or (self.timeout_s is not None and self.timeout_s <= 0):
-            raise RequestError("a time must be above zero", field="timeout_s", value=self.timeout_s)
-        if any(not key.strip() for key in self.api_keys):
-            raise RequestError("an empty key opens nothing", field="api_key")
+        if not 0 <= self.grace_s < math.inf:
+            raise RequestError("must be zero or above", field="grace_s", value=self.grace_s)
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise RequestError("must be above zero", field="timeout_s", value=self.timeout_s)
+        self._check_door()
+        if self.adapter_root is not None and not self.adapter_root.is_dir():
+            raise RequestError("is not a folder", field="adapter_root", value=str(self.adapter_root))
+
+    def _check_door(self) -> None:
+        if any(not _KEY.fullmatch(key) for key in self.api_keys):
+            # The key itself is not repeated: messages end up in logs.
+            raise RequestError("a key has visible ASCII characters, one at least, and no spaces", field="api_key")
         if not is_loopback(self.host) and not self.api_keys:
             raise RequestError(
                 "other machines can reach this address; an API key is required there", field="host", value=self.host,
                 hint="Give --api-key (or TRIMTAB_API_KEY), or listen on 127.0.0.1",
             )  # fmt: skip
-        if self.adapter_root is not None and not self.adapter_root.is_dir():
-            raise RequestError("is not a folder", field="adapter_root", value=str(self.adapter_root))
         for origin in self.cors_origins:
-            if origin == "*" or not origin.startswith(("http://", "https://")):
+            if not re.fullmatch(r"https?://[^/*\s]+", origin):
                 raise RequestError(
                     "name each site in full, such as https://example.org", field="cors_origin", value=origin
                 )
         for host in self.allow_fetch:
-            if not host or "/" in host or ":" in host or "*" in host:
+            if not _HOST.fullmatch(host):
                 raise RequestError("is not a host name", field="allow_fetch", value=host)
 
     def adapter_path(self, given: str) -> Path:
         """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside it.
 
         Links are followed before the check, and what the caller reads is the resolved path: a link that is swapped later
-        leads nowhere new.
+        leads nowhere new. The adapter's files may be links too, but not out of the root.
         """
         if self.adapter_root is None:
             raise RequestError(
@@ -90,14 +136,15 @@ class Settings:
             )
         root = self.adapter_root.resolve()
         try:
+            if "\0" in given:
+                raise ValueError("NUL")
             found = (root / given).resolve()
+            inside = [found, *(entry.resolve() for entry in (found.iterdir() if found.is_relative_to(root) else ()))]
         except (OSError, ValueError, RuntimeError) as exc:
-            raise RequestError("is not a path", field="lora_path") from exc
-        if "\0" in given or not found.is_relative_to(root) or found == root:
-            # What lies outside is not said to exist or not.
-            raise RequestError("is not below the server's adapter folder", field="lora_path", value=given)
-        if not found.is_dir():
-            raise RequestError("is not a folder", field="lora_path", value=given)
+            raise RequestError("is no folder below the server's adapter folder", field="lora_path") from exc
+        if found == root or not all(path.is_relative_to(root) for path in inside):
+            # Whether what lies outside exists is not said.
+            raise RequestError("is no folder below the server's adapter folder", field="lora_path")
         return found
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from trimtab.serve import wire
-from trimtab.serve.job import Event
+from trimtab.serve.job import Event, Token
 
 
 class Shape:
@@ -77,11 +77,11 @@ class ChatShape(Shape):
         ]
 
     def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
-        logprobs = wire.chat_logprob_json(event.tokens) if event.tokens else None
+        logprobs = chat_logprob_json(event.tokens) if event.tokens else None
         return {"delta": {} if is_last else {"content": event.text}, "logprobs": logprobs}
 
     def choice(self, index: int) -> dict[str, Any]:
-        logprobs = wire.chat_logprob_json(self.tokens.get(index, ())) if self.asked.logprobs else None
+        logprobs = chat_logprob_json(self.tokens.get(index, ())) if self.asked.logprobs else None
         message = {"role": "assistant", "content": self.texts.get(index, ""), "refusal": None}
         return {"message": message, "logprobs": logprobs}
 
@@ -91,10 +91,47 @@ class CompletionShape(Shape):
     prefix = "cmpl-"
 
     def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
-        logprobs = wire.completion_logprob_json(event.tokens, offset) if event.tokens else None
+        logprobs = completion_logprob_json(event.tokens, offset) if event.tokens else None
         return {"text": event.text, "logprobs": logprobs}
 
     def choice(self, index: int) -> dict[str, Any]:
         tokens = self.tokens.get(index, ())
-        logprobs = wire.completion_logprob_json(tokens, 0) if self.asked.logprobs is not None else None
+        logprobs = completion_logprob_json(tokens, 0) if self.asked.logprobs is not None else None
         return {"text": self.texts.get(index, ""), "logprobs": logprobs}
+
+
+# Logprobs -------------------------------------------------------------------------------------------------------------
+
+# What OpenAI says for a token of no probability; JSON has no infinity.
+LOWEST_LOGPROB = -9999.0
+
+
+def chat_logprob_json(tokens: Sequence[Token]) -> dict[str, Any]:
+    """Return tokens in the shape of a chat choice's `logprobs`."""
+    content: list[dict[str, Any]] = []
+    for token in tokens:
+        top = [_token_json(text, logprob) for _, text, logprob in token.top]
+        content.append(_token_json(token.text, token.logprob) | {"top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _token_json(text: str, logprob: float) -> dict[str, Any]:
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def completion_logprob_json(tokens: Sequence[Token], offset: int) -> dict[str, Any]:
+    """Return tokens in the shape of a completion choice's `logprobs`. offset: characters of the answer before them."""
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [_finite(token.logprob) for token in tokens],
+        "top_logprobs": [{text: _finite(logprob) for _, text, logprob in token.top} for token in tokens],
+        "text_offset": offsets,
+    }

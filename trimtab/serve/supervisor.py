@@ -38,6 +38,14 @@ class WorkerDiedError(DeviceError):
         super().__init__(reason or _how_it_ended(exit_code), device="worker", hint="Send the request again")
 
 
+class ModelFailedError(DeviceError):
+    """The worker could not load its model, or kept dying; the operator has to see to it."""
+
+    def __init__(self, failure: Mapping[str, Any] | None) -> None:
+        why = "" if failure is None else f" ({failure['class']}: {failure['message']})"
+        super().__init__(f"the model cannot be loaded{why}", device="worker")
+
+
 class WorkerError(TrimtabError):
     """What the worker answered with an error: its class, message and fields as they came."""
 
@@ -317,14 +325,17 @@ class Supervisor:
                 self._life = None
                 lost += kept.values()
                 self._flights = {}
+            if is_over:
+                self.failure = self.failure or error_event("", died).error
+        error = ModelFailedError(self.failure) if is_over and not self._is_stopping else died
         for call in calls.values():
             if call.future.set_running_or_notify_cancel():
-                call.future.set_exception(died)
-        for flight in lost:
-            flight.tell(error_event(flight.job.id, died))
+                call.future.set_exception(error)
         if is_over:
-            self.failure = self.failure or error_event("", died).error
             self._become("stopped" if self._is_stopping else "failed")
+        for flight in lost:
+            flight.tell(error_event(flight.job.id, error))
+        if is_over:
             self._ready.set()
             return
         self.restarts += 1

@@ -1,4 +1,4 @@
-"""What clients send, in OpenAI's shapes: every field known and checked, and turned into jobs.
+"""What clients send, in OpenAI's shapes: every field known and checked.
 
 A field that is not listed here is refused by name, and so is one whose value this server does not honour: nothing is
 silently ignored. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of vLLM's.
@@ -7,23 +7,35 @@ Defaults are OpenAI's, temperature 1 among them.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from trimtab.errors import RequestError
-from trimtab.request import GenerateRequest
-from trimtab.serve import media
-from trimtab.serve.settings import Limits
 
-Text = Annotated[str, Field(max_length=4 * 2**20)]
+Asked = TypeVar("Asked", bound=BaseModel)
+Text = Annotated[str, Field(max_length=16 * 2**20)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+Label = Annotated[str, Field(max_length=512)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+EmptyList = Annotated[list[Any], Field(max_length=0)]
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # strict: "5" is no number and 1 no truth value. Tags of unions are written <so>: they are no part of a field's path.
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+    )
+
+
+# Parts of a message ---------------------------------------------------------------------------------------------------
 
 
 class TextPart(_Strict):
@@ -33,6 +45,7 @@ class TextPart(_Strict):
 
 class ImageUrl(_Strict):
     url: str
+    # The model's processor alone decides how large a picture is looked at.
     detail: Literal["auto"] | None = None
 
 
@@ -43,7 +56,7 @@ class ImagePart(_Strict):
 
 class InputAudio(_Strict):
     data: str
-    format: str
+    format: Label
 
 
 class AudioPart(_Strict):
@@ -51,23 +64,77 @@ class AudioPart(_Strict):
     input_audio: InputAudio
 
 
-Part = Annotated[TextPart | ImagePart | AudioPart, Field(discriminator="type")]
+PART_TYPES = ("text", "image_url", "input_audio")
+
+
+def _part_kind(value: Any) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>" if kind in PART_TYPES else None
+
+
+def _text_or_list(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
+
+
+def _prompt_kind(value: Any) -> str | None:
+    if not isinstance(value, list):
+        return "<text>" if isinstance(value, str) else None
+    first = value[0] if value else ""
+    return "<ids>" if isinstance(first, int) else "<id lists>" if isinstance(first, list) else "<texts>"
+
+
+Part = Annotated[
+    Annotated[TextPart, Tag("<text>")]
+    | Annotated[ImagePart, Tag("<image_url>")]
+    | Annotated[AudioPart, Tag("<input_audio>")],
+    Discriminator(
+        _part_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PART_TYPES)}"
+    ),
+]
+Content = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    Discriminator(_text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
+]
+Stop = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[Annotated[list[Text], Field(max_length=16)], Tag("<list>")],
+    Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
+]
+Prompt = Annotated[
+    Annotated[Text, Tag("<text>")]
+    | Annotated[list[Text], Tag("<texts>")]
+    | Annotated[list[TokenId], Tag("<ids>")]
+    | Annotated[list[list[TokenId]], Tag("<id lists>")],
+    Discriminator(
+        _prompt_kind, custom_error_type="prompt", custom_error_message="must be a text, token ids, or a list of either"
+    ),
+]
 
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[Part]
+    content: Content
+    # What clients send back with an answer of ours, always empty.
+    refusal: None = None
+    name: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: EmptyList | None = None
+    annotations: EmptyList | None = None
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    include_obfuscation: Literal[False] | None = None
 
 
 class JsonSchema(_Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
+    description: Label | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
-    strict: bool | None = None
+    strict: bool | None = None  # an answer is always held to its schema
 
 
 class ResponseFormat(_Strict):
@@ -77,39 +144,55 @@ class ResponseFormat(_Strict):
 
 class _Sampling(_Strict):
     model: Name
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    # Accepted at the value that changes nothing; clients send it.
-    presence_penalty: Literal[0] | None = None
-    frequency_penalty: Literal[0] | None = None
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Count = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Text | Annotated[list[Text], Field(max_length=16)] | None = None
+    stop: Stop | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: Annotated[str, Field(max_length=512)] | None = None  # a label of the client's own; no answer depends on it
+    # Labels of the client's own; no answer depends on them.
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    # Accepted at the values that change nothing, because clients send them.
+    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
 
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
+    # Accepted at the values that change nothing.
+    tools: EmptyList | None = None
+    functions: EmptyList | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    store: Literal[False] | None = None
 
 
 class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
-    prompt: Text | list[int] | list[Text] | list[list[int]]
+    prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    # Accepted at the values that change nothing.
     echo: Literal[False] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1)] | None = None
+    suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
 class LoadAdapterRequest(_Strict):
@@ -127,160 +210,35 @@ class UnloadAdapterRequest(_Strict):
     model: Name | None = None
 
 
-# To jobs --------------------------------------------------------------------------------------------------------------
+REQUESTS: Mapping[str, type[BaseModel]] = {
+    "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
+    "/v1/load_lora_adapter": LoadAdapterRequest, "/v1/unload_lora_adapter": UnloadAdapterRequest,
+}  # fmt: skip
 
 
-def fills_context(asked: _Sampling) -> bool:
-    """Whether the answer may take what the prompt leaves of the context."""
-    return asked.max_tokens is None and getattr(asked, "max_completion_tokens", None) is None
+def read(kind: type[Asked], body: bytes) -> Asked:
+    """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as exc:
+        found = exc.errors(include_url=False, include_context=False, include_input=False)
+    first, *rest = [(_path(error["loc"]) or "body", _words(error)) for error in found]
+    also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
+    raise RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
 
 
-def generate_request(asked: _Sampling, *, context_tokens: int, limits: Limits, index: int = 0) -> GenerateRequest:
-    """Return how one choice is drawn. index: which of `n` choices; each has a seed of its own. Errors: RequestError.
-
-    Without max_tokens the answer may fill the context, as OpenAI's may; how much of it the prompt takes is known in the
-    worker, which shortens it.
-    """
-    given = getattr(asked, "max_completion_tokens", None)
-    if given is not None and asked.max_tokens is not None:
-        raise RequestError("give it or max_tokens, not both", field="max_completion_tokens", value=given)
-    wanted = given if given is not None else asked.max_tokens
-    if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:
-        raise RequestError(f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=wanted)
-    if asked.n > limits.n:
-        raise RequestError(f"this server gives at most {limits.n} choices", field="n", value=asked.n)
-    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
-    longest = min(context_tokens, limits.max_tokens or context_tokens)
-    common: dict[str, Any] = {
-        "max_new_tokens": wanted if wanted is not None else longest, "stop": stop,
-        "repetition_penalty": asked.repetition_penalty,
-    }  # fmt: skip
-    temperature = 1.0 if asked.temperature is None else asked.temperature
-    if temperature == 0:
-        # The likeliest token is in every cut and needs no draw: these change nothing, and clients send them.
-        return GenerateRequest(**common, temperature=0.0)
-    return GenerateRequest(
-        **common, temperature=temperature,
-        top_p=asked.top_p if asked.top_p != 1 else None,
-        top_k=asked.top_k if asked.top_k not in (0, -1) else None,
-        min_p=asked.min_p or None,
-        seed=None if asked.seed is None else (asked.seed + index) % 2**63,
-    )  # fmt: skip
+def _words(error: Mapping[str, Any]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "is no field that this server knows, and nothing is ignored"
+    text = str(error["msg"])
+    return text[:1].lower() + text[1:]
 
 
-def schema_of(asked: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
-    """Return the JSON schema that the answer is held to, {} for any object, None for free text. Errors: RequestError."""
-    wanted = asked.response_format
-    if wanted is None or wanted.type == "text":
-        if wanted is not None and wanted.json_schema is not None:
-            raise RequestError("has no effect with type text", field="response_format.json_schema")
-        return None
-    if wanted.type == "json_object":
-        if wanted.json_schema is not None:
-            raise RequestError("needs type json_schema", field="response_format.json_schema")
-        return {}
-    if wanted.json_schema is None:
-        raise RequestError("is missing", field="response_format.json_schema")
-    if len(wanted.json_schema.model_dump_json()) > limits.schema_bytes:
-        raise RequestError(f"is larger than {limits.schema_bytes} bytes", field="response_format.json_schema")
-    return wanted.json_schema.schema_
-
-
-def chat_logprobs(asked: ChatRequest) -> int | None:
-    """Return how many likeliest tokens to tell with each, None for no logprobs. Errors: RequestError."""
-    if not asked.logprobs:
-        if asked.top_logprobs is not None:
-            raise RequestError("has no effect without logprobs", field="top_logprobs", value=asked.top_logprobs)
-        return None
-    return asked.top_logprobs or 0
-
-
-def find_urls(asked: ChatRequest) -> list[str]:
-    """Return the http(s) addresses of pictures in a request."""
-    parts = [part for message in asked.messages if not isinstance(message.content, str) for part in message.content]
-    urls = [part.image_url.url for part in parts if isinstance(part, ImagePart)]
-    return [url for url in urls if url.startswith(("http://", "https://"))]
-
-
-def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. Errors: RequestError."""
-    if len(asked.messages) > limits.messages:
-        raise RequestError(f"has more than {limits.messages} messages", field="messages")
-    made: list[dict[str, Any]] = []
-    count = 0
-    for place, message in enumerate(asked.messages):
-        role = "system" if message.role == "developer" else message.role
-        if isinstance(message.content, str):
-            made.append({"role": role, "content": message.content})
-            continue
-        parts = []
-        for number, part in enumerate(message.content):
-            field = f"messages[{place}].content[{number}]"
-            count += not isinstance(part, TextPart)
-            if count > limits.media_count:
-                raise RequestError(f"this server takes at most {limits.media_count} media", field=field)
-            parts.append(_part(part, field, limits, fetched))
-        made.append({"role": role, "content": parts})
-    return made
-
-
-def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -> dict[str, Any]:
-    if isinstance(part, TextPart):
-        return {"type": "text", "text": part.text}
-    if isinstance(part, ImagePart):
-        url, field = part.image_url.url, f"{field}.image_url.url"
-        if url in fetched:
-            return media.image_part(media.check_image(fetched[url], field=field, limits=limits))
-        return media.image_part(media.from_data_url(url, field=field, limits=limits))
-    field = f"{field}.input_audio"
-    data = media.from_base64(part.input_audio.data, field=f"{field}.data")
-    return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
-
-
-def prompts_of(asked: CompletionRequest) -> list[Any]:
-    """Return every prompt of a completion request: {"text": ...} or a list of token ids. Errors: RequestError."""
-    prompt: Any = asked.prompt
-    if isinstance(prompt, str):
-        return [{"text": prompt}]
-    if not prompt:
-        raise RequestError("is empty", field="prompt")
-    if isinstance(prompt[0], int):
-        return [list(prompt)]
-    if any(not item for item in prompt):
-        raise RequestError("holds an empty prompt", field="prompt")
-    return [{"text": item} if isinstance(item, str) else list(item) for item in prompt]
-
-
-# From events ----------------------------------------------------------------------------------------------------------
-
-
-def chat_logprob_json(tokens: Sequence[Any]) -> dict[str, Any]:
-    """Return tokens in the shape of a chat choice's `logprobs`."""
-    content: list[dict[str, Any]] = []
-    for token in tokens:
-        top = [_token_json(text, logprob) for _, text, logprob in token.top]
-        content.append(_token_json(token.text, token.logprob) | {"top_logprobs": top})
-    return {"content": content, "refusal": None}
-
-
-def _token_json(text: str, logprob: float) -> dict[str, Any]:
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
-
-
-def completion_logprob_json(tokens: Sequence[Any], offset: int) -> dict[str, Any]:
-    """Return tokens in the shape of a completion choice's `logprobs`. offset: characters of the answer before them."""
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token.text)
-    return {
-        "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{text: logprob for _, text, logprob in token.top} for token in tokens],
-        "text_offset": offsets,
-    }
-
-
-def data_url(data: bytes, kind: str) -> str:
-    """Return bytes as a data URL."""
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+def _path(loc: Sequence[int | str]) -> str:
+    text = ""
+    for step in loc:
+        if isinstance(step, int):
+            text += f"[{step}]"
+        elif not step.startswith("<"):
+            text += f"{'.' if text else ''}{step[:100]}"
+    return text

@@ -8,6 +8,7 @@ Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", 
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 import traceback
@@ -29,8 +30,10 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     """Load and answer until the other end of the pipe is gone.
 
     settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows,
-    queue_limit, resident_limit.
+    queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds).
     """
+    # Ctrl-C reaches every process of a terminal; this one ends when the API process is done with it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
@@ -64,7 +67,7 @@ class _Worker:
 
         self.engine = LoadedEngine(
             self.model, rows=settings["rows"], kept=settings.get("kept", ()),
-            resident_limit=settings.get("resident_limit"),
+            resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
         )  # fmt: skip
         for name, path in later.items():
             self.engine.shelf.add(name, path)
@@ -151,7 +154,8 @@ def _split_adapters(settings: Mapping[str, Any]) -> tuple[LoadRequest, dict[str,
     The plan counts memory for those that may be on the model at once: the kept ones first, then in the order given.
     """
     request = LoadRequest.from_json(settings["request"])
-    adapters, kept = dict(settings.get("adapters", {})), list(settings.get("kept", ()))
+    adapters = dict(settings.get("adapters", {}))
+    kept = [name for name in settings.get("kept", ()) if name in adapters]  # one may have been unloaded since
     limit = settings.get("resident_limit")
     order = [*kept, *(name for name in adapters if name not in kept)]
     first = order if limit is None else order[:limit]

@@ -46,7 +46,7 @@ function show() {
   byId("key-change").hidden = !hasKey();
   const model = shownModel();
   if (!model) return;
-  showState(model.state, stateWords(model));
+  showState(model.state, STATES[model.state] ?? model.state, loadWords(model));
   showTrouble(model);
   showLoading(model);
   showNote(model);
@@ -57,8 +57,8 @@ function show() {
   follow(model);
 }
 
-function stateWords(model) {
-  const words = [STATES[model.state] ?? model.state];
+function loadWords(model) {
+  const words = [""];
   const numbers = model.numbers ?? {};
   if (model.state === "ready" && numbers.rows) {
     words.push(`${numbers.running ?? 0} of ${counted(numbers.rows, "row")} busy`);
@@ -68,10 +68,12 @@ function stateWords(model) {
   return words.join(", ");
 }
 
-function showState(state, words) {
+function showState(state, words, load = "") {
   byId("state-mark").dataset.state = state;
-  const text = byId("state-text");
-  if (text.textContent !== words) text.textContent = words;
+  // Only the state is read out when it changes; how busy the rows are changes all the time.
+  for (const [id, text] of [["state-text", words], ["state-load", load]]) {
+    if (byId(id).textContent !== text) byId(id).textContent = text;
+  }
 }
 
 function showTrouble(model) {

@@ -1,0 +1,83 @@
+"""A server of the demo model on a free port, in a process of its own: what the page's tests and pictures look at."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+DEMO = ROOT / "trimtab" / "demo"
+KEPT, OTHERS = "style", ("rslora-dora", "specialist")
+READY_S = 120
+
+
+def main(port: int, keys: tuple[str, ...]) -> None:
+    """Serve the demo model: one adapter kept, two known, room for two, blocks in three tiers."""
+    import uvicorn
+
+    from trimtab.request import LoadRequest
+    from trimtab.serve.app import make_app
+    from trimtab.serve.metrics import Metrics
+    from trimtab.serve.page import page_routes
+    from trimtab.serve.pool import Pool
+    from trimtab.serve.registry import ServedModel
+    from trimtab.serve.settings import Settings
+    from trimtab.serve.verifying import verify_routes
+
+    request = LoadRequest(
+        model=str(DEMO / "base"), context_tokens=512, audio_s=1.0, device="cpu",
+        gpu_memory_bytes=116 * 2**20, host_memory_bytes=640 * 2**20,
+        place={"model.vision_tower*": "stream", "model.audio_tower*": "disk"},
+    )  # fmt: skip
+    adapters = {name: str(DEMO / "adapters" / name) for name in (KEPT, *OTHERS)}
+    served = ServedModel(name="gemma-demo", request=request, adapters=adapters, kept=(KEPT,), rows=4, resident_limit=2)
+    settings = Settings(port=port, api_keys=keys, adapter_root=DEMO / "adapters")
+    pool = Pool([served], settings)
+    app = make_app(pool, settings, Metrics(), extra=[*page_routes(settings), *verify_routes(pool)])
+    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
+
+
+@contextmanager
+def running(key: str = "") -> Iterator[str]:
+    """Yield the address of a server that is ready, and stop it at the end."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen([sys.executable, str(Path(__file__)), str(port), key], env=environment, cwd=ROOT)
+    try:
+        _wait(f"http://127.0.0.1:{port}/ready", process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _wait(url: str, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + READY_S
+    while True:
+        assert process.poll() is None, f"the server ended with {process.returncode}"
+        assert time.monotonic() < end, "the server was not ready in time"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                if answer.status == 200:
+                    return
+        except (urllib.error.URLError, OSError):
+            pass
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), (sys.argv[2],) if len(sys.argv) > 2 and sys.argv[2] else ())

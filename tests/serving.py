@@ -1,0 +1,115 @@
+"""A pool without models: it answers what the test wrote down, and remembers what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.testclient import TestClient
+
+from trimtab.errors import RequestError
+from trimtab.serve.app import make_app
+from trimtab.serve.faults import UnknownModelError
+from trimtab.serve.job import Event, Token
+from trimtab.serve.metrics import Metrics
+from trimtab.serve.settings import Settings
+
+USAGE = {"prompt_tokens": 7, "completion_tokens": 2}
+
+
+def words(job, *texts, finish="stop"):
+    """Return the events of an answer in these pieces, with logprobs if the job asks for them."""
+    pieces = [
+        Event(job.id, "text", text=text, tokens=(token(text),) if job.top_logprobs is not None else ())
+        for text in texts
+    ]
+    return [Event(job.id, "started"), *pieces, Event(job.id, "done", finish=finish, usage=USAGE)]
+
+
+def token(text, logprob=-0.5):
+    return Token(1, text, logprob, ((1, text, logprob), (2, "x", -3.0)))
+
+
+def failed(job, name, message="no", **fields):
+    error = {"class": name, "message": message, "fields": fields}
+    return Event(job.id, "error", finish="error", error=error)
+
+
+class MockPool:
+    """answers: job -> events, an error to raise, or an async generator's function. Everything else is written down."""
+
+    def __init__(self, answers=None, *, adapters=("style",), takes=("text", "image", "audio"), context=384):
+        self.answers = answers or (lambda job: words(job, "Hello", " there"))
+        self.adapters, self._takes, self._context = list(adapters), takes, context
+        self.jobs, self.left, self.calls = [], [], []
+        self.is_ready, self.is_started, self.drained = True, False, None
+
+    def resolve(self, name):
+        if name == "demo":
+            return "demo", None
+        adapter = name.removeprefix("demo:")
+        if adapter in self.adapters:
+            return "demo", adapter
+        raise UnknownModelError(name, ["demo", *self.adapters])
+
+    def context_tokens(self, model):
+        return self._context
+
+    def takes(self, model):
+        return self._takes
+
+    async def submit(self, model, job):
+        self.jobs.append(job)
+        try:
+            found = self.answers(job)
+            if hasattr(found, "__aiter__"):
+                async for event in found:
+                    yield event
+            else:
+                for event in found:
+                    if isinstance(event, Exception):
+                        raise event
+                    yield event
+        finally:
+            self.left.append(job.id)
+
+    async def load_adapter(self, model, name, path):
+        self.calls.append(("load", model, name, path))
+        if name == "bad":
+            raise RequestError("is bad", field="lora_name", value=name)
+        self.adapters.append(name)
+
+    async def unload_adapter(self, model, name):
+        self.calls.append(("unload", model, name))
+        self.adapters.remove(name)
+
+    def models(self):
+        head = {"object": "model", "created": 0, "owned_by": "trimtab"}
+        return [
+            {"id": "demo", **head, "root": "demo", "parent": None},
+            *({"id": name, **head, "root": name, "parent": "demo"} for name in sorted(self.adapters)),
+        ]
+
+    def status(self):
+        return {
+            "models": [
+                {"name": "demo", "state": "ready", "restarts": 1, "numbers": {"waiting": 3}, "tier_bytes": {"resident": 5},
+                 "plan": {"request": {"model": "/home/someone/models/demo"}}}
+            ]
+        }  # fmt: skip
+
+    async def start(self):
+        self.is_started = True
+
+    async def drain(self, grace_s):
+        self.drained = grace_s
+
+
+async def forever(job):
+    """An answer that says something and never ends."""
+    yield Event(job.id, "text", text="so far")
+    await asyncio.Event().wait()
+
+
+def client(pool=None, settings=None, *, base_url="http://localhost", raises=True, **options):
+    app = make_app(pool or MockPool(), settings or Settings(page=False, **options), Metrics())
+    return TestClient(app, base_url=base_url, raise_server_exceptions=raises)

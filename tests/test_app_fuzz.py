@@ -1,0 +1,146 @@
+"""Malformed bodies by the thousand: never a mistake of the server, never another shape than OpenAI's."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.serving import MockPool
+from tests.test_app import PICTURE, drive_raw
+from trimtab.serve.app import make_app
+from trimtab.serve.metrics import Metrics
+from trimtab.serve.settings import Settings
+from trimtab.serve.wire import REQUESTS
+
+DEMO = Path(__file__).resolve().parent.parent / "trimtab" / "demo"
+WAV = base64.b64encode((DEMO / "sounds" / "audio_1.wav").read_bytes()).decode()
+VALID = {
+    "/v1/chat/completions": {
+        "model": "demo", "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["a"], "max_tokens": 4,
+        "logprobs": True, "top_logprobs": 2, "stream": False, "user": "me",
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [
+                {"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": PICTURE}},
+                {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}},
+            ]},
+        ],
+    },
+    "/v1/completions": {"model": "style", "prompt": [[1, 2], [3]], "logprobs": 1, "echo": False, "stream": True,
+                        "stream_options": {"include_usage": True}},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "style", "model": "demo"},
+    "/v1/unload_lora_adapter": {"lora_name": "style"},
+}  # fmt: skip
+assert set(VALID) == set(REQUESTS)
+
+numbers = st.integers() | st.floats() | st.sampled_from([0, -1, 2**31, 2**63, 10**400, 1e308, -0.0])
+texts = st.text(max_size=8) | st.sampled_from(["", "\0", "demo", "data:image/png;base64,", PICTURE, WAV, "http://a/b"])
+plain = st.none() | st.booleans() | numbers | texts
+values = st.recursive(plain, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4))
+
+
+def places(value, path=()):
+    """Return the path of everything inside a JSON value."""
+    found = [path]
+    if isinstance(value, dict):
+        found += [place for key, item in value.items() for place in places(item, (*path, key))]
+    elif isinstance(value, list):
+        found += [place for index, item in enumerate(value) for place in places(item, (*path, index))]
+    return found
+
+
+def changed(value, path, new):
+    """Return a copy with one place replaced."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(copy[path[0]], path[1:], new)
+    return copy
+
+
+@st.composite
+def bodies(draw):
+    """Return (path, body): noise, any JSON, or a good request with something wrong in one or two places."""
+    path = draw(st.sampled_from(sorted(VALID)))
+    how = draw(st.sampled_from(["noise", "json", "changed", "changed", "changed", "added", "cut", "bytes"]))
+    good = VALID[path]
+    if how == "noise":
+        return path, draw(st.binary(max_size=64))
+    if how == "json":
+        return path, json.dumps(draw(values)).encode()
+    if how == "changed":
+        for _ in range(draw(st.integers(1, 2))):
+            good = changed(good, draw(st.sampled_from(places(good))), draw(values))
+            if not isinstance(good, dict):
+                break
+    if how == "added":
+        at = draw(st.sampled_from([place for place in places(good) if isinstance(_at(good, place), dict)]))
+        good = changed(good, at, {**_at(good, at), draw(texts): draw(values)})
+    body = json.dumps(good, ensure_ascii=draw(st.booleans())).encode("utf-8", "surrogatepass")
+    if how == "cut":
+        body = body[: draw(st.integers(0, len(body)))]
+    if how == "bytes":
+        place = draw(st.integers(0, len(body) - 1))
+        body = body[:place] + draw(st.binary(min_size=1, max_size=3)) + body[place + 1 :]
+    return path, body
+
+
+def _at(value, path):
+    for step in path:
+        value = value[step]
+    return value
+
+
+def check(path, body):
+    app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
+    sent = asyncio.run(drive_raw(app, body, path=path))
+    status = sent[0]["status"]
+    text = b"".join(message.get("body", b"") for message in sent[1:])
+    assert status < 500, text
+    if status >= 400:
+        error = json.loads(text)["error"]
+        assert set(error) == {"message", "type", "param", "code", "class", "fields"}
+        assert error["message"] and error["type"] == "invalid_request_error"
+        assert str(DEMO) not in text.decode()
+
+
+quiet = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+
+
+@settings(quiet, max_examples=300)
+@given(bodies())
+def test_a_malformed_body_is_refused_in_openais_shape(found):
+    check(*found)
+
+
+@pytest.mark.slow
+@settings(quiet, max_examples=10_000)
+@given(bodies())
+def test_ten_thousand_malformed_bodies_are_refused_in_openais_shape(found):
+    check(*found)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000, b'{"a":' * 50_000, b'{"messages":' + b"[" * 5000, b'{"seed":' + b"9" * 100_000 + b"}", b"\xef\xbb\xbf{}",
+        b'{"model":"\\ud800"}', b'{"model":"\xed\xa0\x80"}', b"{}" * 1000, b"\0" * 100, b"NaN", b'"' + b"x" * 10**6,
+    ],
+)  # fmt: skip
+def test_bodies_made_to_hurt_are_refused(body):
+    for path in VALID:
+        check(path, body)
+
+
+def test_the_good_requests_are_answered():
+    # Otherwise nothing above would get past the first check.
+    for path, body in VALID.items():
+        app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
+        assert asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))[0]["status"] == 200, path

@@ -1,0 +1,165 @@
+"""Labels: real records have theirs, unknown failures stay unknown, silent faults are told apart."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from trimtab.doctor import labels
+from trimtab.doctor.cases import CASES
+
+RESULTS = Path(__file__).parent.parent / "bench" / "results"
+RECORDED = [
+    (name, run) for name in ("matrix_cpu_oldest", "matrix_cpu_newest")
+    for run in json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["runs"]
+]  # fmt: skip
+BY_NAME = {case.name: case for case in CASES}
+
+
+def run_of(version: str, case: str, engine: str = "stock") -> dict:
+    return copy.deepcopy(
+        next(run for name, run in RECORDED if version in name and (run["case"], run["engine"]) == (case, engine))
+    )
+
+
+def label_of(run: dict) -> str:
+    case = BY_NAME[run["case"]]
+    return labels.label_of(run, lane=case.lane, adapter=case.adapter)
+
+
+@pytest.mark.parametrize(
+    "name, run", RECORDED, ids=[f"{name[11:]}-{run['case']}-{run['engine']}" for name, run in RECORDED]
+)
+def test_recorded_run_has_its_label(name, run):
+    assert label_of(run) == run["label"] in labels.LABELS
+    assert run["label"] != labels.UNKNOWN
+    assert labels.catalogue_of(run) == run["catalogue"]
+
+
+@pytest.mark.parametrize("version, case, label, stage", [
+    ("oldest", "R03_SPLIT_4BIT", "FAIL_BNB_PARAM_CONSTRUCTOR", "adapter"),
+    ("oldest", "SPLIT_4BIT_ADAPTER_PREFIXED_MAP", "FAIL_SHARED_KV_KEYERROR", "first forward"),
+    ("oldest", "BROAD_TARGETS_4BIT", "GEMMA4_CLIPPABLE_LINEAR_UNSUPPORTED", "adapter"),
+    ("oldest", "AUDIO_TOWER_QUANTIZED", "FAIL_AUDIO_FINFO", "first forward"),
+    ("newest", "R03_SPLIT_4BIT", "FAIL_QUANT_STATE_META_COPY", "first forward"),
+    ("newest", "R03_SPLIT_4BIT_DOUBLE_QUANT", "FAIL_QUANT_STATE_META_ITEM", "adapter"),
+    ("newest", "MERGE_DEQUANTIZE_IN_PLACE", "FAIL_DEQUANTIZED_UNDER_LORA", "merge"),
+    ("newest", "ATTN_SDPA", "FAIL_SDPA_AUDIO", "base"),
+    ("newest", "EMBED_TOKENS_OFFLOADED", "FAIL_EMBED_TOKENS_META", "first forward"),
+    ("newest", "DISK_TOWER_CATCH_ALL", "FAIL_CATCH_ALL_DISK", "base"),
+    ("newest", "MERGE_SPLIT_BF16", "PASS_BUT_MERGE_DROPPED_OFFLOADED", "done"),
+    ("newest", "SPLIT_4BIT_ADAPTER", "PASS_BUT_PLACEMENT_UNDONE", "done"),
+    ("newest", "NOTHING_QUANTIZED", "PASS_BUT_NOT_QUANTIZED", "done"),
+    ("newest", "SPLIT_4BIT_NO_ADAPTER", "PASS", "done"),
+    ("newest", "SPLIT_4BIT_BRIDGE_PRESSED", "PASS", "done"),
+])  # fmt: skip
+def test_what_the_field_and_the_catalogue_say_was_seen(version, case, label, stage):
+    run = run_of(version, case)
+    assert (run["label"], run["stage"]) == (label, stage)
+
+
+def test_first_failing_mode_leaves_the_others_answers():
+    modes = run_of("oldest", "AUDIO_TOWER_QUANTIZED")["modes"]
+    assert (modes["text"]["ok"], modes["image"]["ok"], modes["audio"]["ok"]) == (True, True, False)
+    assert modes["image"]["sees"] is False  # an integer tower sees one constant picture there
+
+
+def test_lane_verdicts_of_real_runs():
+    assert run_of("newest", "BROAD_TARGETS_4BIT")["lane"] == "GEMMA4_CLIPPABLE_LINEAR_STILL_BLOCKS"
+    assert run_of("newest", "MERGE_FRESH_BF16")["lane"] == "FRESH_BF16_MERGE_STILL_PASSES"
+    assert run_of("newest", "MERGE_DIRECT_4BIT")["lane"] == "DIRECT_4BIT_MERGE_STILL_DIVERGES"
+    assert run_of("newest", "MERGE_FRESH_BF16", "trimtab")["lane"] is None
+
+
+# What keeps a label honest --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [
+    {"type": "RuntimeError"}, {"message": "some other text"}, {"frames": [{"file": "torch/x.py", "function": "to"}]},
+])  # fmt: skip
+def test_failure_that_misses_one_mark_is_unknown(change):
+    run = run_of("newest", "R03_SPLIT_4BIT")
+    run["exception"].update(change)
+    assert label_of(run) == "UNKNOWN" and labels.catalogue_of(run | {"label": "UNKNOWN"}) == ""
+
+
+def test_failure_in_another_stage_is_unknown():
+    run = run_of("newest", "ATTN_SDPA")
+    run["stage"] = "generate"
+    assert label_of(run) == "UNKNOWN"
+
+
+def test_error_of_our_own_tree_is_a_refusal():
+    run = run_of("newest", "MAP_KEY_MISSING", "trimtab")
+    assert run["label"] == "REFUSED_BY_NAME" and run["exception"]["type"] == "RequestError"
+
+
+@pytest.mark.parametrize("ended, label", [("timeout", "TIMEOUT"), ("oom-host", "OOM_HOST"), ("crashed", "CRASHED")])
+def test_killed_run_is_called_by_its_end(ended, label):
+    run = run_of("newest", "R05_ALL_GPU_4BIT")
+    run |= {"ended": ended, "stage": "generate"}
+    assert label_of(run) == label
+
+
+def test_run_that_stopped_early_without_a_word_is_no_pass():
+    run = run_of("newest", "R05_ALL_GPU_4BIT")
+    assert label_of(run | {"stage": "generate"}) == "UNKNOWN"
+    assert label_of(run | {"modes": {}}) == "UNKNOWN"
+    assert label_of(run | {"ended": "failed"}) == "UNKNOWN"
+
+
+def changed(**facts):
+    run = run_of("newest", "R05_ALL_GPU_4BIT")
+    for mode in run["modes"].values():
+        mode.update(facts)
+    return run
+
+
+def test_wrong_answer_comes_before_a_lost_placement():
+    assert (
+        label_of(changed(equals_reference=False, equals_base=False) | {"placement_kept": False})
+        == "PASS_BUT_DIFFERENT_ANSWER"
+    )
+
+
+def test_answer_of_the_base_is_an_adapter_without_effect():
+    assert label_of(changed(equals_reference=False, equals_base=True)) == "PASS_BUT_ADAPTER_HAS_NO_EFFECT"
+
+
+def test_pass_without_a_reference_says_so():
+    assert label_of(changed(equals_reference=None)) == "PASS_NOT_COMPARED"
+
+
+@pytest.mark.parametrize("voices, label", [
+    (("adapter", "both", "adapter"), "DIRECT_4BIT_MERGED_MATCHES_ADAPTER"),
+    (("adapter", "base", "both"), "DIRECT_4BIT_MERGED_MATCHES_BASE"),
+    (("adapter", "base", "neither"), "DIRECT_4BIT_MERGED_MATCHES_NEITHER"),
+])  # fmt: skip
+def test_merge_is_called_by_whose_tokens_it_generates(voices, label):
+    run = run_of("newest", "MERGE_DIRECT_4BIT")
+    for mode, voice in zip(run["modes"].values(), voices, strict=True):
+        mode["matches"] = voice
+    assert label_of(run) == label
+
+
+def test_fresh_merge_that_matches_neither_has_its_label():
+    run = run_of("newest", "MERGE_FRESH_BF16")
+    run["modes"]["text"]["matches"] = "neither"
+    assert label_of(run) == "BF16_MERGED_MATCHES_NEITHER"
+    assert labels.lane_of("BF16_MERGED_MATCHES_NEITHER", run, "fresh-bf16-merge") == "FRESH_BF16_MERGE_NOW_DIVERGES"
+
+
+def test_every_label_has_a_meaning():
+    for label in labels.LABELS:
+        assert len(labels.meaning_of(label)) > 10
+    with pytest.raises(KeyError):
+        labels.meaning_of("NO_LABEL")
+
+
+def test_every_catalogue_entry_that_a_case_names_has_a_label():
+    # What a case shows without a failure of its own: by design (A4), works (B9), a copy on disk (B6), a peak (C4), a
+    # silent argument (B7's other half is a label).
+    quiet = {"A4", "A6", "B6", "B9", "C4"}
+    known = {signature.catalogue for signature in labels.SIGNATURES} | {found[0] for found in labels.SILENT.values()}
+    assert {bug for case in CASES for bug in case.shows} - quiet <= known

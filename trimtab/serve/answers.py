@@ -1,0 +1,202 @@
+"""How jobs become one HTTP answer: their events side by side, whole or as a stream, cancelled when the client leaves.
+
+What is refused before it has begun has a status of its own, in a stream too: a stream's head waits up to `HOLD_S` for the
+first piece of text. After that an error comes as an `error` event, and the stream ends without [DONE].
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import anyio
+from sse_starlette import EventSourceResponse
+from sse_starlette.sse import SendTimeoutError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from trimtab.serve.faults import error_response, plain_error, told_error
+from trimtab.serve.job import Event
+from trimtab.serve.metrics import Seen
+from trimtab.serve.shapes import Shape
+
+HOLD_S = 10.0
+PING_S = 15
+# A client that has left reads no status; nginx's word for it is what logs know.
+CLIENT_LEFT = 499
+
+log = logging.getLogger("trimtab.serve")
+
+
+class Merged:
+    """The events of several jobs as one stream of (choice, event); it ends when all have, or at the first error.
+
+    What nobody has read yet is kept as few events: the pieces of one choice are joined, so that a slow reader costs no more
+    memory than the answer it has not read.
+    """
+
+    def __init__(self, streams: Sequence[AsyncIterator[Event]]) -> None:
+        self._waiting: deque[tuple[int, Event]] = deque()
+        self._more, self._decided = asyncio.Event(), asyncio.Event()
+        self._open = len(streams)
+        self.error: Mapping[str, Any] | None = None
+        self._tasks = [asyncio.create_task(self._pump(index, stream)) for index, stream in enumerate(streams)]
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def _pump(self, index: int, stream: AsyncIterator[Event]) -> None:
+        try:
+            async for event in stream:
+                self._put(index, event)
+        except Exception as exc:
+            error = plain_error(exc)
+            if error["class"] == "bug":
+                log.exception("a mistake of the server while a request was answered")
+            self._put(index, Event("", "error", finish="error", error=error))
+
+    def _put(self, index: int, event: Event) -> None:
+        if event.kind == "started":
+            return  # nothing that a client is told
+        last = self._waiting[-1] if self._waiting else None
+        if last is not None and last[0] == index and last[1].kind == event.kind == "text":
+            joined = replace(last[1], text=last[1].text + event.text, tokens=last[1].tokens + event.tokens)
+            self._waiting[-1] = (index, joined)
+        else:
+            self._waiting.append((index, event))
+        if event.kind == "error" and self.error is None:
+            self.error = event.error
+        self._more.set()
+        self._decided.set()
+
+    async def begun(self) -> None:
+        """Wait for the first text, end or error."""
+        await self._decided.wait()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        while self._open:
+            while not self._waiting:
+                self._more.clear()
+                await self._more.wait()
+            index, event = self._waiting.popleft()
+            if event.kind in ("done", "error"):
+                self._open -= 1
+            yield index, event
+
+    async def aclose(self) -> None:
+        """Cancel what goes on."""
+        # Once may not be enough: before Python 3.12 `wait_for` swallows a cancellation that meets its result.
+        while pending := [task for task in self._tasks if not task.done()]:
+            for task in pending:
+                task.cancel()
+            await asyncio.wait(pending, timeout=0.1)
+
+
+async def answer(
+    request: Request, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float
+) -> Response:
+    """Return the whole answer, or the stream that will give it. The jobs end with it, whatever happens."""
+    if not shape.asked.stream:
+        return await _whole(request, merged, shape, seen)
+    try:
+        is_here = await _unless_gone(request, merged.begun(), HOLD_S)
+        if is_here and merged.error is None:
+            return _Stream(merged, shape, seen, wants_usage=wants_usage, send_s=send_s)
+    except BaseException:
+        await _end(merged, seen, "cancelled")
+        raise
+    await _end(merged, seen, merged.error["class"] if merged.error else "cancelled")
+    return Response(status_code=CLIENT_LEFT) if merged.error is None else error_response(*told_error(merged.error))
+
+
+async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen) -> Response:
+    ended = "cancelled"
+    try:
+        if not await _unless_gone(request, _collect(merged, shape, seen), None):
+            return Response(status_code=CLIENT_LEFT)
+        if merged.error is not None:
+            ended = merged.error["class"]
+            return error_response(*told_error(merged.error))
+        ended = "done"
+        return JSONResponse(shape.whole())
+    finally:
+        await _end(merged, seen, ended)
+
+
+async def _collect(merged: Merged, shape: Shape, seen: Seen) -> None:
+    async for index, event in merged:
+        seen.event(event)
+        if event.kind == "error":
+            return
+        shape.chunk(index, event)
+
+
+async def _end(merged: Merged, seen: Seen, how: str) -> None:
+    seen.end(how)
+    with anyio.CancelScope(shield=True):
+        await merged.aclose()
+
+
+async def _unless_gone(request: Request, work: Any, timeout_s: float | None) -> bool:
+    """Wait for work, for a time at most; False if the client leaves before it is done."""
+    working, leaving = asyncio.ensure_future(work), asyncio.create_task(_left(request))
+    try:
+        done, _ = await asyncio.wait({working, leaving}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if working in done:
+            working.result()
+        return working in done or leaving not in done
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    # The body has been read; what is received next is the client's leaving.
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class _Stream(EventSourceResponse):
+    """An answer in pieces. Its jobs end with it, also when not one piece could be sent."""
+
+    def __init__(self, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float) -> None:
+        self._merged, self._shape, self._seen, self._wants_usage = merged, shape, seen, wants_usage
+        self._ended = "cancelled"
+        super().__init__(self._pieces(), sep="\n", ping=PING_S, send_timeout=send_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            with suppress(SendTimeoutError):  # who takes nothing for so long is as good as gone
+                await super().__call__(scope, receive, send)
+        finally:
+            await _end(self._merged, self._seen, self._ended)
+
+    async def _pieces(self) -> AsyncIterator[dict[str, str]]:
+        for chunk in self._shape.opening(len(self._merged)):
+            yield self._data(chunk)
+        async for index, event in self._merged:
+            self._seen.event(event)
+            if event.kind == "error":
+                assert event.error is not None
+                self._ended = event.error["class"]
+                yield {"event": "error", "data": json.dumps(told_error(event.error)[1])}
+                return
+            if (piece := self._shape.chunk(index, event)) is not None:
+                yield self._data(piece)
+        if self._wants_usage:
+            yield {"data": json.dumps(self._shape.usage_chunk())}
+        self._ended = "done"
+        yield {"data": "[DONE]"}
+
+    def _data(self, chunk: dict[str, Any]) -> dict[str, str]:
+        # With usage asked for, every chunk has the field, as OpenAI's do.
+        made: dict[str, Any] = {**chunk, "usage": None} if self._wants_usage else chunk
+        return {"data": json.dumps(made)}

@@ -1,0 +1,211 @@
+"""How a client's request becomes jobs: what it asks beyond the limits is refused here, before anything waits or computes."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve import media
+from trimtab.serve.job import Job
+from trimtab.serve.settings import Limits
+from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, ImagePart, TextPart
+
+# More characters than a token ever has: a text above this times the context cannot fit, and is not worth tokenizing.
+TOKEN_CHARACTERS = 256
+
+
+def jobs_of(
+    asked: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
+    limits: Limits, deadline_s: float | None,
+) -> list[Job]:  # fmt: skip
+    """Return a job for each choice of each prompt, a prompt's choices side by side. Errors: RequestError."""
+    if len(prompts) * asked.n > limits.n:
+        field = "n" if asked.n > limits.n or len(prompts) == 1 else "prompt"
+        raise RequestError(f"this server gives at most {limits.n} choices", field=field)
+    is_chat = isinstance(asked, ChatRequest)
+    for prompt in prompts:
+        _check_length(prompt, context_tokens, "messages" if is_chat else "prompt")
+    top = chat_logprobs(asked) if isinstance(asked, ChatRequest) else asked.logprobs
+    schema = schema_of(asked, limits) if isinstance(asked, ChatRequest) else None
+    requests = [generate_request(asked, context_tokens=context_tokens, limits=limits, index=i) for i in range(asked.n)]
+    return [
+        Job(
+            uuid.uuid4().hex, prompt, request, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
+            fills_context=fills_context(asked),
+        )
+        for prompt in prompts
+        for request in requests
+    ]  # fmt: skip
+
+
+def _check_length(prompt: Any, context_tokens: int, field: str) -> None:
+    """Refuse at once what cannot fit whatever its tokens are; the worker, which counts them, refuses the rest."""
+    if isinstance(prompt, dict):
+        count = len(prompt["text"]) // TOKEN_CHARACTERS
+    elif isinstance(prompt[0], int):
+        count = len(prompt)
+    else:
+        count = sum(_characters(message["content"]) for message in prompt) // TOKEN_CHARACTERS
+    if count > context_tokens:
+        raise RequestError(f"is longer than the context of {context_tokens} tokens", field=field)
+
+
+def _characters(content: Any) -> int:
+    if isinstance(content, str):
+        return len(content)
+    return sum(len(part["text"]) for part in content if part["type"] == "text")
+
+
+def fills_context(asked: ChatRequest | CompletionRequest) -> bool:
+    """Whether the answer may take what the prompt leaves of the context."""
+    return _wanted_tokens(asked) is None
+
+
+def _wanted_tokens(asked: ChatRequest | CompletionRequest) -> int | None:
+    given = getattr(asked, "max_completion_tokens", None)
+    if given is not None and asked.max_tokens is not None:
+        raise RequestError("give it or max_tokens, not both", field="max_completion_tokens", value=given)
+    return given if given is not None else asked.max_tokens
+
+
+def generate_request(
+    asked: ChatRequest | CompletionRequest, *, context_tokens: int, limits: Limits, index: int = 0
+) -> GenerateRequest:
+    """Return how one choice is drawn. index: which of `n` choices; each has a seed of its own. Errors: RequestError.
+
+    Without max_tokens the answer may fill the context, as OpenAI's may; how much of it the prompt takes is known in the
+    worker, which shortens it.
+    """
+    wanted = _wanted_tokens(asked)
+    if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:
+        raise RequestError(f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=wanted)
+    stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    longest = min(context_tokens, limits.max_tokens or context_tokens)
+    common: dict[str, Any] = {
+        "max_new_tokens": wanted if wanted is not None else longest, "stop": stop,
+        "repetition_penalty": asked.repetition_penalty,
+    }  # fmt: skip
+    temperature = 1.0 if asked.temperature is None else asked.temperature
+    if temperature == 0:
+        # The likeliest token is in every cut and needs no draw: these change nothing, and clients send them.
+        return GenerateRequest(**common, temperature=0.0)
+    return GenerateRequest(
+        **common, temperature=temperature,
+        top_p=asked.top_p if asked.top_p != 1 else None,
+        top_k=asked.top_k if asked.top_k not in (0, -1) else None,
+        min_p=asked.min_p or None,
+        seed=None if asked.seed is None else (asked.seed + index) % 2**63,
+    )  # fmt: skip
+
+
+def schema_of(asked: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
+    """Return the JSON schema that the answer is held to, {} for any object, None for free text. Errors: RequestError."""
+    wanted = asked.response_format
+    if wanted is None or wanted.type != "json_schema":
+        if wanted is not None and wanted.json_schema is not None:
+            raise RequestError(f"has no effect with type {wanted.type}", field="response_format.json_schema")
+        return {} if wanted is not None and wanted.type == "json_object" else None
+    if wanted.json_schema is None:
+        raise RequestError("is missing", field="response_format.json_schema")
+    field = "response_format.json_schema.schema"
+    try:
+        size = len(json.dumps(wanted.json_schema.schema_, allow_nan=False))
+    except ValueError as exc:  # numbers that are none, or longer than Python writes
+        raise RequestError("holds a number that JSON has not", field=field) from exc
+    if size > limits.schema_bytes:
+        raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
+    return wanted.json_schema.schema_
+
+
+def chat_logprobs(asked: ChatRequest) -> int | None:
+    """Return how many likeliest tokens to tell with each, None for no logprobs. Errors: RequestError."""
+    if not asked.logprobs:
+        if asked.top_logprobs is not None:
+            raise RequestError("has no effect without logprobs", field="top_logprobs", value=asked.top_logprobs)
+        return None
+    return asked.top_logprobs or 0
+
+
+def check_shape(asked: ChatRequest | CompletionRequest) -> None:
+    """Raise RequestError for fields that have no effect together."""
+    if asked.stream_options is not None and not asked.stream:
+        raise RequestError("has no effect without stream", field="stream_options")
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+def _media_parts(asked: ChatRequest) -> Iterator[tuple[str, ImagePart | AudioPart]]:
+    """Yield every part that is not text, with its path in the request."""
+    for place, message in enumerate(asked.messages):
+        for number, part in enumerate(() if isinstance(message.content, str) else message.content):
+            if not isinstance(part, TextPart):
+                yield f"messages[{place}].content[{number}]", part
+
+
+def check_media(asked: ChatRequest, *, takes: Sequence[str], limits: Limits) -> None:
+    """Raise RequestError for more messages or media than allowed, or of a kind that the model does not take."""
+    if len(asked.messages) > limits.messages:
+        raise RequestError(f"has more than {limits.messages} messages", field="messages")
+    for count, (field, part) in enumerate(_media_parts(asked)):
+        kind = "image" if isinstance(part, ImagePart) else "audio"
+        if kind not in takes:
+            raise RequestError(f"this model takes {', '.join(takes)}", field=field, value=part.type)
+        if count >= limits.media_count:
+            raise RequestError(f"this server takes at most {limits.media_count} pictures and sounds", field=field)
+
+
+def urls_of(asked: ChatRequest) -> dict[str, str]:
+    """Return the http(s) addresses of pictures, each with the path of its first field."""
+    found: dict[str, str] = {}
+    for field, part in _media_parts(asked):
+        if isinstance(part, ImagePart) and part.image_url.url[:8].lower().startswith(("http://", "https://")):
+            found.setdefault(part.image_url.url, f"{field}.image_url.url")
+    return found
+
+
+def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes]) -> list[dict[str, Any]]:
+    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. Errors: RequestError."""
+    made: list[dict[str, Any]] = []
+    for place, message in enumerate(asked.messages):
+        role = "system" if message.role == "developer" else message.role
+        if isinstance(message.content, str):
+            made.append({"role": role, "content": message.content})
+            continue
+        parts = [
+            _part(part, f"messages[{place}].content[{number}]", limits, fetched)
+            for number, part in enumerate(message.content)
+        ]
+        made.append({"role": role, "content": parts})
+    return made
+
+
+def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -> dict[str, Any]:
+    if isinstance(part, TextPart):
+        return {"type": "text", "text": part.text}
+    if isinstance(part, ImagePart):
+        url, field = part.image_url.url, f"{field}.image_url.url"
+        data = fetched[url] if url in fetched else media.from_data_url(url, field=field)
+        return media.image_part(media.check_image(data, field=field, limits=limits))
+    field = f"{field}.input_audio"
+    data = media.from_base64(part.input_audio.data, field=f"{field}.data")
+    return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
+
+
+def prompts_of(asked: CompletionRequest) -> list[Any]:
+    """Return every prompt of a completion request: {"text": ...} or a list of token ids. Errors: RequestError."""
+    prompt: Any = asked.prompt
+    if isinstance(prompt, str):
+        prompt = [prompt]
+    if prompt and isinstance(prompt[0], int):
+        prompt = [prompt]
+    for place, item in enumerate(prompt):
+        if not item:
+            raise RequestError("is empty", field="prompt" if len(prompt) == 1 else f"prompt[{place}]")
+    if not prompt:
+        raise RequestError("is empty", field="prompt")
+    return [{"text": item} if isinstance(item, str) else list(item) for item in prompt]

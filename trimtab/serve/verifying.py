@@ -1,0 +1,162 @@
+"""POST /api/verify: whether the running plan still gives the answers of another route, told as it is found.
+
+    {"model": "gemma", "adapter": "medical" or null, "against": "resident"}
+
+The comparison is `trimtab.verify`'s, in processes of its own beside the worker: the plan is loaded a second time, so there
+must be room for it, and one comparison runs at a time. The answer is a stream: {"say": ...} as it goes on, one
+{"report": ...}, then [DONE]; or an `error` event. A client that leaves ends it. The API process still imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from sse_starlette import EventSourceResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
+from trimtab.serve.faults import error_json, raised_error
+
+INSIDE = "trimtab.serve.verifying_inside"
+TIMEOUT_S = 3600.0
+
+
+class VerifyRequest(BaseModel):
+    """POST /api/verify."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str | None = None
+    adapter: str | None = None
+    against: Literal["resident", "base", "single", "alone"] = "resident"
+
+
+class Served(Protocol):
+    """What this needs of the pool."""
+
+    def running(self, model: str | None) -> tuple[str, Mapping[str, Any] | None, Mapping[str, str]]:
+        """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder."""
+
+
+def verify_routes(pool: Served) -> list[BaseRoute]:
+    """Return the route of comparisons."""
+    return [Route("/api/verify", _Verifying(pool).verify, methods=["POST"])]
+
+
+class _Verifying:
+    def __init__(self, pool: Served) -> None:
+        self._pool, self._is_busy = pool, False
+
+    async def verify(self, request: Request) -> Response:
+        # Only what a page of another site cannot send without asking first.
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HTTPException(415, "The body must be application/json")
+        work = self._work(_read(await request.body()))
+        if self._is_busy:
+            raise HTTPException(409, "A comparison is running; one at a time", headers={"retry-after": "10"})
+        self._is_busy = True
+        return EventSourceResponse(self._told(work), sep="\n", ping=15)
+
+    def _work(self, asked: VerifyRequest) -> dict[str, Any]:
+        """Return what the process is given. Errors: RequestError."""
+        name, plan, adapters = self._pool.running(asked.model)
+        if plan is None:
+            raise RequestError("has not been loaded yet, so there is no plan to compare", field="model", value=name)
+        if asked.adapter is not None and asked.adapter not in adapters:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=asked.adapter, allowed=sorted(adapters)
+            )
+        if asked.against == "alone" and len(plan["request"]["adapters"]) < 2:
+            raise RequestError("needs at least two adapters on the model", field="against", value=asked.against)
+        chosen = {} if asked.adapter is None else {asked.adapter: adapters[asked.adapter]}
+        if asked.against == "alone":
+            chosen = dict(plan["request"]["adapters"])
+        return {"plan": plan, "adapters": chosen, "adapter": asked.adapter, "against": asked.against}
+
+    async def _told(self, work: Mapping[str, Any]) -> AsyncIterator[dict[str, str]]:
+        told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        left = threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def heard(line: dict[str, Any]) -> None:
+            # The process says every half second that it lives: so often, at least, this can end it.
+            if left.is_set():
+                raise _ClientLeftError
+            if line["event"] in ("say", "report"):
+                loop.call_soon_threadsafe(told.put_nowait, line)
+
+        task = asyncio.create_task(asyncio.to_thread(_compare, work, heard))
+        try:
+            yield {"data": json.dumps({"say": "looking for room beside the model"})}
+            while not (task.done() and told.empty()):
+                with suppress(TimeoutError, asyncio.TimeoutError):
+                    line = await asyncio.wait_for(told.get(), 0.2)
+                    yield {"data": json.dumps({line["event"]: line["value"]})}
+            try:
+                task.result()
+            except TrimtabError as exc:
+                yield {"event": "error", "data": json.dumps(raised_error(exc)[1])}
+                return
+            except _ToldError as exc:
+                yield {"event": "error", "data": json.dumps(error_json(exc.kind, exc.text, exc.fields)[1])}
+                return
+            yield {"data": "[DONE]"}
+        finally:
+            left.set()
+            task.add_done_callback(self._free)
+
+    def _free(self, task: asyncio.Task[None]) -> None:
+        self._is_busy = False
+        if not task.cancelled():
+            task.exception()  # seen: nobody is left to be told
+
+
+class _ClientLeftError(Exception):
+    """Raised where the process is watched, to end it."""
+
+
+class _ToldError(Exception):
+    """An error of ours that was raised in the other process."""
+
+    def __init__(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
+        self.kind, self.text, self.fields = kind, text, fields
+        super().__init__(text)
+
+
+def _read(body: bytes) -> VerifyRequest:
+    try:
+        return VerifyRequest.model_validate_json(body)
+    except ValidationError as exc:
+        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise RequestError(first["msg"], field=".".join(map(str, first["loc"])) or "body") from None
+
+
+def _compare(work: Mapping[str, Any], heard: Any) -> None:
+    """Run a comparison to its end. The first process only looks for room: a device is free of it before the second."""
+    for what in ("room", "compare"):
+        request = {"module": INSIDE, "request": {**work, "what": what}}
+        outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, heard=heard)
+        _check(outcome)
+
+
+def _check(outcome: Outcome) -> None:
+    for line in outcome.lines:
+        if line["event"] == "error":
+            raise _ToldError(line["kind"], line["message"], line["fields"])
+    if outcome.ended == DONE:
+        return
+    words = {
+        OOM_HOST: "was killed, most likely for want of host memory", TIMEOUT: f"took longer than {TIMEOUT_S:.0f} s",
+    }  # fmt: skip
+    how = words.get(outcome.ended, f"ended with exit code {outcome.exit_code}")
+    raise DeviceError(f"the comparison {how}", device="host", hint="`trimtab verify` on the command line says more")
