@@ -3,8 +3,8 @@
     python -m bench.matrix --save bench/results/matrix_gpu.json [--cases NAME,...] [--python EXE] [--model FOLDER
         --adapter FOLDER] [--device cuda] [--pressure 0.9] [--engines stock,trimtab] [--timeout-s 120]
 
-The file holds what a reader needs of each run: scripts are left out (the case's name gives them), traces are cut to their
-last frames. It is written after every record.
+The file holds what a reader needs of each run, and all that its label is decided on: scripts are left out (the case's name
+gives them), a frame that repeats is kept once. It is written after every record.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from typing import Any
 from trimtab.doctor.environment import read_environment
 from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
 
-FRAMES, LINES = 6, 8
+TAIL_LINES, LINES = 12, 8
 
 
 def compact(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record without its script, with the last frames of a trace and the commonest warnings."""
+    """Return a record without its script, with the end of a trace's text and the commonest warnings.
+
+    Frames and maps stay whole: labels are decided on them, and must come out the same from the file.
+    """
     kept = {key: value for key, value in record.items() if key not in ("script", "stderr_tail")}
     kept["warnings"] = dict(list(record["warnings"].items())[:LINES])
     kept["log_lines"] = record["log_lines"][:LINES]
-    kept["map_after"] = _short(record["map_after"])
     kept["exception"] = _trimmed(record["exception"])
     kept["modes"] = {
         mode: {**found, "exception": None if found["exception"] is None else found["exception"]["type"]}
@@ -40,21 +42,13 @@ def compact(record: dict[str, Any]) -> dict[str, Any]:
 def _trimmed(failure: dict[str, Any] | None) -> dict[str, Any] | None:
     if failure is None:
         return None
+    frames = failure["frames"]
     tail = failure["tail"].splitlines()
     return {
-        **failure, "frames": failure["frames"][-FRAMES:], "message": failure["message"][:400],
-        "tail": "\n".join(line[:200] for line in tail[-FRAMES:]),
+        **failure, "message": failure["message"][:400],
+        "frames": [frame for before, frame in zip((None, *frames), frames, strict=False) if frame != before],
+        "tail": "\n".join(line[:200] for line in tail[-TAIL_LINES:]),
     }  # fmt: skip
-
-
-def _short(found: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a map; one with an entry for every layer by its values' counts."""
-    if found is None or len(found) <= 12:
-        return found
-    counts: dict[str, int] = {}
-    for place in found.values():
-        counts[str(place)] = counts.get(str(place), 0) + 1
-    return {"entries": counts}
 
 
 def write(path: Path, environment: Any, runs: list[dict[str, Any]]) -> None:

@@ -80,6 +80,8 @@ class MockPool:
 
     async def unload_adapter(self, model, name):
         self.calls.append(("unload", model, name))
+        if name not in self.adapters:
+            raise RequestError("no adapter of this name is loaded", field="lora_name", value=name)
         self.adapters.remove(name)
 
     def models(self):

@@ -243,14 +243,18 @@ def test_a_wrong_shape_is_refused_with_both(tmp_path):
 
 
 def planted(monkeypatch, change) -> None:
-    """Make the Llama class one that does something else at the end of its constructor."""
+    """Make the Llama class one that does something else at the end of its constructor.
+
+    Where `hf` looks it up: the first import of transformers.processing_utils puts a second `transformers` into
+    sys.modules (its direct_transformers_import runs the package again), so that this file's may be another one.
+    """
 
     class LlamaForCausalLM(transformers.LlamaForCausalLM):
         def __init__(self, config):
             super().__init__(config)
             change(self)
 
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
 
 
 def test_an_operation_in_place_while_loading_is_refused(built, monkeypatch):
@@ -260,7 +264,7 @@ def test_an_operation_in_place_while_loading_is_refused(built, monkeypatch):
             if isinstance(self.model.norm.weight, Traced):
                 self.model.norm.weight.mul_(2)
 
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
     with pytest.raises(CheckpointError, match=r"mul_ on model\.norm\.weight: it writes in place"):
         hf.probe(read_checkpoint(built("llama")))
 
@@ -278,7 +282,7 @@ def test_a_tensor_that_the_loader_leaves_without_data_is_refused(built, monkeypa
             super().tie_weights(*args, **kwargs)
             self.model.norm.weight = nn.Parameter(torch.empty(64, device="meta"))
 
-    monkeypatch.setattr(transformers, "LlamaForCausalLM", LlamaForCausalLM)
+    monkeypatch.setattr(hf.transformers, "LlamaForCausalLM", LlamaForCausalLM)
     with pytest.raises(CheckpointError, match="cannot be followed") as caught:
         hf.probe(read_checkpoint(built("llama")))
     assert caught.value.tensor_name == "model.norm.weight"

@@ -123,10 +123,11 @@ def test_record_has_the_whole_contract(processes):
 
 
 def test_record_names_no_folder_of_the_interpreter_or_the_adapter(processes):
-    told = 'File "/home/ann/env/lib/python3.12/site-packages/torch/__init__.py", line 9\nOSError: /home/ann/env/lib/site-packages/x.so'
+    inside = "/home/ann/env/lib/python3.12/site-packages"
+    told = f'File "{inside}/torch/__init__.py", line 9\nOSError: {inside}/x.so: cannot open'
     processes(outcome("failed", [{"stage": "import"}], told))
     (found,) = stock(A)
-    assert found["exception"]["message"] == "x.so" and "ann" not in json.dumps(found)
+    assert found["exception"]["message"] == "x.so: cannot open" and "/home/" not in json.dumps(found)
 
 
 # What is asked of the processes ---------------------------------------------------------------------------------------
@@ -259,14 +260,7 @@ def test_table_has_both_engines_side_by_side():
     ]  # fmt: skip
     line = next(line for line in matrix_text(runs, width=200).splitlines() if A in line)
     cells = [cell.strip() for cell in line.strip("│").split("│")]
-    assert cells == [
-        A,
-        "FAIL_AUDIO_FINFO (first forward)",
-        "same  other no",
-        "PASS",
-        "same  -     -",
-        "9 blocks resident",
-    ]
+    assert cells == [A, "FAIL_AUDIO_FINFO", "= ~ x", "PASS", "= . .", "9 blocks resident"]
 
 
 # Real cases -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import trimtab
 from tools import readme_numbers, rooms
 from trimtab import cli, errors
-from trimtab.commands import flags
+from trimtab.commands import flags, merging
 from trimtab.demo.line import FOLDER as DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,7 +178,9 @@ def test_commands_in_the_docs_can_be_parsed(command):
 
 def test_examples_are_found_in_the_docs():
     assert len(PYTHON_BLOCKS) >= 2
-    assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {"plan", "inspect", "run"}
+    assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {
+        "doctor", "inspect", "merge", "plan", "run", "serve", "verify",
+    }  # fmt: skip
 
 
 def flags_of_the_parser():
@@ -188,9 +190,14 @@ def flags_of_the_parser():
 
 def test_flags_in_the_docs_and_in_error_messages_exist():
     texts = {name_of(file): file.read_text("utf-8") for file in [*DOCS, *SOURCES]}
+    # Colours of a page are named like flags.
+    texts = {name: re.sub(r"var\(--[a-z]+\)|--[a-z]+:", "", text) for name, text in texts.items()}
     flags = flags_of_the_parser()
-    # Flags of other programs: pip, pytest, and our scripts in tools and bench.
-    others = {"--no-deps", "--no-build-isolation", "--check", "--version"}
+    # Flags of other programs: pip, venv, pytest, and our scripts in tools and bench.
+    others = {
+        "--no-deps", "--no-build-isolation", "--check", "--version", "--dest", "--disable-pip-version-check",
+        "--find-links", "--index-url", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
+    }  # fmt: skip
     unknown = {
         (name, flag)
         for name, text in texts.items()
@@ -220,7 +227,7 @@ def test_links_lead_to_files_and_headings_that_exist(file):
 def test_the_exit_codes_in_the_docs_are_the_tables():
     text = (ROOT / "docs" / "fit-a-model.md").read_text("utf-8")
     told = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
-    assert told == {0, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    assert told == {0, merging.DIFFERS, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
     assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 
 

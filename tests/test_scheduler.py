@@ -147,21 +147,80 @@ def test_an_adapter_that_has_no_slot_waits_and_others_pass():
     assert set(ends(told)) == {"a1", "a2", "b1", "base"}
 
 
+def test_who_waits_for_a_slot_is_overtaken_by_no_more_than_there_are_rows():
+    scheduler, _, told, _ = make(MockEngine(rows=3, slots=1), queue_limit=100)
+    scheduler.submit(job("b", adapter="b"))
+    names = iter(range(1000))
+    for turn in range(60):  # somebody always asks for adapter a, whose answers keep its slot
+        while scheduler.uses("a") < 4:
+            scheduler.submit(job(f"a{next(names)}", adapter="a", tokens=6))
+        if turn == 0:
+            scheduler.cancel("b")
+        if turn == 2:
+            scheduler.submit(job("b", adapter="b"))
+        scheduler.submit(job(f"base{turn}", tokens=1)) if turn % 3 == 0 else None
+        scheduler.turn()
+    order = [event.job_id for event in told if event.kind == "started" and not event.job_id.startswith("base")]
+    assert order.index("b") <= 2 + 3 + 1
+    assert order[-1].startswith("a")  # and those whose slot it took get it back
+    assert ends(told)["b"] == "length"
+
+
+def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(monkeypatch):
+    scheduler, engine, _, clock = make(MockEngine(rows=2))
+    scheduler.submit(job("first", tokens=50))
+    scheduler.turn()
+    begin = engine.begin
+
+    def slow(job):
+        clock.now += 0.015
+        engine.log.append(("begin", job.id))
+        return begin(job)
+
+    monkeypatch.setattr(engine, "begin", slow)
+    for number in range(6):
+        scheduler.submit(job(f"picture{number}"))
+    assert scheduler.waiting == 6
+    for _ in range(3):
+        before = len(engine.log)
+        scheduler.turn()
+        kinds = [entry[0] for entry in engine.log[before:]]
+        assert kinds.count("begin") == 2 and kinds[-1] == "step"
+    scheduler.cancel("picture5")
+    to_the_end(scheduler)
+
+
+def test_what_has_just_arrived_can_leave_and_be_late():
+    scheduler, engine, told, clock = make()
+    scheduler.submit(job("left"))
+    scheduler.submit(job("late", deadline_s=1.0))
+    scheduler.cancel("left")
+    clock.now = 2.0
+    assert scheduler.turn() is False
+    assert ends(told) == {"late": "error"} and engine.log == []
+
+
 def test_a_full_queue_refuses_with_a_time_to_come_back():
     scheduler, _, told, _ = make(queue_limit=2)
-    scheduler.submit(job("a"))
-    scheduler.submit(job("b"))
+    for name in "abcd":  # two go to the free rows, although nobody has looked at them yet
+        scheduler.submit(job(name, tokens=9))
     with pytest.raises(QueueFullError) as caught:
-        scheduler.submit(job("c"))
+        scheduler.submit(job("e"))
     assert caught.value.retry_after_s >= 1
-    assert scheduler.counts.refused == 1
+    for _ in range(2):
+        scheduler.turn()
+    assert (scheduler.running, scheduler.waiting) == (2, 2)
+    with pytest.raises(QueueFullError):
+        scheduler.submit(job("e"))
+    assert scheduler.counts.refused == 2
     to_the_end(scheduler)
-    assert ends(told) == {"a": "length", "b": "length"}
+    assert ends(told) == dict.fromkeys("abcd", "length")
 
 
 def test_what_cannot_fit_is_told_before_it_queues():
     scheduler, _, told, _ = make(queue_limit=1)
     scheduler.submit(job("a", refuse=True))
+    scheduler.turn()
     assert [(event.kind, event.error["class"], event.error["fields"]["field"]) for event in told] == [
         ("error", "RequestError", "prompt")
     ]
@@ -222,6 +281,17 @@ def test_running_out_of_memory_in_a_step_ends_the_one_that_came_last():
     scheduler.turn()
     scheduler.turn()
     engine.fail_steps.append(DeviceError("out of memory", device="cuda:0"))
+    to_the_end(scheduler)
+    assert ends(told) == {"first": "length", "second": "error"}
+
+
+def test_rows_that_do_not_go_together_end_the_one_that_came_last():
+    scheduler, engine, told, _ = make()
+    scheduler.submit(job("first", tokens=9))
+    scheduler.submit(job("second", adapter="x", tokens=9))
+    scheduler.turn()
+    scheduler.turn()
+    engine.fail_steps.append(RequestError("rows of this batch use different adapters", field="adapter"))
     to_the_end(scheduler)
     assert ends(told) == {"first": "length", "second": "error"}
 

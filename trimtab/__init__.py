@@ -19,7 +19,7 @@ from trimtab.errors import (
     TrimtabError,
     UpstreamError,
 )
-from trimtab.merge import merge
+from trimtab.merge.merge import merge
 from trimtab.plan.plan import Plan
 from trimtab.request import GenerateRequest, LoadRequest
 

@@ -434,6 +434,17 @@ def test_the_key_is_asked_for_once_and_kept_in_the_tab(opened):
     assert KEY not in page.url
 
 
+def test_the_key_can_be_changed_or_left_as_it_is(opened):
+    page = opened()
+    page.click("#key-change")
+    page.click("#key-cancel")
+    expect(page.locator("#key-dialog")).to_be_hidden()
+    page.click("#key-change")
+    page.keyboard.press("Escape")
+    expect(page.locator("#key-dialog")).to_be_hidden()
+    expect(page.locator("#state-text")).to_have_text("ready")
+
+
 def test_a_key_that_is_no_longer_good_is_asked_for_again(opened):
     page = opened(key="old", wait=False)
     expect(page.locator("#key-error")).to_contain_text("not accepted")

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from trimtab import show
-from trimtab.commands.flags import read_device_map
+from trimtab.commands.flags import pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.errors import RequestError
 
+STOPPED = 130
 # What each flag needs beside it to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "adapter": ("model",), "device_map": ("model",), "quant": ("model",), "gpu_memory": ("model",),
+    "adapter": ("model",), "device_map": ("model",), "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",), "runs": ("drafts", "html"),
-    "overwrite": ("drafts",),
+    "overwrite": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
 }  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def add(command: Command) -> None:
     found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
     found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
     found.add_argument("--gpu-memory", metavar="SIZE", help="judge as if so much GPU memory were free")
+    found.add_argument("--host-memory", metavar="SIZE", help="judge as if so much host memory were available")
     found.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
     found.add_argument("--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1")
     cases = found.add_argument_group("cases")
@@ -47,6 +49,11 @@ def add(command: Command) -> None:
     cases.add_argument(
         "--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="the release where --case changes"
     )
+    cases.add_argument(
+        "--with", dest="with_version", action="append", metavar="PACKAGE=VERSION",
+        help="what else the environments of --bisect hold (default: what the interpreter has)",
+    )  # fmt: skip
+    cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect once more")
     written = found.add_argument_group("what is written")
     written.add_argument("--runs", metavar="FILE", help="runs that were saved before, instead of new ones")
     written.add_argument("--drafts", metavar="DIR", help="an issue a failure, from recorded runs only")
@@ -57,12 +64,13 @@ def add(command: Command) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     _check(options)
     report = _examine(options)
+    stopped = any(found.stopped for found in report["bisections"] or ())
     if options.json:
         print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
     else:
         for text in _texts(report):
             print(text, end="\n\n")
-    return 0
+    return STOPPED if stopped else 0
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -70,7 +78,7 @@ def _check(options: argparse.Namespace) -> None:
     for name, needed in _NEEDS.items():
         is_given = getattr(options, name) not in (None, False)
         if is_given and not any(getattr(options, other) for other in needed):
-            flag = f"--{name.replace('_', '-')}"
+            flag = f"--{name.replace('_', '-')}".removesuffix("-version")
             wanted = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
             raise RequestError(f"has no effect without {wanted}", field=flag)
     if options.matrix and options.runs:
@@ -141,7 +149,7 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
     device_map = None if options.device_map is None else read_device_map(options.device_map)
     return preflight(
         options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto",
-        gpu_memory=options.gpu_memory, python=options.python, environment=environment,
+        gpu_memory=options.gpu_memory, host_memory=options.host_memory, python=options.python, environment=environment,
     )  # fmt: skip
 
 
@@ -167,7 +175,8 @@ def _bisect(options: argparse.Namespace) -> Any:
     ranges = [parse_range(text) for text in options.bisect]
     return bisect_each(
         ranges, case=options.case[0], python=options.python, model=options.model, adapter=options.adapter,
-        say=saying(options),
+        say=saying(options), confirm=options.confirm,
+        others=pairs(options.with_version or [], "--with", "PACKAGE=VERSION", first=True),
     )  # fmt: skip
 
 

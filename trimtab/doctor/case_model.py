@@ -37,6 +37,7 @@ class Card:
         self.total_bytes = ROOMY_BYTES
         self.used_bytes = 0
         self.ballast: Any = None
+        self.load_peak_bytes = 0
         if not self.is_gpu:
             _imitate(self)
 
@@ -66,6 +67,7 @@ class Card:
             return f"too small for a ballast: accelerate is told that {free} bytes are free"
         import torch
 
+        self.load_peak_bytes = torch.cuda.max_memory_allocated(0)
         torch.cuda.empty_cache()
         taken = (torch.cuda.mem_get_info(0)[0] - free) // GRAIN_BYTES * GRAIN_BYTES
         self.ballast = torch.empty(max(taken, 0), dtype=torch.uint8, device="cuda:0")
@@ -83,7 +85,7 @@ class Card:
         free, total = torch.cuda.mem_get_info(0)
         counts = (
             torch.cuda.memory_allocated(0) - ballast, torch.cuda.memory_reserved(0) - ballast,
-            torch.cuda.max_memory_allocated(0) - ballast, free, total,
+            max(self.load_peak_bytes, torch.cuda.max_memory_allocated(0) - ballast), free, total,
         )  # fmt: skip
         return dict(zip(names, counts, strict=True))
 
@@ -176,7 +178,7 @@ def load_arguments(case: Case, parts: Parts, empty: Any, work: Path) -> dict[str
         }  # fmt: skip
     if case.gpu_share is not None:
         found["max_memory"] = {0: int(case.gpu_share * _quantized_bytes(empty, case.quant)), "cpu": HOST_BYTES}
-    if "disk" in str(found["device_map"]):
+    if "disk" in str(found["device_map"]) or "offload_folder" in found:
         found["offload_folder"] = str(work / "offload")
     return found
 

@@ -149,10 +149,10 @@ def script_of(case: Case) -> str:
 
 def _load(case: Case) -> list[str]:
     options = [f"    dtype=torch.bfloat16, device_map={_map(device_map(case.base_map, GEMMA4))},"]
-    options += [f"    {name}={value!r}," for name, value in case.load.items()]
+    options += [f"    {name}={value!r}," for name, value in case.load.items() if name != "offload_folder"]
     if case.gpu_share is not None:
         options.append(f'    max_memory={{0: int(resident * {case.gpu_share / 2}), "cpu": 2**36}},')
-    if "disk" in case.base_map:
+    if "disk" in case.base_map or "offload_folder" in case.load:
         options.append('    offload_folder=work / "offload",')
     if case.quant != "none":
         fields = {"load_in_8bit": "True"} if case.quant == "int8" else {

@@ -42,7 +42,8 @@ class Case:
 
     quant: "none", "nf4" (no double quant), "nf4-dq" or "int8", bf16 compute, offload to the CPU allowed. keep: "towers"
     leaves towers and connectors unquantized with a skip list. base_map: a name that `device_map` knows. gpu_share: for
-    "auto", the share of the model that max_memory grants the GPU. adapter: "patched" (a copy whose target_modules name
+    "auto", the share of the model that max_memory grants the GPU. load: more arguments of from_pretrained; a folder in it
+    lies below the run's own. adapter: "patched" (a copy whose target_modules name
     exactly what its keys name), "broad" (a copy whose target_modules are BROAD_TARGETS), "narrow" (a copy that targets
     the language model alone) or "original". call: how the adapter gets on. peft: arguments of PeftModel.from_pretrained;
     `peft_map` names its device_map. then: what follows before the model is asked. pressure: share of an imitated card
@@ -108,6 +109,12 @@ _OFFLOAD = {"offload_dir": "offload", "offload_buffers": True, "ephemeral_gpu_of
 
 # 0.45: the share that the field's E2B took of its 14.6 GiB card. What is free then holds some layers and not all.
 CASES: tuple[Case, ...] = (
+    Case(
+        name="FIRST_REPORT", title="the first report's own script: its map, attention, loading and offload arguments",
+        quant="nf4-dq", base_map="towers-projector", pressure=0.45,
+        load={"attn_implementation": "sdpa", "low_cpu_mem_usage": False, "offload_folder": "offload"},
+        shows=("A1", "A3", "B1", "B2", "C5", "D3"),
+    ),
     Case(name="R05_ALL_GPU_4BIT", title="all on the GPU in 4 bits, multimodal adapter", keep="towers"),
     Case(
         name="R05_ALL_GPU_4BIT_DOUBLE_QUANT", title="the same with double quantization", quant="nf4-dq", keep="towers",

@@ -257,7 +257,7 @@ def quiet() -> Iterator[list[str]]:
     said: list[str] = []
     handler = _Said(said)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
-    before = [(logger, logger.handlers[:]) for logger in loggers]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     _forget_said_once()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -265,11 +265,14 @@ def quiet() -> Iterator[list[str]]:
         for logger in loggers:
             # A library that passes its lines on to the root is heard there.
             logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
+            if logger.getEffectiveLevel() > logging.WARNING:
+                logger.setLevel(logging.WARNING)  # a program that silenced a library would silence the evidence
         try:
             yield said
         finally:
-            for logger, handlers in before:
+            for logger, handlers, level in before:
                 logger.handlers = handlers
+                logger.setLevel(level)
 
 
 def _forget_said_once() -> None:

@@ -55,7 +55,7 @@ SIGNATURES: tuple[Signature, ...] = (
         "an offloaded 4-bit weight comes back without its scales",
     ),
     Signature(
-        "FAIL_QUANT_STATE_META_USE", "RuntimeError", r"(on device meta|meta tensor|meta is not on the expected device)",
+        "FAIL_QUANT_STATE_META_USE", "RuntimeError", r"(on device meta|meta is not on the expected device)",
         r"bitsandbytes/", (), "A2", "bitsandbytes", "a 4-bit weight is used although its scales are gone",
     ),
     Signature(

@@ -29,6 +29,12 @@ ENGINES = ("stock", "trimtab")
 DEMO = Path(__file__).resolve().parent.parent / "demo"
 DEMO_ADAPTER = "specialist"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+HOW_CHARS = 120
+MODES_HEAD = "t i a"
+LEGEND = (
+    "t i a: text, image, audio. = the reference's answer, ~ another one, + an answer without a reference, x an exception, "
+    ". not asked"
+)
 REFERENCE_SHARE = 2  # a reference asks twice, with the adapter and without
 Record = dict[str, Any]
 
@@ -268,48 +274,41 @@ def read_runs(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 160) -> str:
+def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> str:
     """Return the records as one table: a case a row, stock and trimtab side by side, and how trimtab does it."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(show_lines=False)
-    for name in ("case", "stock", "text image audio", "trimtab", "text image audio", "how"):
-        table.add_column(name, overflow="fold", no_wrap=name == "text image audio")
+    table = Table(caption=LEGEND)
+    for name in ("case", "stock", MODES_HEAD, "trimtab", MODES_HEAD, "how"):
+        table.add_column(name, overflow="fold", no_wrap=name != "how")
     for name in dict.fromkeys(record["case"] for record in records):
         rows = {record["engine"]: record for record in records if record["case"] == name}
         stock, line = rows.get("stock"), rows.get("trimtab")
-        table.add_row(
-            name,
-            _label_cell(stock),
-            _modes_cell(stock),
-            _label_cell(line),
-            _modes_cell(line),
-            str((line or {}).get("how", "")),
-        )
+        how = _cut(str((line or {}).get("how", "")))
+        table.add_row(name, _label_cell(stock), _modes_cell(stock), _label_cell(line), _modes_cell(line), how)
     console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
     console.print(table)
     return console.export_text()
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= HOW_CHARS else f"{text[: HOW_CHARS - 1]}…"
+
+
 def _label_cell(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "-"
-    stage = "" if record["stage"] == "done" else f" ({record['stage']})"
+    stage = "" if record["stage"] == "done" else f"\nat {record['stage']}"
     lane = f"\n{record['lane']}" if record.get("lane") else ""
     return f"{record['label']}{stage}{lane}"
 
 
 def _modes_cell(record: Mapping[str, Any] | None) -> str:
-    """Return one word a mode: same (as the reference), other (than it), yes (nothing to compare), no, or a dash."""
+    """Return one sign a mode, text, image, audio, as the legend has them."""
     modes = (record or {}).get("modes") or {}
-    words = []
-    for mode in MODES:
-        found = modes.get(mode)
-        if found is None:
-            words.append("-")
-        elif not found["ok"]:
-            words.append("no")
-        else:
-            words.append({True: "same", False: "other", None: "yes"}[found.get("equals_reference")])
-    return " ".join(f"{word:5}" for word in words).rstrip()
+    signs = {True: "=", False: "~", None: "+"}
+    return " ".join(
+        "." if mode not in modes else (signs[modes[mode].get("equals_reference")] if modes[mode]["ok"] else "x")
+        for mode in MODES
+    )

@@ -133,8 +133,7 @@ def ulp(values: Tensor, dtype: torch.dtype) -> Tensor:
     info = torch.finfo(dtype)
     size = values.double().abs().clamp_min(info.tiny)  # zero has no exponent of its own
     exponent = torch.frexp(size)[1] - 1
-    smallest = torch.full_like(values, info.tiny, dtype=torch.float64)
-    return torch.maximum(torch.ldexp(torch.ones_like(smallest), exponent), smallest) * info.eps
+    return torch.ldexp(torch.full_like(size, info.eps), exponent)
 
 
 class _Exact:

@@ -198,13 +198,12 @@ def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, 
 
 def versions() -> dict[str, str]:
     """Return the versions of what computed the result."""
-    import torch
-    import transformers
+    from importlib.metadata import version
 
     import trimtab
 
     return {
-        "trimtab": trimtab.__version__, "torch": torch.__version__, "transformers": transformers.__version__,
+        "trimtab": trimtab.__version__, "torch": version("torch"), "transformers": version("transformers"),
         "python": platform.python_version(),
     }  # fmt: skip
 

@@ -195,6 +195,7 @@ def _plain(
     problems: list[str] = []
     position = len(shard.layout.head)
     is_changed = {out.tensor_name: bool(out.edits) for out in shard.outs}
+    any_changed = any(is_changed.values())
 
     def copy(stop: int) -> None:
         nonlocal position
@@ -206,10 +207,10 @@ def _plain(
 
     def send(old: memoryview, new: memoryview) -> None:
         nonlocal position
-        at = position
-        behind.piece(
-            old=partial(base_hash.update, old), new=partial(new_hash.update, new), write=partial(writer.write, new, at)
-        )
+        work = {"old": partial(base_hash.update, old), "write": partial(writer.write, new, position)}
+        if any_changed:  # otherwise the new file's hash is the base's
+            work["new"] = partial(new_hash.update, new)
+        behind.piece(**work)
         position += len(new)
         tick(len(new))
 
@@ -226,7 +227,7 @@ def _plain(
             send(bytes_of(old), bytes_of(new.contiguous()))
     copy(shard.layout.file_bytes)
     behind.drain()
-    return base_hash, new_hash, problems
+    return base_hash, new_hash if any_changed else base_hash, problems
 
 
 def _by_tensor(

@@ -166,8 +166,14 @@ class Batch:
             ) from exc  # fmt: skip
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
-        logits, prompt.logits, prompt.cache = prompt.logits, None, None
-        return self._draw(row, logits)
+        try:
+            found = self._draw(row, prompt.logits)
+        except BaseException:
+            self.leave(row)  # without a token it could not take part in a step
+            raise
+        prompt.logits, prompt.cache = None, None
+        self._commit(found)
+        return found
 
     def step(self) -> list[Drawn]:
         """Return the next token of every row that has not finished, in the order of the rows.
@@ -177,11 +183,21 @@ class Batch:
         going = [row for row in self.active if row.finish is None]
         if not going:
             return []
-        logits = self.logits()
-        return [self._draw(row, logits[row.number]) for row in going]
+        logits = self._forward()
+        found = [self._draw(row, logits[row.number]) for row in going]
+        # Only now: if memory ran out before, the same step can be done again.
+        self.cache.positions[: len(self.active)] += 1
+        for drawn in found:
+            self._commit(drawn)
+        return found
 
     def logits(self) -> Tensor:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
+        found = self._forward()
+        self.cache.positions[: len(self.active)] += 1
+        return found
+
+    def _forward(self) -> Tensor:
         count = len(self.active)
         self.cache.seen_places = self._seen_places()
         self.cache.begin()
@@ -192,7 +208,6 @@ class Batch:
                 attention_mask=hf_slots.step_masks(self.model.hf_model, self.cache, count),
                 past_key_values=self.cache, use_cache=True, logits_to_keep=1, return_dict=True,
             )  # fmt: skip
-        self.cache.positions[:count] += 1
         logits: Tensor = found.logits[:, -1].float()
         return logits
 
@@ -207,12 +222,6 @@ class Batch:
     def _draw(self, row: Row, logits: Tensor) -> Drawn:
         scores = logits if row.constraint is None else row.constraint(row.token_ids, logits)
         token = row.sampler.draw(row.token_ids, scores)
-        row.token_ids.append(token)
-        self.tokens[row.number] = token
-        if token in self.ends:
-            row.finish = "stop"
-        elif len(row.answer_ids) >= row.request.max_new_tokens:
-            row.finish = "length"
         asked = self._top[row]
         if asked is None:
             return Drawn(row, token)
@@ -220,6 +229,15 @@ class Batch:
         values, ids = logprobs.topk(asked) if asked else (logprobs[:0], logprobs[:0])
         top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
         return Drawn(row, token, float(logprobs[token]), top)
+
+    def _commit(self, drawn: Drawn) -> None:
+        row, token = drawn.row, drawn.token_id
+        row.token_ids.append(token)
+        self.tokens[row.number] = token
+        if token in self.ends:
+            row.finish = "stop"
+        elif len(row.answer_ids) >= row.request.max_new_tokens:
+            row.finish = "length"
 
     def leave(self, row: Row) -> None:
         """Take a request out; the last row takes its place."""

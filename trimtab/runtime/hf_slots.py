@@ -104,7 +104,11 @@ class SlotCache(Cache):  # type: ignore[misc]
     def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
         """Take over a row whose prompt of `length` tokens has gone through the model. Errors: UnsupportedLayersError."""
         if not self.layers:
-            self._build(prompt)
+            try:
+                self._build(prompt)
+            except BaseException:
+                self.layers.clear()  # half of them would be taken for all of them next time
+                raise
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
             if isinstance(mine, _Places):
                 mine.fill(row, theirs.keys, theirs.values, length)
@@ -124,7 +128,6 @@ class SlotCache(Cache):  # type: ignore[misc]
             elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
             else:
-                self.layers.clear()
                 raise UnsupportedLayersError(f"layer {number} keeps a {type(layer).__name__}")
         self._masks.setdefault(
             self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)

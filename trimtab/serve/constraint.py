@@ -15,6 +15,9 @@ from torch import Tensor
 from trimtab.errors import CheckpointError, RequestError
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
+# One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
+# write newlines until its tokens are used up.
+WHITE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 
 
 class Grammar:
@@ -40,10 +43,7 @@ class Grammar:
         held to, with the library's reason."""
         from llguidance import LLMatcher
 
-        # Free white space lets a small model write newlines until its tokens are used up.
-        grammar = LLMatcher.grammar_from_json_schema(
-            json.dumps(dict(schema) or ANY_OBJECT), defaults={"whitespace_flexible": False}
-        )
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT), defaults=WHITE_SPACE)
         problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
         if problem:
             raise RequestError(f"cannot be held to ({problem})", field="response_format.json_schema")

@@ -7,19 +7,23 @@ memory and take the place of the one that was used longest ago, never of one tha
 from __future__ import annotations
 
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.model import HeldAdapter, LoadedModel
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
+from trimtab.serve.scheduler import MistakeError
 
 
 @dataclass(eq=False)
@@ -193,19 +197,34 @@ class LoadedEngine:
         return used if self._prefilling is None else [*used, self._prefilling.job.adapter]
 
     def prefill(self, answer: Answer) -> bool:
-        """Put the next piece of the prompt through the model. Errors: DeviceError if memory runs out."""
+        """Put the next piece of the prompt through the model.
+
+        Errors: DeviceError if memory runs out; MistakeError for anything else that left the device well: one strange prompt
+        does not end everybody's answers.
+        """
         assert answer.prompt is not None
         self._prefilling = answer
-        self.shelf.bring(answer.job.adapter, self._in_use())
-        with self.model._out_of_memory_named("reading a prompt"):
-            if not answer.prompt.step():
-                return False
-            drawn = self.batch.join(answer.prompt)
+        try:
+            self.shelf.bring(answer.job.adapter, self._in_use())
+            with self.model._out_of_memory_named("reading a prompt"):
+                if not answer.prompt.step():
+                    return False
+                drawn = self.batch.join(answer.prompt)
+        except TrimtabError:
+            raise
+        except Exception as exc:
+            self._check_device()
+            traceback.print_exc()  # to the log of the worker, never to a client
+            raise MistakeError from exc
         self._prefilling, answer.prompt = None, None
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
         self._take(answer, drawn)
         return True
+
+    def _check_device(self) -> None:
+        """Raise what a GPU says to everything after an error that it does not get over."""
+        torch.zeros(1, device=self.model.device).item()
 
     def step(self) -> None:
         with self.model._out_of_memory_named("answering"):

@@ -26,6 +26,7 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "DeadlineError": (504, "timeout_error", "deadline"),
     "DoesNotFitError": (507, "server_error", "does_not_fit"),
     "ParityError": (500, "server_error", "parity"),
+    "MistakeError": (500, "server_error", "mistake"),
     "UpstreamError": (500, "server_error", "upstream"),
 }
 BUG = (500, "server_error", "bug")

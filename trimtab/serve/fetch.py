@@ -83,10 +83,13 @@ class Fetcher:
             try:
                 if isinstance(connection.sock, ssl.SSLSocket):
                     connection.sock.do_handshake()
-                return self._body(connection, parts, field)
+                found = self._body(connection, parts, field)
             finally:
                 clock.cancel()
                 connection.close()
+            if time.monotonic() >= until:  # a socket that the clock closed looks like an answer's end
+                raise self._late(field)
+            return found
         except (OSError, http.client.HTTPException, ValueError) as exc:
             if time.monotonic() >= until:
                 raise self._late(field) from exc

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.serve.clock import Clock
 from trimtab.serve.faults import StoppingError, UnknownModelError
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel
-from trimtab.serve.scheduler import DeadlineError, QueueFullError
+from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.settings import Settings
 from trimtab.serve.supervisor import ModelFailedError, Supervisor
 
@@ -204,7 +205,8 @@ class Pool:
 
     async def _keep(self) -> None:
         """Give places to those who wait, stop what is idle, and ask for numbers now and then."""
-        while True:
+        # Before Python 3.12 `wait_for` swallows a cancellation that meets its result, so the end is asked for twice.
+        while not self._is_stopping:
             changed = self._changed
             try:
                 await self._give_places()
@@ -296,7 +298,7 @@ class Pool:
 
     async def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
         """Yield what a job is told until it is done; closing the iterator early cancels it. Errors: TrimtabError."""
-        member, clock = self._members[model], _Clock(job.deadline_s)
+        member, clock = self._members[model], Clock(job.deadline_s)
         await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
         loop = asyncio.get_running_loop()
         told: asyncio.Queue[Event] = asyncio.Queue()
@@ -362,32 +364,8 @@ class Pool:
             "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
             "takes": self.takes(name), "numbers": supervisor.numbers, "plan": plan,
             "error": (supervisor.failure or {}).get("message"), "context_tokens": self.context_tokens(name),
-            "tier_bytes": {} if plan is None else _tier_bytes(plan),
+            "tier_bytes": _tier_bytes(plan or {}),
         }  # fmt: skip
-
-
-class _Clock:
-    """The time that one request has, waiting included. deadline_s: None is all the time there is."""
-
-    def __init__(self, deadline_s: float | None) -> None:
-        self._deadline_s, self._began = deadline_s, time.monotonic()
-
-    @property
-    def left_s(self) -> float | None:
-        if self._deadline_s is None:
-            return None
-        return max(0.001, self._deadline_s - (time.monotonic() - self._began))
-
-    async def limit(self, work: Any, where: str, *, slack_s: float) -> Any:
-        """Return what work gives. Errors: DeadlineError when the time is over."""
-        if self._deadline_s is None:
-            return await work
-        left_s = self.left_s
-        assert left_s is not None
-        try:
-            return await asyncio.wait_for(work, left_s + slack_s)
-        except asyncio.TimeoutError as exc:
-            raise DeadlineError(self._deadline_s, where) from exc
 
 
 def _retry_after_s(member: _Member) -> float:
@@ -401,7 +379,7 @@ def _retry_after_s(member: _Member) -> float:
 def _tier_bytes(plan: Mapping[str, Any]) -> dict[str, int]:
     """Return the bytes of each tier's blocks, wherever they lie."""
     found: dict[str, int] = {}
-    for block in plan["placements"]:
+    for block in plan.get("placements", ()):
         count = block["gpu_bytes"] + block["host_bytes"] + block["disk_bytes"]
         found[block["tier"]] = found.get(block["tier"], 0) + count
     return found

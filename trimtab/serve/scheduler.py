@@ -1,8 +1,9 @@
 """Who is answered next: a bounded queue, fair between adapters, prompts in pieces between the steps of the others.
 
-One thread calls `turn` again and again; each turn puts one piece of one prompt through the model and decodes one step of
-all rows, so that a long prompt delays nobody by more than a piece. Imports no torch: the engine behind it does the work,
-and in the tests a mock one. No clock of its own: time comes from `now`.
+One thread calls `turn` again and again; each turn prepares what has arrived, for `ADMIT_S` at most, puts one piece of one
+prompt through the model and decodes one step of all rows: neither many pictures at once nor a long prompt delays those who
+are being answered by more than a piece. Imports no torch: the engine behind it does the work, and in the tests a mock
+one. No clock of its own: time comes from `now`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.job import Event, Job
+
+# How long preparing what has arrived may take of each turn; one job is prepared in any case.
+ADMIT_S = 0.02
 
 
 class QueueFullError(RequestError):
@@ -35,6 +39,13 @@ class DeadlineError(RequestError):
         super().__init__(f"the time was over while {where}", field="timeout", value=deadline_s)
 
 
+class MistakeError(TrimtabError):
+    """The server failed at this one request in a way that nobody thought of; the worker's log says how."""
+
+    def __init__(self) -> None:
+        super().__init__("the server failed at this request")
+
+
 class Engine(Protocol):
     """What the scheduler drives. An answer is the engine's own object for one job; texts and finishes come from it."""
 
@@ -47,7 +58,7 @@ class Engine(Protocol):
         """Put the next piece of the prompt through the model; True when it is through and the answer has a row."""
 
     def step(self) -> None:
-        """Decode one step of every row. Errors: OutOfMemory as DeviceError; the step can be called again."""
+        """Decode one step of every row. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
 
     def news(self, answer: Any) -> Iterable[Event]:
         """Return what was decided for this answer since the last call; the last one is "done" or "error"."""
@@ -65,6 +76,7 @@ class _Entry:
     arrived: float
     answer: Any = None
     started: float | None = None
+    overtaken: int = 0
 
     def is_over(self, now: float) -> bool:
         return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
@@ -86,7 +98,7 @@ class Counts:
 class Scheduler:
     """Queues jobs and gives each what it is told through `tell`. All methods are called from one thread.
 
-    queue_limit: how many may wait; one more is a QueueFullError.
+    queue_limit: how many may wait beyond those that have a free row to go to; one more is a QueueFullError.
     """
 
     def __init__(
@@ -96,6 +108,7 @@ class Scheduler:
         self.engine, self._tell, self.queue_limit, self._now = engine, tell, queue_limit, now
         # One line for each adapter; the line that was served longest ago comes first.
         self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
+        self._arrived: deque[_Entry] = deque()
         self._prefilling: _Entry | None = None
         self._rows: list[_Entry] = []
         self._known: dict[str, _Entry] = {}
@@ -104,7 +117,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """How many jobs wait for a row."""
-        return sum(len(line) for line in self._lines.values())
+        return len(self._arrived) + sum(len(line) for line in self._lines.values())
 
     @property
     def running(self) -> int:
@@ -120,22 +133,14 @@ class Scheduler:
         return sum(entry.job.adapter == adapter for entry in self._known.values())
 
     def submit(self, job: Job) -> None:
-        """Queue a job. Errors: QueueFullError, RequestError for an id in use; what is wrong with the job itself is told."""
+        """Take a job. Errors: QueueFullError, RequestError for an id in use; what is wrong with the job itself is told."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
-        if self.waiting >= self.queue_limit:
+        if self.waiting >= self.queue_limit + self.engine.rows - self.running:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
-        entry = _Entry(job, self._now())
-        try:
-            # What cannot fit is refused before it queues.
-            entry.answer = self.engine.begin(job)
-        except TrimtabError as exc:
-            self.counts.refused += 1
-            self._tell(error_event(job.id, exc))
-            return
-        self._known[job.id] = entry
-        self._lines.setdefault(job.adapter, deque()).append(entry)
+        self._known[job.id] = entry = _Entry(job, self._now())
+        self._arrived.append(entry)
 
     def _retry_after_s(self) -> float:
         """Return how long a step of one answer takes times a typical one's steps; a second if nothing is known."""
@@ -152,6 +157,9 @@ class Scheduler:
 
     def _forget(self, entry: _Entry) -> None:
         del self._known[entry.job.id]
+        if entry.answer is None:
+            self._arrived.remove(entry)
+            return
         line = self._lines.get(entry.job.adapter)
         if line is not None and entry in line:
             line.remove(entry)
@@ -169,8 +177,10 @@ class Scheduler:
         self._tell(error_event(entry.job.id, error))
 
     def turn(self) -> bool:
-        """Do one turn: drop what is too late, a piece of a prompt, a step of all rows. Returns whether there was work."""
+        """Do one turn: drop what is too late, prepare what has arrived, a piece of a prompt, a step of all rows. Returns
+        whether there is more to do."""
         self._drop_late()
+        self._admit()
         self._prefill()
         self._step()
         return not self.is_idle
@@ -182,15 +192,42 @@ class Scheduler:
             assert entry.job.deadline_s is not None
             self._fail(entry, DeadlineError(entry.job.deadline_s, where))
 
+    def _admit(self) -> None:
+        start = self._now()
+        while self._arrived:
+            entry = self._arrived[0]
+            try:
+                # What cannot fit is refused before it queues.
+                entry.answer = self.engine.begin(entry.job)
+            except TrimtabError as exc:
+                self.counts.refused += 1
+                self._forget(entry)
+                self._tell(error_event(entry.job.id, exc))
+            else:
+                self._arrived.popleft()
+                self._lines.setdefault(entry.job.adapter, deque()).append(entry)
+            if self._now() - start >= ADMIT_S:
+                return
+
     def _next(self) -> _Entry | None:
-        """Return the first of the adapter whose turn it is, and put that adapter last."""
+        """Return the first of the adapter whose turn it is, and put that adapter last.
+
+        While an adapter waits for a slot, others pass; but once as many as there are rows have overtaken its first request,
+        only the base may, which needs no slot. Else those whose adapters have the slots could keep them for ever.
+        """
+        passed: list[_Entry] = []
+        is_barred = False
         for adapter, line in self._lines.items():
-            if self.engine.is_ready(adapter):
+            if (adapter is None or not is_barred) and self.engine.is_ready(adapter):
                 entry = line.popleft()
                 del self._lines[adapter]
                 if line:
                     self._lines[adapter] = line
+                for other in passed:
+                    other.overtaken += adapter is not None
                 return entry
+            passed.append(line[0])
+            is_barred |= line[0].overtaken >= self.engine.rows
         return None
 
     def _prefill(self) -> None:
@@ -217,8 +254,8 @@ class Scheduler:
             start = self._now()
             try:
                 self.engine.step()
-            except DeviceError as exc:
-                # The one that came last needs the room that the others had.
+            except TrimtabError as exc:
+                # The one that came last needs the room that the others had, or does not go together with them.
                 self._fail(self._rows[-1], exc)
                 continue
             self.counts.steps += 1

@@ -7,6 +7,7 @@ Threads: one hears the pipe, one sends to it; callers may be on any thread, and 
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import queue
 import signal
@@ -28,6 +29,8 @@ Tell = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 STATES = ("stopped", "loading", "ready", "restarting", "failed")
+
+log = logging.getLogger("trimtab.serve")
 
 
 class WorkerDiedError(DeviceError):
@@ -121,13 +124,16 @@ class Supervisor:
             if self._life is not None:
                 return
             self._is_stopping, self.failure = False, None
+            if self.state == "failed":
+                self.plan = None  # its files may have been changed to mend it
             self._become("loading")
             self._start_life()
 
     def _start_life(self) -> None:
         spawn = multiprocessing.get_context("spawn")
         here, there = spawn.Pipe()
-        settings = {**self.settings, "adapters": dict(self._adapters)}
+        # A worker that comes back loads the plan that the first one had, whatever is free or has been loaded since.
+        settings = {**self.settings, "adapters": dict(self._adapters), "plan": self.plan}
         process = spawn.Process(target=self._target, args=(there, settings), name="trimtab-worker", daemon=True)
         process.start()
         there.close()
@@ -160,12 +166,8 @@ class Supervisor:
             life, self._life = self._life, None
             self._ready.clear()
         if life is not None:
-            if life.process.is_alive():
-                life.process.terminate()
-                life.process.join(5)
-            if life.process.is_alive():
-                life.process.kill()
-                life.process.join()
+            life.process.kill()  # it has nothing to put away, and does not hear SIGTERM
+            life.process.join()
             life.outbox.put(None)
         self._end_all(DeviceError("the server is stopping", device="worker"))
         self._become("stopped")
@@ -197,6 +199,8 @@ class Supervisor:
                 raise DeviceError("the server is stopping", device="worker")
             if self.state == "failed":
                 raise WorkerError(self.failure or {"class": "DeviceError", "message": "failed", "fields": {}})
+            if not self._flights:
+                self._life.heard = time.monotonic()  # it had nothing to say while it had nothing to do
             self._flights[job.id] = _Flight(job, tell)
             if self.state == "ready":
                 self._life.outbox.put({"do": "submit", "job": job_to_message(job)})
@@ -244,8 +248,10 @@ class Supervisor:
                 elif self.state == "ready" and self._flights and time.monotonic() - life.heard > self.hang_s:
                     life.process.kill()
         except (EOFError, OSError):
-            pass
-        life.process.join(5)
+            life.process.join(5)
+        except Exception:
+            # Whoever hears no more would leave every request waiting for ever: a new worker and a new thread go on.
+            log.exception("a mistake of the server while it heard its worker")
         if life.process.is_alive():
             life.process.kill()
             life.process.join()
@@ -260,7 +266,7 @@ class Supervisor:
             case "ready":
                 self._on_ready(life, message)
             case "events":
-                life.answered = True
+                life.answered |= bool(message["events"])
                 for found in message["events"]:
                     self._pass_on(event_from_message(found))
             case "reply":
@@ -325,27 +331,25 @@ class Supervisor:
                 self._life = None
                 lost += kept.values()
                 self._flights = {}
-            if is_over:
                 self.failure = self.failure or error_event("", died).error
+                self._become("stopped" if self._is_stopping else "failed")
+            else:
+                self.restarts += 1
+                self._become("restarting")
         error = ModelFailedError(self.failure) if is_over and not self._is_stopping else died
         for call in calls.values():
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
-        if is_over:
-            self._become("stopped" if self._is_stopping else "failed")
         for flight in lost:
             flight.tell(error_event(flight.job.id, error))
         if is_over:
             self._ready.set()
             return
-        self.restarts += 1
-        self._become("restarting")
         time.sleep(PAUSES_S[self._failures])
         with self._lock:
-            if self._is_stopping:
-                self._life = None
-                return
-            self._start_life()
+            # It may have been stopped, and even started again, during the pause.
+            if self._life is life:
+                self._start_life()
 
     def _end_all(self, error: TrimtabError) -> None:
         with self._lock:

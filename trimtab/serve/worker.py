@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -21,19 +21,24 @@ from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import LoadRequest
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.job import Event
-from trimtab.serve.scheduler import Scheduler, error_event
+from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
 
 LOADING_STEP_S = 0.2
+# A worker that is busy without anything to tell, as with one long prompt, says at least so often that it lives.
+ALIVE_S = 10.0
 
 
 def main(connection: Connection, settings: dict[str, Any]) -> None:
     """Load and answer until the other end of the pipe is gone.
 
     settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows,
-    queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds).
+    queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds), plan (of the worker
+    before this one, as JSON; None: plan now).
     """
-    # Ctrl-C reaches every process of a terminal; this one ends when the API process is done with it.
+    # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
+    # is done with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
@@ -56,11 +61,14 @@ def _tell_fatal(channel: Channel, exc: BaseException) -> None:
 class _Worker:
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
         from trimtab.api import load, plan_request
+        from trimtab.plan import Plan
 
         self.channel = channel
         self.events: list[Event] = []
-        request, later = _split_adapters(settings)
-        self.plan = plan_request(request)
+        before = None if not settings.get("plan") else Plan.from_json(settings["plan"])
+        request, later = _split_adapters(settings, None if before is None else list(before.request.adapters))
+        is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
+        self.plan = before if is_same and before is not None else plan_request(request)
         self._told = 0.0
         self.model = load(self.plan, progress=self._loading)
         from trimtab.serve.engine import LoadedEngine
@@ -93,7 +101,8 @@ class _Worker:
         self.model.close()
 
     def _tell(self) -> None:
-        if self.events:
+        if self.events or time.monotonic() - self._told > ALIVE_S:
+            self._told = time.monotonic()
             events, self.events[:] = list(self.events), []
             self.channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
 
@@ -105,6 +114,10 @@ class _Worker:
                     self.scheduler.submit(job)
                 except TrimtabError as exc:
                     self.events.append(error_event(job.id, exc))
+                except Exception:
+                    # Nothing has been computed for it yet, so the others go on.
+                    traceback.print_exc()
+                    self.events.append(error_event(job.id, MistakeError()))
                 self._tell()
             case "cancel":
                 self.scheduler.cancel(message["id"])
@@ -148,10 +161,13 @@ class _Worker:
         }  # fmt: skip
 
 
-def _split_adapters(settings: Mapping[str, Any]) -> tuple[LoadRequest, dict[str, str]]:
+def _split_adapters(
+    settings: Mapping[str, Any], planned_before: Sequence[str] | None
+) -> tuple[LoadRequest, dict[str, str]]:
     """Return the request that is planned, and the adapters that wait in host memory.
 
-    The plan counts memory for those that may be on the model at once: the kept ones first, then in the order given.
+    The plan counts memory for those that may be on the model at once: the kept ones first, then in the order given. After a
+    restart they are those that were planned before: what has been loaded since may be more than there is room for.
     """
     request = LoadRequest.from_json(settings["request"])
     adapters = dict(settings.get("adapters", {}))
@@ -159,6 +175,8 @@ def _split_adapters(settings: Mapping[str, Any]) -> tuple[LoadRequest, dict[str,
     limit = settings.get("resident_limit")
     order = [*kept, *(name for name in adapters if name not in kept)]
     first = order if limit is None else order[:limit]
+    if planned_before is not None:
+        first = [name for name in planned_before if name in adapters]
     planned = {name: adapters[name] for name in first}
     return replace(request, adapters=planned, batch=settings["rows"]), {
         name: path for name, path in adapters.items() if name not in planned

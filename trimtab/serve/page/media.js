@@ -75,12 +75,18 @@ function base64(blob) {
 export class Attachments {
   constructor(takes, fail) {
     this.items = [];
+    this.reading = Promise.resolve(); // what is asked waits for it
     this.takes = takes;
     this.fail = fail;
     this.list = byId("attached");
   }
 
-  async add(files) {
+  add(files) {
+    this.reading = this.reading.then(() => this.read(files));
+    return this.reading;
+  }
+
+  async read(files) {
     this.fail("");
     for (const file of files) {
       const kind = file.type.startsWith("image/") ? "image"
@@ -146,8 +152,9 @@ export class Recorder {
   }
 
   async record() {
+    if (this.isAsking) return;
     this.fail("");
-    this.button.disabled = true;
+    this.isAsking = true;
     let microphone;
     try {
       microphone = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } });
@@ -155,7 +162,7 @@ export class Recorder {
       this.fail(error.name === "NotAllowedError" ? "The browser was not allowed to record" : "No microphone was found");
       return;
     } finally {
-      this.button.disabled = false;
+      this.isAsking = false;
     }
     const context = new AudioContext();
     await context.audioWorklet.addModule("/page/recorder.js");

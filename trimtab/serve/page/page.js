@@ -239,11 +239,12 @@ function showRequests(requests) {
 
 // Key and theme --------------------------------------------------------------------------------------------------------
 
-function promptForKey() {
-  const dialog = byId("key-dialog"), input = byId("key");
-  tell(byId("key-error"), hasKey() ? "The key that this tab holds is not accepted" : "");
-  dialog.showModal();
-  return new Promise((done) => { dialog.addEventListener("close", done, { once: true }); }).finally(() => { input.value = ""; });
+function openKeyDialog(isNeeded, wrong) {
+  tell(byId("key-error"), wrong);
+  byId("key-cancel").hidden = isNeeded; // without a key there is nothing behind the dialog
+  const dialog = byId("key-dialog");
+  if (!dialog.open) dialog.showModal();
+  return new Promise((done) => { dialog.addEventListener("close", done, { once: true }); });
 }
 
 byId("key-form").addEventListener("submit", async (event) => {
@@ -258,13 +259,11 @@ byId("key-form").addEventListener("submit", async (event) => {
     byId("key").select();
   }
 });
-// Without a key there is nothing behind the dialog.
-byId("key-dialog").addEventListener("cancel", (event) => { if (!hasKey()) event.preventDefault(); });
-byId("key-change").addEventListener("click", () => {
-  tell(byId("key-error"), "");
-  byId("key-dialog").showModal();
-});
-onKeyWanted(promptForKey);
+byId("key-dialog").addEventListener("cancel", (event) => { if (byId("key-cancel").hidden) event.preventDefault(); });
+byId("key-dialog").addEventListener("close", () => { byId("key").value = ""; });
+byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
+byId("key-change").addEventListener("click", () => openKeyDialog(false, ""));
+onKeyWanted(() => openKeyDialog(true, hasKey() ? "The key that this tab holds is not accepted" : ""));
 
 const THEMES = ["system", "light", "dark"];
 const themeOf = () => document.documentElement.dataset.theme ?? "system";

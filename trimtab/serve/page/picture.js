@@ -81,8 +81,9 @@ function liveMarks(model) {
 function figureOf(bar, marks, width, state) {
   const loaded = sum(bar.segments), budget = bar.budget_bytes;
   const isFolded = budget !== null && loaded < FOLD_BELOW * budget;
-  const line = budget === null ? null : Math.round(width * (isFolded ? 0.96 : budget / (Math.max(loaded, budget) * 1.04)));
-  const scale = isFolded ? (width * FOLDED_SHARE) / (loaded || 1) : width / (Math.max(loaded, budget ?? 0) * 1.04 || 1);
+  const whole = budget === null ? loaded : Math.max(loaded, budget) * 1.04;
+  const scale = isFolded ? (width * FOLDED_SHARE) / (loaded || 1) : width / (whole || 1);
+  const line = budget === null ? null : Math.round(isFolded ? width * 0.96 : budget * scale);
   const isOver = budget !== null && loaded > budget;
   const head = make("p", { class: "bar-head" }, make("span", {}, make("strong", {}, bar.name), ` ${bytes(loaded)} planned`));
   if (budget !== null) {

@@ -31,6 +31,7 @@ export function startPlayground(model) {
   byId("beside").addEventListener("change", (event) => { byId("voice-b-field").hidden = !event.target.checked; });
   byId("stop").addEventListener("click", () => running?.abort());
   byId("clear").addEventListener("click", () => {
+    for (const one of byId("answers").querySelectorAll("img, audio")) URL.revokeObjectURL(one.src);
     byId("answers").replaceChildren();
     histories.clear();
   });
@@ -39,13 +40,16 @@ export function startPlayground(model) {
   }
   showOptions();
 
-  function ask() {
+  async function ask() {
     if (running) return;
+    running = new AbortController();
+    await attachments.reading;
     const text = question.value.trim();
     fail("");
     if (!text && !attachments.items.length) {
       fail("Write a question, or add a picture or a sound");
       question.focus();
+      running = null;
       return;
     }
     const media = attachments.take();
@@ -56,24 +60,22 @@ export function startPlayground(model) {
     if (byId("beside").checked) voices.push(byId("voice-b").value);
     const remembers = byId("remember").checked;
     if (!remembers) histories.clear();
-    running = new AbortController();
     setRunning(true);
     const answers = voices.map((voice) => new Answer(voice, byId("json").checked));
     byId("answers").prepend(turnOf(text, media, answers));
     question.value = "";
     question.dispatchEvent(new Event("input"));
     const speaker = new Speaker(answers.length > 1);
-    Promise.all(answers.map(async (answer) => {
+    await Promise.all(answers.map(async (answer) => {
       const before = histories.get(answer.voice) ?? [];
       const messages = [...before, { role: "user", content }];
       await answer.run(bodyOf(answer.voice, messages), running.signal, speaker);
       if (remembers && answer.isWhole) {
         histories.set(answer.voice, [...messages, { role: "assistant", content: answer.said }]);
       }
-    })).finally(() => {
-      running = null;
-      setRunning(false);
-    });
+    }));
+    running = null;
+    setRunning(false);
   }
 
   function setRunning(isRunning) {

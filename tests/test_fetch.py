@@ -1,0 +1,215 @@
+"""Addresses are fetched from named hosts alone, never from inside, within size and time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from trimtab.errors import RequestError
+from trimtab.serve import fetch
+from trimtab.serve.fetch import Fetcher, is_public
+from trimtab.serve.settings import Limits, Settings
+
+FIELD = "messages[0].content[0].image_url.url"
+
+
+def fetcher(*hosts, **limits):
+    return Fetcher(Settings(allow_fetch=hosts or ("pictures.example",), limits=Limits(**limits)))
+
+
+def get(found, url):
+    return asyncio.run(found.get_all({url: FIELD}))[url]
+
+
+def refused(found, url):
+    with pytest.raises(RequestError) as caught:
+        get(found, url)
+    assert caught.value.field == FIELD
+    return str(caught.value)
+
+
+@contextmanager
+def server(monkeypatch, answer):
+    """Listen here, let every name lead here, and let here count as public. answer: what is done with each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asked = []
+
+        def work():
+            while True:
+                try:
+                    connection = listener.accept()[0]
+                except OSError:
+                    return
+                with connection:
+                    asked.append(connection.recv(65536))
+                    answer(connection)
+
+        threading.Thread(target=work, daemon=True).start()
+        port = listener.getsockname()[1]
+        real = socket.create_connection
+        monkeypatch.setattr(fetch, "is_public", lambda address: True)
+        monkeypatch.setattr(Fetcher, "public_addresses", staticmethod(lambda host, _, field: ["127.0.0.1"]))
+        monkeypatch.setattr(fetch.socket, "create_connection", lambda to, timeout: real((to[0], port), timeout))
+        yield asked
+
+
+def reply(body, head="HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n"):
+    return lambda connection: connection.sendall(head.format(len(body)).encode() + body)
+
+
+@pytest.mark.parametrize(
+    "address, expected",
+    [
+        ("1.1.1.1", True), ("2606:4700::1111", True), ("::ffff:1.1.1.1", True), ("64:ff9b::101:101", True),
+        ("127.0.0.1", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False), ("169.254.169.254", False),
+        ("0.0.0.0", False), ("100.64.0.1", False), ("192.0.2.1", False), ("224.0.0.1", False), ("255.255.255.255", False),
+        ("::1", False), ("::", False), ("fe80::1", False), ("fe80::1%eth0", False), ("fc00::1", False), ("ff02::1", False),
+        ("::ffff:127.0.0.1", False), ("::ffff:10.0.0.1", False), ("2002:7f00:1::", False), ("2002:a00:1::", False),
+        ("64:ff9b::7f00:1", False), ("64:ff9b::a9fe:a9fe", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_public(address, expected):
+    assert is_public(address) is expected
+
+
+def test_without_named_hosts_nothing_is_fetched():
+    assert "fetches nothing" in refused(Fetcher(Settings()), "http://pictures.example/a.png")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://other.example/a", "http://pictures.example.evil/a", "http://evil@other.example/a", "http://pictures.example./a",
+        "http://2130706433/a", "http://0x7f000001/a", "http://127.0.0.1/a", "http://[::1]/a", "http://localhost/a",
+        "http://pictures.example@evil.example/a", "http://evil.example#@pictures.example/a", "http:///a", "http://[/a",
+        "http://evil.example\\@pictures.example.evil/a",
+    ],
+)  # fmt: skip
+def test_other_hosts_are_refused(url):
+    assert "host" in refused(fetcher(), url) or "not an address" in refused(fetcher(), url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://me@pictures.example/a",
+        "http://:x@pictures.example/a",
+        "http://pictures.example:22/a",
+        "http://pictures.example:99999/a",
+    ],
+)
+def test_users_and_ports_are_refused(url):
+    assert refused(fetcher(), url)
+
+
+@pytest.mark.parametrize("addresses", [["10.0.0.1"], ["1.1.1.1", "127.0.0.1"], ["::1"], ["169.254.169.254"], []])
+def test_a_named_host_that_leads_inside_is_refused_and_not_called(monkeypatch, addresses):
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 80)) for address in addresses]
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", lambda *_, **__: found)
+    monkeypatch.setattr(fetch.socket, "create_connection", lambda *_, **__: pytest.fail("connected"))
+    assert "public" in refused(fetcher(), "http://pictures.example/a")
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_called(monkeypatch):
+    answers = iter([["93.184.216.34"], ["127.0.0.1"]])
+    called = []
+
+    def resolve(host, port, **_):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in next(answers)]
+
+    def connect(to, timeout):
+        called.append(to)
+        raise OSError("far away")
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(fetch.socket, "create_connection", connect)
+    assert "reached" in refused(fetcher(), "https://pictures.example/a")
+    assert called == [("93.184.216.34", 443)]
+
+
+def test_a_name_that_resolves_to_nothing_is_refused(monkeypatch):
+    def nothing(*_, **__):
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr(fetch.socket, "getaddrinfo", nothing)
+    assert "no address" in refused(fetcher(), "http://pictures.example/a")
+
+
+def test_bytes_are_fetched(monkeypatch):
+    with server(monkeypatch, reply(b"picture")) as asked:
+        assert get(fetcher(), "http://pictures.example/ä b.png?q=ü&x=1") == b"picture"
+    assert asked[0].startswith(b"GET /%C3%A4%20b.png?q=%C3%BC&x=1 HTTP/1.1\r\n")
+    assert b"\r\nHost: pictures.example\r\n" in asked[0]
+
+
+def test_a_redirect_is_not_followed(monkeypatch):
+    head = "HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1/secret\r\nContent-Length: {}\r\n\r\n"
+    with server(monkeypatch, reply(b"", head)) as asked:
+        assert "answered 302" in refused(fetcher(), "http://pictures.example/a")
+    assert len(asked) == 1
+
+
+def test_more_bytes_than_the_limit_are_refused(monkeypatch):
+    with server(monkeypatch, reply(b"x" * 200_000)):
+        assert "larger than 1000" in refused(fetcher(fetch_bytes=1000), "http://pictures.example/a")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [b"HTTP/1.1 200 OK\r\nContent-Length: 9999\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nX-", b""],
+)
+def test_one_that_drips_is_ended_by_the_clock(monkeypatch, head):
+    def drip(connection):
+        connection.sendall(head)
+        try:
+            for _ in range(200):
+                connection.sendall(b"x")
+                time.sleep(0.05)
+        except OSError:
+            pass
+
+    with server(monkeypatch, drip):
+        start = time.monotonic()
+        assert "longer than 0.3" in refused(fetcher(fetch_s=0.3), "http://pictures.example/a")
+        assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 50\r\n\r\nshort", b"\xff" * 100]
+)
+def test_an_answer_that_is_none_is_refused(monkeypatch, answer):
+    with server(monkeypatch, lambda connection: connection.sendall(answer)):
+        assert "cannot be fetched" in refused(fetcher(), "http://pictures.example/a")
+
+
+def test_several_are_fetched_side_by_side(monkeypatch):
+    monkeypatch.setattr(Fetcher, "_read", lambda self, parts, field: (time.sleep(0.2), parts.path.encode())[1])
+    start = time.monotonic()
+    found = asyncio.run(fetcher().get_all({f"http://pictures.example/{i}": FIELD for i in range(8)}))
+    assert found["http://pictures.example/3"] == b"/3" and time.monotonic() - start < 1.0
+
+
+def test_a_name_that_never_resolves_does_not_hold_the_client(monkeypatch):
+    done = threading.Event()
+    monkeypatch.setattr(Fetcher, "_read", lambda *_: done.wait(10))
+    try:
+        assert "longer than" in refused_later(fetcher(fetch_s=0.1), done)
+    finally:
+        done.set()
+
+
+def refused_later(found, done):
+    async def ask():
+        try:
+            with pytest.raises(RequestError) as caught:
+                await found.get_all({"http://pictures.example/a": FIELD})
+            return str(caught.value)
+        finally:
+            done.set()
+
+    return asyncio.run(ask())

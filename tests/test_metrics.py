@@ -1,0 +1,98 @@
+"""What is counted: requests by their end, tokens, times, and no series for a name that is gone."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trimtab.serve.job import Event
+from trimtab.serve.metrics import Metrics
+
+USAGE = {"prompt_tokens": 10, "completion_tokens": 4}
+MODEL = {
+    "name": "demo", "state": "ready", "restarts": 2, "tier_bytes": {"resident": 5, "stream": 6},
+    "numbers": {"waiting": 3, "running": 4, "swaps": 7, "resident": ["a"], "kv_bytes": 8,
+                "memory": {"gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11}},
+}  # fmt: skip
+
+
+def samples(metrics, *models):
+    """Return (name, labels as a sorted tuple) -> value."""
+    text, kind = metrics.text({"models": models})
+    assert kind.startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+def label(**labels):
+    return tuple(sorted(labels.items()))
+
+
+def answer(metrics, adapter="style", how="done"):
+    seen = metrics.begin("demo", adapter, choices=1)
+    seen.event(Event("1", "text", text="a"))
+    seen.event(Event("1", "text", text="b"))
+    if how == "done":
+        seen.event(Event("1", "done", finish="stop", usage=USAGE))
+    seen.end(how)
+    return seen
+
+
+def test_requests_tokens_and_times_are_counted_for_each_adapter():
+    metrics = Metrics()
+    answer(metrics)
+    answer(metrics)
+    answer(metrics, None, "cancelled")
+    found = samples(metrics)
+    assert found["trimtab_requests_total", label(model="demo", adapter="style", ended="done")] == 2
+    assert found["trimtab_requests_total", label(model="demo", adapter="", ended="cancelled")] == 1
+    assert found["trimtab_tokens_total", label(model="demo", adapter="style", kind="completion")] == 8
+    assert found["trimtab_tokens_total", label(model="demo", adapter="style", kind="prompt")] == 20
+    assert found["trimtab_time_to_first_token_seconds_count", label(model="demo", adapter="style")] == 2
+    assert found["trimtab_time_between_pieces_seconds_count", label(model="demo", adapter="style")] == 2
+
+
+def test_a_request_ends_once():
+    metrics = Metrics()
+    answer(metrics).end("cancelled")
+    assert [seen["ended"] for seen in metrics.recent()] == ["done"]
+    assert ("trimtab_requests_total", label(model="demo", adapter="style", ended="cancelled")) not in samples(metrics)
+
+
+def test_a_models_state_is_shown():
+    found = samples(Metrics(), MODEL)
+    expected = {
+        "queue_length": 3, "running": 4, "worker_restarts": 2, "adapter_swaps": 7, "resident_adapters": 1, "worker_ready": 1,
+        "kv_cache_bytes": 8, "gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11,
+    }  # fmt: skip
+    assert {name: found[f"trimtab_{name}", label(model="demo")] for name in expected} == expected
+    assert found["trimtab_tier_bytes", label(model="demo", tier="stream")] == 6
+
+
+def test_a_model_that_was_never_loaded_is_shown_as_such():
+    found = samples(Metrics(), {"name": "demo", "state": "stopped", "restarts": 0, "numbers": {}, "tier_bytes": {}})
+    assert found["trimtab_worker_ready", label(model="demo")] == 0
+
+
+def test_series_of_a_name_that_is_gone_are_dropped():
+    metrics = Metrics()
+    for number in range(100):
+        answer(metrics, f"a{number}")
+        answer(metrics, f"a{number}", "DeviceError")
+        metrics.begin("demo", f"a{number}", choices=1).end("QueueFullError")
+        metrics.forget(f"a{number}", "demo" if number % 2 else None)
+    answer(metrics, "kept")
+    found = samples(metrics)
+    assert {dict(labels).get("adapter") for _, labels in found} - {None} == {"kept"}
+
+
+def test_only_the_last_requests_are_kept():
+    metrics = Metrics()
+    for _ in range(200):
+        answer(metrics)
+    recent = metrics.recent()
+    assert len(recent) == 50 and recent[0]["at"] >= recent[-1]["at"]
+    assert recent[0]["completion_tokens"] == 4 and recent[0]["ttft_s"] == pytest.approx(0, abs=1)

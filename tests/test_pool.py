@@ -1,0 +1,439 @@
+"""Models that take turns: nobody starves, nobody waits for ever, and what waits can leave."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+
+import pytest
+
+from tests import toy_worker
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.serve import pool as pool_module
+from trimtab.serve.faults import StoppingError, UnknownModelError
+from trimtab.serve.job import Job
+from trimtab.serve.pool import Pool
+from trimtab.serve.registry import ServedModel
+from trimtab.serve.scheduler import DeadlineError, QueueFullError
+from trimtab.serve.settings import Settings
+from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerError
+
+toy = functools.partial(Supervisor, target=toy_worker.main)
+
+
+def model(name="a", **options):
+    return ServedModel(name=name, request=LoadRequest(model="none"), **options)
+
+
+def job(name, prompt="echo", **options):
+    return Job(name, prompt, GenerateRequest(max_new_tokens=4), **options)
+
+
+class Told:
+    """A supervisor's settings with more in them: the toy's own switches."""
+
+    def __init__(self, **extra):
+        self.extra = extra
+
+    def __call__(self, told, **options):
+        return toy({**told, **self.extra}, **options)
+
+
+def run(*models, work, together=1, turn_s=30.0, make=toy, **settings):
+    """Run work(pool) on a pool that is started before and drained after."""
+
+    async def all_of_it():
+        pool = Pool(models or (model(),), Settings(**settings), together=together, turn_s=turn_s, make=make)
+        await pool.start()
+        try:
+            return await asyncio.wait_for(work(pool), 60)
+        finally:
+            await pool.drain(0.0)
+
+    return asyncio.run(all_of_it())
+
+
+async def ask(pool, name, one):
+    """Return the text of an answer. Errors: what it was told."""
+    text = ""
+    async for event in pool.submit(name, one):
+        text += event.text
+        if event.kind == "error":
+            raise WorkerError(event.error)
+    return text
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def living(pool):
+    return [name for name, member in pool._members.items() if member.supervisor.pid is not None]
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def made(*models):
+    return Pool(models, Settings(), make=toy)
+
+
+def test_both_forms_of_an_adapters_name_are_known():
+    pool = made(model("demo", adapters={"style": "x"}))
+    assert pool.resolve("demo") == ("demo", None)
+    assert pool.resolve("style") == pool.resolve("demo:style") == ("demo", "style")
+    assert [entry["id"] for entry in pool.models()] == ["demo", "style"]
+    for name in ("nobody", "demo:nobody", "other:style", "", ":", "demo:"):
+        with pytest.raises(UnknownModelError) as caught:
+            pool.resolve(name)
+        assert caught.value.field == "model"
+
+
+def test_a_name_that_two_models_have_needs_its_model():
+    pool = made(model("a", adapters={"x": "1", "y": "1"}), model("b", adapters={"x": "2"}))
+    assert pool.resolve("b:x") == ("b", "x") and pool.resolve("y") == ("a", "y")
+    assert [entry["id"] for entry in pool.models()] == ["a", "a:x", "a:y", "b", "b:x"]
+    with pytest.raises(RequestError) as caught:
+        pool.resolve("x")
+    assert caught.value.allowed == ("a:x", "b:x")
+
+
+@pytest.mark.parametrize("together", [0, 3])
+def test_more_models_together_than_there_are_is_refused(together):
+    with pytest.raises(RequestError) as caught:
+        Pool((model("a"), model("b")), Settings(), together=together, make=toy)
+    assert caught.value.field == "together"
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+def test_jobs_are_answered_and_counted():
+    async def work(pool):
+        texts = await asyncio.gather(*(ask(pool, "a", job(str(number))) for number in range(5)))
+        assert pool.is_ready and pool.in_flight == 0
+        return texts
+
+    assert len(set(run(work=work))) == 1  # the toy says its process id
+
+
+def test_a_job_that_is_left_is_cancelled():
+    async def work(pool):
+        stream = pool.submit("a", job("1", "speak, then wait"))
+        while (await stream.__anext__()).kind != "text":
+            pass
+        await stream.aclose()
+        return pool.in_flight, pool._members["a"].supervisor.in_flight
+
+    assert run(work=work) == (0, 0)
+
+
+def test_more_than_the_queue_holds_is_refused_at_once_also_while_loading():
+    async def work(pool):
+        tasks = [asyncio.create_task(ask(pool, "a", job(str(number), "wait"))) for number in range(5)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError) as caught:
+            await ask(pool, "a", job("late"))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert await ask(pool, "a", job("again"))
+        return caught.value.retry_after_s
+
+    assert run(model(rows=2), work=work, queue_limit=3) >= 1
+
+
+def test_a_deadline_counts_what_the_worker_never_answers():
+    async def work(pool):
+        start = time.monotonic()
+        with pytest.raises(DeadlineError):
+            await ask(pool, "a", job("1", "wait", deadline_s=0.3))
+        return time.monotonic() - start, pool.in_flight
+
+    took_s, in_flight = run(work=work)
+    assert took_s < 5 and in_flight == 0
+
+
+def test_a_worker_that_dies_is_named_and_the_next_job_is_answered():
+    async def work(pool):
+        with pytest.raises(WorkerError) as caught:
+            await ask(pool, "a", job("1", "die"))
+        assert caught.value.error["class"] == "WorkerDiedError"
+        return await ask(pool, "a", job("2"))
+
+    assert run(work=work)
+
+
+def test_a_model_that_cannot_be_loaded_says_why_and_is_tried_again_later(monkeypatch):
+    starts = []
+    make = Told(fail=True)
+
+    async def work(pool):
+        supervisor = pool._members["a"].supervisor
+        start = supervisor.start
+        monkeypatch.setattr(supervisor, "start", lambda: (starts.append(1), start()))
+        with pytest.raises((ModelFailedError, WorkerError)) as caught:
+            await ask(pool, "a", job("1"))
+        error = getattr(caught.value, "error", None) or {"class": "ModelFailedError", "message": str(caught.value)}
+        assert error["class"] == "ModelFailedError" and "no model" in error["message"]
+        await until(lambda: supervisor.state == "failed")
+        for number in range(3):
+            with pytest.raises(ModelFailedError):
+                await ask(pool, "a", job(f"at once {number}"))
+        assert starts == [] and not pool.is_ready
+        with pytest.raises(ModelFailedError):
+            await pool.load_adapter("a", "x", "y")
+        monkeypatch.setattr(pool_module, "FAILED_S", 0.0)
+        supervisor.settings["fail"] = False
+        return await ask(pool, "a", job("later"))
+
+    assert run(work=work, make=make)
+    assert starts == [1]
+
+
+# Turns ----------------------------------------------------------------------------------------------------------------
+
+
+def test_models_take_turns_and_never_live_together():
+    async def work(pool):
+        most = []
+
+        async def watch():
+            while True:
+                most.append(len(living(pool)))
+                await asyncio.sleep(0.005)
+
+        watching = asyncio.create_task(watch())
+        texts = await asyncio.gather(*(ask(pool, name, job(f"{name}{i}")) for i in range(3) for name in "abc"))
+        watching.cancel()
+        assert max(most) == 1
+        return texts
+
+    texts = run(model("a"), model("b"), model("c"), work=work)
+    # One process a model: what waits for a model is answered in one turn of it.
+    assert len(set(texts)) == 3
+
+
+def test_models_that_fit_live_together():
+    async def work(pool):
+        await asyncio.gather(*(ask(pool, name, job(name)) for name in "ab"))
+        return living(pool)
+
+    assert run(model("a"), model("b"), work=work, together=2) == ["a", "b"]
+
+
+def test_a_busy_model_gives_its_place_up_when_its_turn_is_over():
+    async def work(pool):
+        stop = asyncio.Event()
+        answered = []
+
+        async def keep_busy(number):
+            while not stop.is_set():
+                answered.append(await ask(pool, "a", job(f"a{number}-{time.monotonic_ns()}")))
+
+        busy = [asyncio.create_task(keep_busy(number)) for number in range(3)]
+        await until(lambda: len(answered) > 10)
+        start = time.monotonic()
+        await ask(pool, "b", job("b"))
+        waited_s = time.monotonic() - start
+        before = len(answered)
+        await until(lambda: len(answered) > before + 3)  # and the first one comes back
+        stop.set()
+        await asyncio.gather(*busy)
+        return waited_s
+
+    assert run(model("a"), model("b"), work=work, turn_s=0.3) < 10
+
+
+def test_a_running_answer_is_finished_before_its_model_goes():
+    async def work(pool):
+        stream = pool.submit("a", job("long", "speak, then wait"))
+        while (await stream.__anext__()).kind != "text":
+            pass
+        other = asyncio.create_task(ask(pool, "b", job("b")))
+        await asyncio.sleep(0.5)
+        assert not other.done() and living(pool) == ["a"]
+        await stream.aclose()
+        return await other
+
+    assert run(model("a"), model("b"), work=work, turn_s=0.1)
+
+
+def test_one_that_leaves_while_it_waits_for_its_model_wants_nothing_more():
+    async def work(pool):
+        stream = pool.submit("a", job("long", "speak, then wait"))
+        while (await stream.__anext__()).kind != "text":
+            pass
+        other = asyncio.create_task(ask(pool, "b", job("b")))
+        await until(lambda: pool._members["b"].waiting == 1)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        member = pool._members["b"]
+        assert (member.waiting, member.wanted_since) == (0, None)
+        assert await ask(pool, "a", job("next"))  # nobody waits: the turn goes on
+        await stream.aclose()
+        return living(pool)
+
+    assert run(model("a"), model("b"), work=work, turn_s=0.1) == ["a"]
+
+
+def test_the_time_to_wait_for_a_turn_counts_for_the_deadline():
+    async def work(pool):
+        stream = pool.submit("a", job("long", "speak, then wait"))
+        await stream.__anext__()
+        with pytest.raises(DeadlineError):
+            await ask(pool, "b", job("b", deadline_s=0.2))
+        await stream.aclose()
+
+    run(model("a"), model("b"), work=work)
+
+
+def test_an_idle_model_is_stopped_and_comes_back_when_it_is_asked(monkeypatch):
+    monkeypatch.setattr(pool_module, "TICK_S", 0.05)
+
+    async def work(pool):
+        first = await ask(pool, "a", job("1"))
+        await until(lambda: living(pool) == [])
+        assert pool.is_ready  # it would answer
+        return first, await ask(pool, "a", job("2"))
+
+    first, second = run(model(idle_unload_s=0.2), work=work)
+    assert first != second
+
+
+def test_requests_that_meet_an_idle_stop_are_answered(monkeypatch):
+    monkeypatch.setattr(pool_module, "TICK_S", 0.01)
+
+    async def work(pool):
+        for number in range(8):
+            assert await ask(pool, "a", job(str(number)))
+            await asyncio.sleep(0.04 + 0.003 * number)
+
+    run(model(idle_unload_s=0.05), work=work)
+
+
+# Ends -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_stops_takes_nothing_new_and_refuses_what_waits():
+    async def work(pool):
+        stream = pool.submit("a", job("long", "speak, then wait"))
+        while (await stream.__anext__()).kind != "text":
+            pass
+        waiting = asyncio.create_task(ask(pool, "b", job("b")))
+        await until(lambda: pool._members["b"].waiting == 1)
+        pool.refuse_new()
+        with pytest.raises(StoppingError):
+            await waiting
+        with pytest.raises(StoppingError):
+            await ask(pool, "a", job("new"))
+        assert not pool.is_ready and pool.in_flight == 1
+        await stream.aclose()
+
+    run(model("a"), model("b"), work=work)
+
+
+def test_draining_tells_what_is_still_being_answered():
+    async def work(pool):
+        stream = pool.submit("a", job("long", "speak, then wait"))
+        while (await stream.__anext__()).kind != "text":
+            pass
+        pool._members["a"].supervisor._life.process.kill()
+        await pool.drain(0.1)
+        return [event.kind async for event in stream]
+
+    assert run(work=work) == ["error"]
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def test_adapters_come_and_go():
+    async def work(pool):
+        await pool.load_adapter(None, "x", "/x")
+        assert pool.resolve("x") == ("a", "x") and pool.running(None)[2] == {"x": "/x"}
+        for name, field in (("x", "lora_name"), ("a", "lora_name")):
+            with pytest.raises(RequestError) as caught:
+                await pool.load_adapter("a", name, "/x")
+            assert caught.value.field == field
+        await pool.unload_adapter("a", "x")
+        with pytest.raises(UnknownModelError):
+            pool.resolve("x")
+        with pytest.raises(RequestError) as caught:
+            await pool.unload_adapter("a", "x")
+        assert caught.value.field == "lora_name"
+        return pool.in_flight
+
+    assert run(work=work) == 0
+
+
+def test_with_several_models_an_adapters_model_has_to_be_said():
+    async def work(pool):
+        with pytest.raises(RequestError) as caught:
+            await pool.load_adapter(None, "x", "/x")
+        assert caught.value.allowed == ("a", "b")
+        with pytest.raises(UnknownModelError):
+            await pool.load_adapter("c", "x", "/x")
+        await pool.load_adapter("b", "x", "/x")  # its worker is started for it
+        return pool.resolve("x")
+
+    assert run(model("a"), model("b"), work=work) == ("b", "x")
+
+
+def test_the_status_has_every_model_and_its_numbers(monkeypatch):
+    monkeypatch.setattr(pool_module, "TICK_S", 0.02)
+
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        await until(lambda: pool._members["a"].supervisor.numbers == {"what": "numbers"})
+        first, second = pool.status()["models"]
+        assert (first["name"], first["state"], first["takes"]) == ("a", "ready", ("text", "image"))
+        assert (second["name"], second["state"], second["plan"], second["tier_bytes"]) == ("b", "stopped", None, {})
+
+    run(model("a", supports=("image",)), model("b"), work=work)
+
+
+def test_a_mistake_of_the_keeper_does_not_end_it(monkeypatch, caplog):
+    monkeypatch.setattr(pool_module, "TICK_S", 0.02)
+
+    async def work(pool):
+        broken = iter([True])
+        give = pool._give_places
+
+        async def give_once():
+            if next(broken, False):
+                raise ValueError("oops")
+            await give()
+
+        pool._give_places = give_once
+        return await ask(pool, "b", job("1"))
+
+    assert run(model("a"), model("b"), work=work)
+    assert "oops" in caplog.text
+
+
+def test_the_pool_leaves_no_process_behind():
+    pids = []
+
+    async def work(pool):
+        pids.append(int(await ask(pool, "a", job("1"))))
+
+    run(work=work)
+    with pytest.raises(OSError):
+        os.kill(pids[0], 0)
+
+
+def test_what_a_supervisor_refuses_leaves_no_count():
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        supervisor = pool._members["a"].supervisor
+        supervisor.submit = lambda *_: (_ for _ in ()).throw(DeviceError("no", device="worker"))
+        with pytest.raises(DeviceError):
+            await ask(pool, "a", job("2"))
+        return pool.in_flight
+
+    assert run(work=work) == 0

@@ -1,0 +1,161 @@
+"""A registry file: every model it names, and every problem of it at once."""
+
+from __future__ import annotations
+
+import pytest
+
+import trimtab
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.request import LoadRequest
+from trimtab.serve.registry import ServedModel, read_registry
+
+
+@pytest.fixture
+def write(tmp_path):
+    (tmp_path / "adapters" / "medical").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+
+    def written(text):
+        path = tmp_path / "models.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return written
+
+
+def problems(path):
+    with pytest.raises(CheckpointError) as caught:
+        read_registry(path)
+    return [line.removeprefix("  - ") for line in str(caught.value).splitlines() if line.startswith("  - ")]
+
+
+def test_everything_a_table_may_say_is_read(write, tmp_path):
+    (served,) = read_registry(
+        write("""
+        [models."google/gemma"]
+        path = "model"
+        quant = "nf4-dq"
+        dtype = "bfloat16"
+        context = 2048
+        gpu_memory = "4GiB"
+        host_memory = 1000000000
+        images = 3
+        audio_s = 12
+        place = { "model.vision_tower*" = "stream" }
+        keep_unquantized = ["lm_head"]
+        device = "cpu"
+        offload_dir = "scratch"
+        rows = 4
+        resident_adapters = 2
+        keep = ["medical"]
+        idle_unload_s = 600
+        supports_audio = false
+
+        [models."google/gemma".adapters]
+        medical = "adapters/medical"
+        """)
+    )
+    assert served == ServedModel(
+        name="google/gemma", adapters={"medical": str(tmp_path / "adapters" / "medical")}, kept=("medical",), rows=4,
+        resident_limit=2, idle_unload_s=600, supports=("image",),
+        request=LoadRequest(
+            model=str(tmp_path / "model"), quant="nf4-dq", context_tokens=2048, gpu_memory_bytes=4 * 2**30,
+            host_memory_bytes=10**9, images=3, audio_s=12, place={"model.vision_tower*": "stream"},
+            keep_unquantized=("lm_head",), device="cpu", offload_dir=str(tmp_path / "scratch"),
+        ),
+    )  # fmt: skip
+
+
+def test_a_hub_id_stays_one_and_defaults_hold(write):
+    (served,) = read_registry(write('[models.a]\npath = "google/gemma-4-E4B-it"\n'))
+    assert served.request == LoadRequest(model="google/gemma-4-E4B-it")
+    assert (served.rows, served.supports, served.idle_unload_s) == (8, ("image", "audio"), None)
+
+
+def test_a_saved_plan_brings_its_request_and_adapters(write, tmp_path):
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", context=64, device="cpu", adapters={"style": DEMO / "adapters/style"}
+    )
+    plan.save(tmp_path / "plan.json")
+    (served,) = read_registry(write('[models.a]\nplan = "plan.json"\nkeep = ["style"]\n'))
+    assert (served.request.context_tokens, dict(served.request.adapters)) == (64, {})
+    assert dict(served.adapters) == {"style": str(DEMO / "adapters" / "style")}
+
+
+def test_several_models_are_read_in_their_order(write):
+    found = read_registry(write('[models.b]\npath = "model"\n[models.a]\npath = "model"\n'))
+    assert [served.name for served in found] == ["b", "a"]
+
+
+def test_all_problems_are_told_at_once(write):
+    found = problems(write("""
+        port = 80
+        [models.a]
+        path = "model"
+        quants = "nf4"
+        rows = "8"
+        keep = [1]
+        supports_image = 1
+        [models.a.adapters]
+        medical = "adapters/nothing"
+        legal = 5
+        [models.b]
+        [models.c]
+        path = "model"
+        plan = "plan.json"
+        quant = "nf4"
+        [models.d]
+        path = "model"
+        quant = "q4"
+        [models.e]
+        path = "model"
+        keep = ["nobody"]
+        [models]
+        f = 5
+        """.replace("[models]\n        f = 5", "")))  # fmt: skip
+    assert found == [
+        "unknown table or key 'port' (known: models)",
+        "models.a.quants: unknown key (near: quant)",
+        "models.a.rows: must be a whole number",
+        "models.a.keep: must be a list of texts",
+        "models.a.supports_image: must be true or false",
+        "models.a.adapters.medical: no such folder (adapters/nothing)",
+        "models.a.adapters.legal: must be a folder's path",
+        "models.b.path: give either path or plan",
+        "models.c.path: give either path or plan",
+        "models.c.quant: has no effect beside a plan",
+        "models.d: quant='q4': unknown choice (allowed or near: auto, none, int8, fp4, nf4, nf4-dq)",
+        "models.e: keep='nobody': is no adapter of this model",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text, problem",
+    [
+        ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
+        ("[models]\na = 5", "models.a is not a table"),
+        ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "whole number"),
+        ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
+        ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
+        ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),
+        ('[models."a b"]\npath = "model"', "letters, digits"), ('[models."a:b"]\npath = "model"', "letters, digits"),
+        ('[models.a]\nplan = "nothing.json"', "models.a"),
+        ('[models.a]\npath = "model"\n[models.a.adapters]\n"x y" = "adapters/medical"', "letters, digits"),
+        ('[models.a]\npath = "model"\n[models.b]\npath = "model"\n[models.b.adapters]\na = "adapters/medical"',
+         "is also the name of a model"),
+    ],
+)  # fmt: skip
+def test_a_problem_is_named(write, text, problem):
+    assert len(found := problems(write(text))) == 1 and problem in found[0]
+
+
+def test_what_is_no_toml_is_refused(write, tmp_path):
+    with pytest.raises(CheckpointError, match="not TOML"):
+        read_registry(write("[models"))
+    with pytest.raises(RequestError) as caught:
+        read_registry(tmp_path / "nothing.toml")
+    assert caught.value.field == "registry"
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match="not TOML"):
+        read_registry(tmp_path / "bytes.toml")

@@ -1,0 +1,197 @@
+"""Pictures and sounds are measured before they are decoded: limits, lies in headers, bombs."""
+
+from __future__ import annotations
+
+import base64
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from trimtab.errors import RequestError
+from trimtab.serve import media
+from trimtab.serve.settings import Limits
+
+FIELD = "here"
+
+
+def picture(kind="PNG", size=(4, 3), **options):
+    out = io.BytesIO()
+    Image.new("RGB", size, "red").save(out, kind, **options)
+    return out.getvalue()
+
+
+def png(width, height, *chunks):
+    """Return a PNG by hand: a header of any size, then other chunks, then pixels that are not there."""
+
+    def chunk(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + head + b"".join(chunk(*found) for found in chunks) + chunk(b"IDAT", b"")
+
+
+def wav(samples=1600, *, rate=16_000, channels=1, bits=16, tag=1, claimed=None, byte_rate=None, extra=b""):
+    data = b"\0" * (samples * channels * bits // 8)
+    form = struct.pack(
+        "<HHIIHH", tag, channels, rate, rate * channels * bits // 8 % 2**32 if byte_rate is None else byte_rate,
+        channels * bits // 8, bits,
+    )  # fmt: skip
+    body = b"fmt " + struct.pack("<I", 16) + form + extra + b"data" + struct.pack("<I", claimed or len(data)) + data
+    return b"RIFF" + struct.pack("<I", 4 + len(body)) + b"WAVE" + body
+
+
+def flac(samples=1600, rate=16_000, channels=1):
+    soundfile = pytest.importorskip("soundfile")
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros((samples, channels), dtype=np.float32), rate, format="FLAC")
+    return out.getvalue()
+
+
+def flac_claiming(samples, rate=16_000, channels=1):
+    packed = rate << 44 | (channels - 1) << 41 | 15 << 36 | samples
+    return b"fLaC\x80\0\0\x22" + b"\x10\0\x10\0" + b"\0" * 6 + packed.to_bytes(8, "big") + b"\0" * 16
+
+
+def refused(call, *arguments, **options):
+    with pytest.raises(RequestError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+def check_image(data, **limits):
+    return media.check_image(data, field=FIELD, limits=Limits(**limits))
+
+
+def check_sound(data, kind="wav", **limits):
+    return media.check_sound(data, kind, field=FIELD, limits=Limits(**limits))
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_a_picture_is_taken_by_its_size(kind):
+    data = picture(kind, (40, 30))
+    assert check_image(data, image_pixels=1200) == data
+    assert "40 x 30" in str(refused(check_image, data, image_pixels=1199))
+
+
+def test_a_lossless_and_an_extended_webp_are_measured():
+    for options in ({"lossless": True}, {"exif": b"Exif\0\0x"}):
+        data = picture("WEBP", (40, 30), **options)
+        assert media._webp_size(data) == (40, 30)
+
+
+def test_a_header_of_a_huge_picture_is_refused_before_its_pixels():
+    for side in (20_000, 100_000, 2**31 - 1):
+        assert "pixels" in str(refused(check_image, png(side, side)))
+
+
+def test_a_huge_webp_header_is_refused_without_room_for_it():
+    data = bytearray(picture("WEBP", (40, 30), exif=b"Exif\0\0x"))
+    data[24:30] = b"\xff" * 6
+    assert "16777216 x 16777216" in str(refused(check_image, bytes(data)))
+
+
+def test_text_that_unpacks_to_gigabytes_is_not_unpacked():
+    bomb = zlib.compress(b"\0" * 64 * 2**20, 9)
+    for name, head in ((b"iTXt", b"a\0\1\0\0\0"), (b"zTXt", b"a\0\0"), (b"iCCP", b"a\0\0")):
+        data = png(4, 3, (name, head + bomb))
+        try:
+            check_image(data)  # a chunk that is skipped is fine
+        except RequestError as error:
+            assert error.field == FIELD
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "GIF", "BMP", "PPM", "ICO"])
+def test_other_formats_are_refused(kind):
+    assert "png, jpeg or webp" in str(refused(check_image, picture(kind)))
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"x", b"\x89PNG\r\n\x1a\n", b"RIFF\0\0\0\0WEBP" + b"\0" * 20, png(0, 5), b"<svg/>"]
+)
+def test_what_is_no_picture_is_refused(data):
+    assert refused(check_image, data).field == FIELD
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "", "x", "file:///etc/passwd", "/etc/passwd", "data:image/png,abc", "data:text/plain;base64,YQ==",
+        "data:image/svg+xml;base64,YQ==", "data:image/tiff;base64,YQ==", "data:;base64,YQ==", "ftp://a/b",
+        "data:image/png;base64,", "data:image/png;base64,@@", "data:image/png;base64,YQ", "data:image/png;base64,YQ==\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_data_url_of_a_picture_is_refused(url):
+    assert refused(media.from_data_url, url, field=FIELD).field == FIELD
+
+
+def test_a_data_url_gives_its_bytes():
+    data = picture()
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    assert (
+        media.from_data_url(url, field=FIELD)
+        == media.from_data_url("DATA:IMAGE/PNG;BASE64," + url[22:], field=FIELD)
+        == data
+    )
+
+
+# Sounds ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"bits": 8}, {"bits": 24}, {"bits": 32, "tag": 3}, {"channels": 2}, {"tag": 0xFFFE}]
+)
+def test_a_wav_is_measured_by_its_samples(options):
+    data = wav(16_000, **options)
+    assert check_sound(data, audio_s=1.0) == data
+    assert "1.0 seconds" in str(refused(check_sound, data, audio_s=0.99))
+
+
+def test_the_header_of_a_wav_may_lie_about_its_bytes():
+    long = wav(160_000, byte_rate=2**32 - 1)  # claims to last no time at all
+    assert "10.0 seconds" in str(refused(check_sound, long, audio_s=5))
+    short = wav(1600, claimed=2**32 - 1)  # claims to go on for hours
+    assert check_sound(short, audio_s=1) == short
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rate": 0}, {"rate": 1}, {"rate": 2**31}, {"channels": 0}, {"channels": 200}, {"bits": 4}, {"bits": 12}, {"tag": 2},
+        {"tag": 0x55}, {"samples": 0}, {"extra": b"fmt \x10\0\0\0" + b"\0" * 16}, {"extra": b"junk\0\0\0\0" * 300},
+    ],
+)  # fmt: skip
+def test_a_wav_of_impossible_kind_is_refused(options):
+    assert refused(check_sound, wav(**{"samples": 160, **options})).field == f"{FIELD}.data"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"RIFF", b"RIFF\0\0\0\0WAVE", b"RIFF\0\0\0\0AVI " + b"\0" * 40, wav()[:40], flac_claiming(5)]
+)
+def test_what_is_no_wav_is_refused(data):
+    assert refused(check_sound, data).field == f"{FIELD}.data"
+
+
+def test_a_flac_is_measured_by_its_header():
+    data = flac(16_000)
+    assert check_sound(data, "flac", audio_s=1.0) == data
+    assert "1.0 seconds" in str(refused(check_sound, data, "flac", audio_s=0.9))
+
+
+def test_a_flac_that_unpacks_to_gigabytes_is_refused():
+    data = flac_claiming(300 * 655_350, 655_350, 8)
+    assert "decoded" in str(refused(check_sound, data, "flac"))
+    for empty in (flac_claiming(0), flac_claiming(5, rate=0), b"fLaC" + b"\0" * 30, flac_claiming(5)[:20]):
+        assert refused(check_sound, empty, "flac").field == f"{FIELD}.data"
+
+
+@pytest.mark.parametrize("kind", ["mp3", "", "WAV", "wav "])
+def test_other_sound_formats_are_refused_by_name(kind):
+    error = refused(check_sound, wav(), kind)
+    assert error.field == f"{FIELD}.format" and error.allowed == media.AUDIO_FORMATS

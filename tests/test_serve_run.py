@@ -1,0 +1,315 @@
+"""A server as a process: its address, its end, clients that leave or misbehave at the socket."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trimtab.errors import RequestError
+from trimtab.serve import run
+from trimtab.serve.run import address_of, listen
+
+ROOT = Path(__file__).resolve().parent.parent
+WAIT_S = 30
+posix = pytest.mark.skipif(os.name != "posix", reason="signals are POSIX's; Windows has Ctrl-C alone")
+
+
+class Server:
+    def __init__(self, process, address):
+        self.process, self.address = process, address
+        self.host, self.port = "127.0.0.1", int(address.rpartition(":")[2])
+
+    def connect(self):
+        return http.client.HTTPConnection(self.host, self.port, timeout=WAIT_S)
+
+    def ask(self, method, path, body=None, **headers):
+        """Return (status, headers, JSON) of one request."""
+        connection = self.connect()
+        try:
+            sent = None if body is None else json.dumps(body)
+            connection.request(method, path, sent, {"content-type": "application/json", **headers})
+            answer = connection.getresponse()
+            text = answer.read()
+            return answer.status, answer.headers, json.loads(text)
+        finally:
+            connection.close()
+
+    def stream(self, prompt):
+        """Begin a stream and wait for its first piece; returns the open connection and response."""
+        connection = self.connect()
+        body = json.dumps({"model": "toy", "prompt": prompt, "stream": True})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200 and answer.readline().startswith(b"data: ")
+        return connection, answer
+
+    def running(self):
+        return self.ask("GET", "/api/status")[2]["models"][0]["in_flight"]
+
+    def until(self, condition, within_s=5.0):
+        end = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+
+@contextmanager
+def serving(**options):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.toy_server", json.dumps({"port": 0, "grace_s": 20, **options})],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=os.name == "posix",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert process.stdout.readline().startswith("toy: ")
+        found = Server(process, process.stdout.readline().split()[0])
+        headers = {"authorization": f"Bearer {options['api_keys'][0]}"} if options.get("api_keys") else {}
+        found.until(lambda: found.ask("GET", "/ready", **headers)[0] == 200, WAIT_S)
+        yield found
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as found:
+        yield found
+
+
+# The socket -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_address_has_the_port_that_was_taken(server):
+    assert server.address == f"http://127.0.0.1:{server.port}" and server.port > 0
+    assert server.ask("GET", "/health")[2] == {"status": "ok"}
+
+
+def test_a_port_in_use_is_refused_by_name():
+    with listen("127.0.0.1", 0) as first, pytest.raises(RequestError) as caught:
+        listen("127.0.0.1", first.getsockname()[1])
+    assert caught.value.field == "port" and "in use" in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no such host", "x" * 300])
+def test_an_address_of_another_machine_is_refused(host):
+    with pytest.raises(RequestError) as caught:
+        listen(host, 0)
+    assert caught.value.field == "host"
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_an_ipv6_address_is_shown_as_browsers_take_it(host):
+    try:
+        found = listen(host, 0)
+    except RequestError:
+        pytest.skip("this machine has no IPv6 address")
+    with found:
+        assert address_of(found) == f"http://[::1]:{found.getsockname()[1]}"
+
+
+# Clients --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_comes_piece_by_piece(server):
+    connection, answer = server.stream("count 4")
+    start = time.monotonic()
+    answer.readline()
+    answer.readline()
+    assert time.monotonic() - start > 0  # the rest is still being made
+    text = answer.read().decode()
+    connection.close()
+    assert text.rstrip().endswith("data: [DONE]")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(server, stream):
+    if stream:
+        connection, _ = server.stream("wait")
+    else:
+        connection = server.connect()
+        body = json.dumps({"model": "toy", "prompt": "wait"})
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        server.until(lambda: server.running() == 1)
+    assert server.running() == 1
+    connection.sock.close() if connection.sock else connection.close()
+    connection.close()
+    if stream:
+        _.close()
+    server.until(lambda: server.running() == 0, 2.0)
+
+
+def test_a_body_in_pieces_above_the_limit_is_refused():
+    with serving(limits={"body_bytes": 10_000}) as found:
+        connection = found.connect()
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("transfer-encoding", "chunked")
+        connection.endheaders()
+        for _ in range(3):
+            connection.send(b"1388\r\n" + b"x" * 5000 + b"\r\n")
+        connection.send(b"0\r\n\r\n")
+        answer = connection.getresponse()
+        assert answer.status == 413 and json.loads(answer.read())["error"]["code"] == "body_too_large"
+        connection.close()
+        assert found.ask("GET", "/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        b"Content-Type: application/json\r\nContent-Length: -5\r\n\r\n", b"GET /health HTTP/1.1\r\n" + b"X: " + b"a" * 200_000,
+        b"GET /health HTTP/1.1\r\n" + b"X: a\r\n" * 30_000, b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_refused_and_the_server_goes_on(server, data):
+    with socket.create_connection((server.host, server.port), timeout=WAIT_S) as raw:
+        try:
+            raw.sendall(data)
+            raw.shutdown(socket.SHUT_WR)
+            answer = raw.recv(65536)
+        except OSError:
+            answer = b""  # closed before all was sent
+    assert not answer or answer.split()[1].startswith(b"4")
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_a_client_that_never_sends_its_body_holds_nobody_up(server):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+    with socket.create_connection((server.host, server.port)) as raw:
+        raw.sendall(head)
+        assert server.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count 1"})[0] == 200
+    assert server.ask("GET", "/health")[0] == 200
+
+
+@posix
+def test_neither_key_nor_client_is_in_the_log():
+    with serving(api_keys=["very-secret-key"]) as found:
+        key = {"authorization": "Bearer very-secret-key"}
+        assert found.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count"}, **key)[0] in (200, 500, 503)
+        found.ask("POST", "/v1/completions", {"model": "no", "prompt": "hidden words"}, **key)
+        assert found.ask("GET", "/v1/models", authorization="Bearer wrong-key")[0] == 401
+        found.process.send_signal(signal.SIGTERM)
+        out, err = found.process.communicate(timeout=WAIT_S)
+    assert "very-secret" not in out + err and "wrong-key" not in err and "hidden words" not in err
+
+
+# The end --------------------------------------------------------------------------------------------------------------
+
+
+@posix
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_told_to_end_finishes_its_streams_and_refuses_what_is_new(number):
+    with serving() as found:
+        connection, answer = found.stream("count 30")  # a second and a half
+        # To the whole group, as Ctrl-C in a terminal does; SIGTERM goes to the server.
+        os.killpg(found.process.pid, number) if number == signal.SIGINT else found.process.send_signal(number)
+        found.until(lambda: found.ask("GET", "/ready")[0] == 503)
+        status, headers, body = found.ask("POST", "/v1/completions", {"model": "toy", "prompt": "count 1"})
+        assert (status, body["error"]["class"], headers["retry-after"]) == (503, "StoppingError", "1")
+        assert found.ask("GET", "/health")[0] == 200
+        text = answer.read().decode()
+        connection.close()
+        assert '"text": "30 "' in text and text.rstrip().endswith("data: [DONE]")
+        out, err = found.process.communicate(timeout=10)
+        assert (found.process.returncode, out, err) == (0, "ended\n", "")
+
+
+@posix
+def test_a_stream_longer_than_the_grace_time_is_cut():
+    with serving(grace_s=0.5) as found:
+        connection, answer = found.stream("wait")
+        start = time.monotonic()
+        found.process.send_signal(signal.SIGTERM)
+        found.process.wait(10)
+        assert time.monotonic() - start < 5
+        assert b"[DONE]" not in _rest(answer)
+        connection.close()
+
+
+@posix
+def test_a_second_ctrl_c_ends_at_once():
+    with serving(grace_s=60) as found:
+        connection, _ = found.stream("wait")
+        found.process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert found.process.poll() is None
+        found.process.send_signal(signal.SIGINT)
+        found.process.wait(8)
+        connection.close()
+
+
+def _rest(answer):
+    try:
+        return answer.read()
+    except (OSError, http.client.HTTPException):
+        return b""
+
+
+@posix
+def test_a_killed_server_leaves_no_worker_behind():
+    with serving() as found:
+        found.process.kill()
+        found.process.wait()
+        end = time.monotonic() + 10
+        while _group_lives(found.process.pid):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def _group_lives(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def trimtab_serve(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "trimtab", "serve", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("trimtab/demo/base", "--host", "0.0.0.0"), "API key"), (("trimtab/demo/base", "--limit", "pixels=1"), "limit"),
+        (("trimtab/demo/base", "--rows", "0"), "rows"), (("trimtab/demo/base", "--together", "2"), "together"),
+        (("trimtab/demo/base", "--api-key-file", "nothing"), "--api-key-file"), (("nothing.toml",), "cannot be read"),
+        (("trimtab/demo/base", "--keep", "nobody"), "keep"),
+    ],
+)  # fmt: skip
+def test_what_the_command_cannot_do_is_said_before_anything_is_loaded(arguments, words):
+    found = trimtab_serve(*arguments, "--port", "0")
+    assert found.returncode == 2 and words in found.stderr and "Traceback" not in found.stderr
+
+
+def test_a_port_in_use_ends_the_command_with_its_name():
+    with listen("127.0.0.1", 0) as first:
+        found = trimtab_serve("trimtab/demo/base", "--port", str(first.getsockname()[1]))
+    assert found.returncode == 2 and "in use" in found.stderr
+
+
+def test_the_page_is_left_out_where_it_is_not_wanted():
+    from trimtab.serve.settings import Settings
+
+    assert list(run.page_of(Settings(page=False))) == []

@@ -1,0 +1,125 @@
+"""What a server may be told: hosts that need a key, limits, and which folders an adapter may come from."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trimtab.errors import RequestError
+from trimtab.serve.settings import Limits, Settings, is_loopback
+
+
+def refused(call, *arguments, **options):
+    with pytest.raises(RequestError) as caught:
+        call(*arguments, **options)
+    return caught.value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
+def test_this_machine_alone_needs_no_key(host):
+    assert is_loopback(host) and Settings(host=host).api_keys == ()
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "", "127.1", "localhost.example.org", "10.0.0.1"]
+)
+def test_other_hosts_need_a_key(host):
+    assert refused(Settings, host=host).field == "host"
+    assert Settings(host=host, api_keys=("k",)).host == host
+
+
+@pytest.mark.parametrize("key", ["", " ", "a b", "ü", "a\n", "a\0"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_repeated(key):
+    error = refused(Settings, api_keys=("good", key))
+    assert error.field == "api_key" and error.value is None
+
+
+def test_keys_are_not_shown():
+    assert "secret" not in repr(Settings(api_keys=("secret",)))
+
+
+@pytest.mark.parametrize(
+    "options, field",
+    [
+        ({"port": -1}, "port"), ({"port": 65536}, "port"), ({"queue_limit": 0}, "queue_limit"), ({"grace_s": -1}, "grace_s"),
+        ({"grace_s": float("nan")}, "grace_s"), ({"timeout_s": 0}, "timeout_s"), ({"timeout_s": float("inf")}, "timeout_s"),
+        ({"cors_origins": ("*",)}, "cors_origin"), ({"cors_origins": ("example.org",)}, "cors_origin"),
+        ({"cors_origins": ("https://example.org/",)}, "cors_origin"), ({"allow_fetch": ("*",)}, "allow_fetch"),
+        ({"allow_fetch": ("http://a",)}, "allow_fetch"), ({"allow_fetch": ("a:80",)}, "allow_fetch"),
+        ({"allow_fetch": ("",)}, "allow_fetch"), ({"allow_fetch": ("a b",)}, "allow_fetch"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_cannot_be_is_refused(options, field):
+    assert refused(Settings, **options).field == field
+
+
+def test_the_adapter_root_must_be_a_folder(tmp_path):
+    assert refused(Settings, adapter_root=tmp_path / "nothing").field == "adapter_root"
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [{"body_bytes": 0}, {"n": -1}, {"n": 1.5}, {"audio_s": float("nan")}, {"max_tokens": 0}, {"n": None}, {"n": True}],
+)
+def test_a_limit_that_cannot_be_is_refused(limits):
+    assert refused(Limits, **limits).field == next(iter(limits))
+
+
+def test_limits_are_read_from_texts():
+    assert Limits.of({"image_pixels": "100", "audio_s": "1.5", "prompt_tokens": "7"}) == Limits(
+        image_pixels=100, audio_s=1.5, prompt_tokens=7
+    )
+    assert "image_pixels" in refused(Limits.of, {"image_pixel": "1"}).allowed
+    assert refused(Limits.of, {"n": "many"}).field == "limit n"
+
+
+# Adapter folders ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "root" / "client" / "medical").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "adapter_config.json").write_text("{}")
+    return tmp_path / "root"
+
+
+def test_folders_below_the_root_are_found(root):
+    settings = Settings(adapter_root=root)
+    expected = (root / "client" / "medical").resolve()
+    for given in ("client/medical", "./client/../client/medical/", str(root / "client" / "medical")):
+        assert settings.adapter_path(given) == expected
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "..", "../outside", "client/../../outside", ".", "", "client/medical/../..", "/", "/etc", "nothing", "client/nothing",
+        "C:\\Windows", "\\\\server\\share", "~", "a\0b", "client\0", "x" * 5000, "file:///etc", "//etc", "client/medical/\n",
+    ],
+)  # fmt: skip
+def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, given):
+    error = refused(Settings(adapter_root=root).adapter_path, given)
+    assert error.field == "lora_path"
+    assert str(error) == "lora_path: is no folder below the server's adapter folder"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")
+def test_links_out_of_the_root_are_refused(root):
+    settings = Settings(adapter_root=root)
+    (root / "link").symlink_to(root.parent / "outside")
+    (root / "loop").symlink_to(root / "loop")
+    (root / "client" / "medical" / "adapter_config.json").symlink_to(root.parent / "outside" / "adapter_config.json")
+    for given in ("link", "loop", "client/medical"):
+        assert refused(settings.adapter_path, given).field == "lora_path"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")
+def test_links_within_the_root_are_followed(root):
+    (root / "link").symlink_to(root / "client" / "medical")
+    assert Settings(adapter_root=root).adapter_path("link") == (root / "client" / "medical").resolve()
+
+
+def test_without_a_root_no_client_loads_anything():
+    assert "loads no adapters" in str(refused(Settings().adapter_path, "a"))

@@ -1,0 +1,231 @@
+"""What clients send is read exactly: types, unions, unknown fields, numbers that are none, paths of what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve import asking, wire
+from trimtab.serve.settings import Limits
+from trimtab.serve.shapes import ChatShape, CompletionShape
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "a"}]}
+TEXT = {"model": "demo", "prompt": "a"}
+
+
+def chat(**fields):
+    return wire.read(wire.ChatRequest, json.dumps({**CHAT, **fields}).encode())
+
+
+def completion(**fields):
+    return wire.read(wire.CompletionRequest, json.dumps({**TEXT, **fields}).encode())
+
+
+def refused(make, **fields):
+    with pytest.raises(RequestError) as caught:
+        make(**fields)
+    return caught.value
+
+
+def jobs(asked, prompts=({"text": "a"},), limits=Limits(), context=100):  # noqa: B008
+    return asking.jobs_of(asked, prompts, adapter=None, context_tokens=context, limits=limits, deadline_s=None)
+
+
+def requested(**fields):
+    return jobs(chat(**fields))[0].request
+
+
+@pytest.mark.parametrize(
+    "fields, field",
+    [
+        ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"), ({"n": 1.0}, "n"), ({"stream": 1}, "stream"), ({"stream": "true"}, "stream"),
+        ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"stop": 5}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a", 5]}, "stop[1]"), ({"store": True}, "store"),
+        ({"modalities": ["audio"]}, "modalities[0]"), ({"tool_choice": "required"}, "tool_choice"),
+        ({"service_tier": "priority"}, "service_tier"), ({"messages": []}, "messages"), ({"model": ""}, "model"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": 1, "format": "wav"}}]}]},
+         "messages[0].content[0].input_audio.data"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a b"}}}, "response_format.json_schema.name"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_is_named_by_its_path(fields, field):
+    assert refused(chat, **fields).field == field
+
+
+def test_everything_that_is_wrong_is_named():
+    error = refused(chat, n="x", foo=1, top_k="y")
+    assert error.field == "top_k" and "also wrong: n, foo" in str(error)
+
+
+def test_values_of_clients_are_not_repeated():
+    assert "secret" not in str(refused(chat, n="secret"))
+
+
+def test_what_changes_nothing_is_taken():
+    chat(
+        presence_penalty=0.0, frequency_penalty=0, logit_bias={}, metadata=None, tools=[], tool_choice="auto", store=False,
+        parallel_tool_calls=True, modalities=["text"], service_tier="auto", user="me", safety_identifier="me",
+        max_tokens=None, temperature=None, stop=None, response_format=None, stream_options=None, seed=None,
+    )  # fmt: skip
+    completion(echo=False, best_of=1, suffix="", logprobs=None)
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_json_has_not_are_refused(number):
+    body = json.dumps({**CHAT, "temperature": 7}).replace("7", number)
+    with pytest.raises(RequestError) as caught:
+        wire.read(wire.ChatRequest, body.encode())
+    assert caught.value.field == "temperature"
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [
+        ("a", [{"text": "a"}]), (["a", "b"], [{"text": "a"}, {"text": "b"}]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]]),
+    ],
+)  # fmt: skip
+def test_every_form_of_prompt_is_read(prompt, expected):
+    assert asking.prompts_of(completion(prompt=prompt)) == expected
+
+
+@pytest.mark.parametrize(
+    "prompt, field",
+    [
+        ([1, "a"], "prompt[1]"), ([True], "prompt[0]"), ([[1], ["a"]], "prompt[1][0]"), ([-1], "prompt[0]"), ({}, "prompt"),
+        (5, "prompt"), ([2**31], "prompt[0]"), (["a", 1], "prompt[1]"), ([1.5], "prompt[0]"),
+    ],
+)  # fmt: skip
+def test_a_prompt_of_no_form_is_refused_at_its_place(prompt, field):
+    assert refused(completion, prompt=prompt).field == field
+
+
+@pytest.mark.parametrize("prompt, field", [("", "prompt"), ([], "prompt"), (["a", ""], "prompt[1]"), ([[]], "prompt")])
+def test_an_empty_prompt_is_refused(prompt, field):
+    with pytest.raises(RequestError) as caught:
+        asking.prompts_of(completion(prompt=prompt))
+    assert caught.value.field == field
+
+
+# To jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_openais_defaults_hold():
+    assert requested() == GenerateRequest(max_new_tokens=100, temperature=1.0)
+    assert jobs(chat())[0].fills_context and not jobs(chat(max_tokens=5))[0].fills_context
+
+
+def test_sampling_reaches_the_request():
+    found = requested(
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        seed=4,
+        stop="x",
+        max_completion_tokens=7,
+    )
+    assert found == GenerateRequest(
+        max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop=("x",)
+    )
+
+
+def test_what_has_no_effect_on_a_greedy_answer_is_left_out():
+    assert requested(temperature=0, seed=4, top_p=0.5, top_k=3, min_p=0.2) == GenerateRequest(max_new_tokens=100)
+
+
+def test_the_values_that_cut_nothing_are_left_out():
+    assert requested(top_p=1, top_k=-1, min_p=0) == requested(top_k=0) == requested()
+
+
+def test_the_last_choices_seed_stays_within_its_numbers():
+    assert [job.request.seed for job in jobs(chat(seed=2**63 - 1, n=2))] == [2**63 - 1, 0]
+
+
+@pytest.mark.parametrize(
+    "fields, limits, field",
+    [
+        ({"max_tokens": 11}, {"max_tokens": 10}, "max_tokens"), ({"n": 3}, {"n": 2}, "n"),
+        ({"top_logprobs": 1}, {}, "top_logprobs"), ({"logprobs": False, "top_logprobs": 0}, {}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 1}, {}, "max_completion_tokens"),
+        ({"response_format": {"type": "text", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "a"}}}, {}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"x": "y" * 50}}}},
+         {"schema_bytes": 50}, "response_format.json_schema.schema"),
+    ],
+)  # fmt: skip
+def test_what_is_beyond_the_limits_is_refused(fields, limits, field):
+    assert refused(lambda: jobs(chat(**fields), limits=Limits(**limits))).field == field
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 4000])
+def test_a_schema_of_impossible_numbers_is_refused(number):
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"maximum": 7}}}
+    body = json.dumps({**CHAT, "response_format": schema}).replace("7", number)
+    with pytest.raises(RequestError) as caught:
+        jobs(wire.read(wire.ChatRequest, body.encode()), limits=Limits(schema_bytes=1000))
+    assert caught.value.field.startswith("response_format.json_schema")
+
+
+def test_a_schema_reaches_the_job():
+    schema = {"type": "object", "properties": {"a": {"enum": [1]}}}
+    asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    assert jobs(chat(response_format=asked))[0].schema == schema
+    assert jobs(chat(response_format={"type": "json_object"}))[0].schema == {}
+    assert jobs(chat(response_format={"type": "text"}))[0].schema is None
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [{"text": "x" * 30_000}, [1] * 101, [{"role": "user", "content": [{"type": "text", "text": "x" * 30_000}]}]],
+)
+def test_what_cannot_fit_is_refused_without_asking_the_worker(prompt):
+    with pytest.raises(RequestError, match="context of 100"):
+        jobs(completion(), [prompt])
+
+
+def test_prompts_times_choices_are_limited():
+    assert refused(lambda: jobs(completion(prompt=["a"] * 3, n=3), [{"text": "a"}] * 3)).field == "prompt"
+
+
+def test_more_messages_than_the_limit_are_refused():
+    with pytest.raises(RequestError) as caught:
+        asking.check_media(chat(messages=CHAT["messages"] * 3), takes=("text",), limits=Limits(messages=2))
+    assert caught.value.field == "messages"
+
+
+def test_a_developer_is_the_system_of_the_template():
+    asked = chat(messages=[{"role": "developer", "content": "a"}])
+    assert asking.messages_of(asked, limits=Limits(), fetched={}) == [{"role": "system", "content": "a"}]
+
+
+def test_addresses_are_found_with_their_places_and_data_urls_are_not():
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}}
+        for url in ("HTTP://a/b", "data:x", "https://c/d", "HTTP://a/b")
+    ]
+    asked = chat(messages=[{"role": "user", "content": parts}])
+    assert asking.urls_of(asked) == {
+        "HTTP://a/b": "messages[0].content[0].image_url.url", "https://c/d": "messages[0].content[2].image_url.url"
+    }  # fmt: skip
+
+
+def test_ids_of_answers_differ():
+    heads = {shape(chat()).head["id"] for shape in (ChatShape, CompletionShape) for _ in range(2)}
+    assert len(heads) == 4

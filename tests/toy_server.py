@@ -1,0 +1,73 @@
+"""A real server whose model is a toy: `python -m tests.toy_server '{"port": 0, "grace_s": 5}'` serves until it is told to end.
+
+Completions of the text "count N" give N pieces, one every twentieth of a second; "wait" gives one piece and never ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import signal
+import sys
+
+from trimtab.request import LoadRequest
+from trimtab.serve import run
+from trimtab.serve.channel import Channel, event_to_message, job_from_message
+from trimtab.serve.job import Event
+from trimtab.serve.pool import Pool
+from trimtab.serve.registry import ServedModel
+from trimtab.serve.settings import Limits, Settings
+from trimtab.serve.supervisor import Supervisor
+
+PIECE_S = 0.05
+
+
+def worker(connection, settings):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = Channel(connection)
+    channel.send({"say": "ready", "plan": {}})
+    jobs, is_draining = {}, False
+    try:
+        while not (is_draining and not jobs):
+            if channel.poll(PIECE_S):
+                message = channel.receive()
+                if message["do"] == "submit":
+                    job = job_from_message(message["job"])
+                    jobs[job.id] = [0, job.prompt["text"]]
+                elif message["do"] == "cancel":
+                    jobs.pop(message["id"], None)
+                elif message["do"] == "call":
+                    channel.send({"say": "reply", "id": message["id"], "value": {"running": len(jobs)}})
+                is_draining |= message["do"] == "drain"
+                continue
+            for job_id in list(jobs):
+                events = list(_step(jobs, job_id))
+                if events:
+                    channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
+    except EOFError:
+        return
+
+
+def _step(jobs, job_id):
+    state = jobs[job_id]
+    state[0] += 1
+    count = 0 if state[1] == "wait" else int(state[1].split()[1])
+    if state[0] == 1 or state[0] <= count:
+        yield Event(job_id, "text", text=f"{state[0]} ")
+    elif count:
+        del jobs[job_id]
+        yield Event(job_id, "done", finish="stop", usage={"prompt_tokens": 1, "completion_tokens": count})
+
+
+def main(options):
+    limits = Limits(**options.pop("limits", {}))
+    keys = tuple(options.pop("api_keys", ()))
+    run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))
+    served = ServedModel(name="toy", request=LoadRequest(model="none"))
+    settings = Settings(page=False, api_keys=keys, limits=limits, **options)
+    run.serve([served], settings, say=lambda text: print(text, flush=True))
+    print("ended", flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
