@@ -19,7 +19,7 @@ from typing import Any
 from trimtab.doctor.environment import read_environment
 from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
 
-TAIL_LINES, LINES = 12, 8
+TAIL_LINES, LINES = 30, 8
 
 
 def compact(record: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,12 @@ class Served:
         except OSError:
             return False
 
+    def _has_failed(self) -> bool:
+        try:
+            return bool(self.status()["state"] == "failed")
+        except OSError:
+            return False
+
     def wait_ready(self, timeout_s: float) -> float:
         """Return the seconds until it was ready. Errors: RuntimeError if it ended or time is over."""
         start = time.monotonic()
@@ -81,6 +87,8 @@ class Served:
                 raise RuntimeError(f"the server ended:\n{self.log[-2000:]}")
             if self.is_ready():
                 return time.monotonic() - start
+            if self._has_failed():
+                raise RuntimeError(f"the model cannot be loaded:\n{self.log[-2000:]}")
             time.sleep(0.02)
         raise RuntimeError(f"not ready after {timeout_s} s:\n{self.log[-2000:]}")
 

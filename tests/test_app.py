@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hmac
+import io
 import json
+import re
+import struct
 import subprocess
 import sys
+import wave
+import zlib
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +34,16 @@ PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
 PICTURE = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def picture_of(width, height):
+    """Return a data URL whose header promises so many pixels: a few bytes that would be gigabytes."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    made = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head)) + PNG[33:]
+    return "data:image/png;base64," + base64.b64encode(made).decode()
+
+
+BOMB, HUGE = picture_of(30, 30), picture_of(100_000, 100_000)
 
 
 def chat(found, **fields):
@@ -180,6 +198,43 @@ def test_a_medium_that_the_model_does_not_take_is_refused_at_its_place():
     assert error["param"] == "messages[0].content[1]" and "takes text" in error["message"]
 
 
+def wav(frames, rate=8000):
+    held = io.BytesIO()
+    with wave.open(held, "wb") as found:
+        found.setparams((1, 2, rate, 0, "NONE", ""))
+        found.writeframes(b"\0\0" * frames)
+    return base64.b64encode(held.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    "limits, part, param, words",
+    [
+        ({"image_pixels": 899}, {"type": "image_url", "image_url": {"url": BOMB}}, "messages[0].content[1].image_url.url",
+         "has 30 x 30 pixels, the limit is 899"),
+        ({}, {"type": "image_url", "image_url": {"url": HUGE}}, "messages[0].content[1].image_url.url", "pixels"),
+        ({"audio_s": 0.5}, {"type": "input_audio", "input_audio": {"data": wav(4001), "format": "wav"}},
+         "messages[0].content[1].input_audio.data", "the limit is 0.5"),
+        ({"audio_bytes": 1000}, {"type": "input_audio", "input_audio": {"data": wav(300), "format": "wav"}},
+         "messages[0].content[1].input_audio.data", "bytes decoded"),
+        ({"media_count": 1}, {"type": "image_url", "image_url": {"url": PICTURE}}, "messages[0].content[1]", "at most 1"),
+        ({"messages": 1}, None, "messages", "more than 1"), ({"max_tokens": 3}, None, "max_tokens", "at most 3"),
+        ({"n": 1}, None, "n", "at most 1"),
+    ],
+)  # fmt: skip
+def test_what_is_beyond_a_limit_is_refused_at_its_place_and_asks_no_model(limits, part, param, words):
+    pool = MockPool()
+    picture = {"type": "image_url", "image_url": {"url": PICTURE}}
+    message = {
+        "role": "user",
+        "content": [picture if part else {"type": "text", "text": "?"}, *([part] if part else [])],
+    }
+    fields = {} if part else {"max_tokens": 4 if "max_tokens" in limits else 1, "n": 1 + ("n" in limits)}
+    messages = [message] * (2 if "messages" in limits else 1)
+    error = error_of(chat(client(pool, limits=Limits(**limits)), messages=messages, **fields), 400)
+    assert error["param"] == param and words in error["message"]
+    assert pool.jobs == []
+
+
 def test_too_many_addresses_are_refused_before_one_is_fetched(monkeypatch):
     monkeypatch.setattr("trimtab.serve.fetch.Fetcher._read", lambda *_: pytest.fail("fetched"))
     parts = [{"type": "image_url", "image_url": {"url": f"http://example.org/{i}.png"}} for i in range(20)]
@@ -217,6 +272,22 @@ def test_every_error_class_of_ours_is_in_the_table():
     }
     # The root is never raised; the worker's own word travels with the error it carries.
     assert known - {"TrimtabError", "WorkerError"} == set(ERRORS)
+
+
+def test_the_table_of_errors_in_the_docs_is_this_one():
+    text = (Path(__file__).parent.parent / "docs" / "serve-many-adapters.md").read_text("utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\w+) \| (\w+) \|", text, re.M)
+    assert {name: (int(status), code) for status, name, code in rows} == {
+        name: (status, code) for name, (status, _, code) in ERRORS.items()
+    }
+
+
+def test_every_metric_and_limit_in_the_docs_is_one_of_the_servers():
+    text = (Path(__file__).parent.parent / "docs" / "serve-many-adapters.md").read_text("utf-8")
+    metrics = {family.name for family in Metrics().registry.collect()}
+    assert {name.removesuffix("_total") for name in re.findall(r"`(trimtab_\w+)`", text)} == metrics
+    named = set(re.findall(r"--limit (\w+)=N", text)) | set(re.findall(r"`(\w+)=N`", text))
+    assert named == {item.name for item in fields(Limits)}
 
 
 def test_a_full_queue_says_when_to_come_again():
@@ -403,6 +474,22 @@ def test_a_key_is_needed_where_one_is_set():
         assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+def test_every_key_is_compared_in_constant_time(monkeypatch):
+    compared = []
+
+    def compare(one, other):
+        compared.append((len(one), len(other)))
+        return hmac_compare(one, other)
+
+    hmac_compare = hmac.compare_digest
+    monkeypatch.setattr("trimtab.serve.door.hmac.compare_digest", compare)
+    found = client(MockPool(), api_keys=("a", "a-much-longer-key"))
+    for key, status in (("a", 200), ("b" * 100, 401), ("", 401)):
+        assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == status
+    # All keys each time, also after one that matched, and digests of one length whatever the keys' is.
+    assert compared == [(32, 32)] * 6
+
+
 @pytest.mark.parametrize("keys", [(), ("key",)])
 def test_a_body_above_the_limit_is_refused_with_and_without_a_length(keys):
     found = client(MockPool(), api_keys=keys, limits=Limits(body_bytes=1000))
@@ -475,11 +562,11 @@ def test_adapters_are_loaded_below_the_root_only_and_unloaded(tmp_path):
     (tmp_path / "a").mkdir()
     pool = MockPool()
     found = client(pool, adapter_root=tmp_path)
-    asked = {"lora_name": "a", "lora_path": "a"}
+    asked = {"lora_name": "a", "lora_path": "a", "load_inplace": False}
     assert found.post("/v1/load_lora_adapter", json=asked).json() == {"status": "loaded", "lora_name": "a"}
     assert pool.calls == [("load", None, "a", str((tmp_path / "a").resolve()))]
     assert chat(found, model="a").status_code == 200
-    assert found.post("/v1/unload_lora_adapter", json={"lora_name": "a"}).status_code == 200
+    assert found.post("/v1/unload_lora_adapter", json={"lora_name": "a", "lora_int_id": 1}).status_code == 200
     assert error_of(chat(found, model="a"), 404)
     for path in ("..", "../x", "/etc", "nothing"):
         error = error_of(found.post("/v1/load_lora_adapter", json={**asked, "lora_path": path}), 400)
@@ -496,6 +583,12 @@ def test_health_is_the_process_and_ready_is_the_model():
     pool.is_ready = False
     assert (found.get("/health").status_code, found.get("/ready").status_code) == (200, 503)
     assert found.head("/ready").status_code == 503
+    for states, word in (
+        (("loading", "failed"), "loading"), (("restarting",), "loading"), (("failed", "failed"), "failed"),
+        (("ready", "stopped"), "stopping"),
+    ):  # fmt: skip
+        pool.status = lambda states=states: {"models": [{"state": state} for state in states]}
+        assert (found.get("/ready").status_code, found.get("/ready").json()) == (503, {"status": word})
 
 
 def test_the_pool_starts_and_drains_with_the_app():

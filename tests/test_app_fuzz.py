@@ -15,6 +15,7 @@ from tests.serving import MockPool
 from tests.test_app import PICTURE, drive_raw
 from trimtab.serve.app import make_app
 from trimtab.serve.metrics import Metrics
+from trimtab.serve.openapi import description
 from trimtab.serve.settings import Settings
 from trimtab.serve.wire import REQUESTS
 
@@ -65,12 +66,64 @@ def changed(value, path, new):
     return copy
 
 
+DESCRIBED = description(has_key=False)
+SCHEMAS = DESCRIBED["components"]["schemas"]
+# How often something else stands where the description says what it should be.
+WRONG_ONE_IN = 25
+NAMED = {"model": ["demo", "style", "nobody"], "url": [PICTURE, "data:,", "http://a/b"], "data": [WAV, "AAAA"]}
+
+
+@st.composite
+def described(draw, schema, name=""):
+    """Return a value that a schema of the description allows, with now and then a wrong one inside."""
+    if draw(st.integers(1, WRONG_ONE_IN)) == 1:
+        return draw(values)
+    if "$ref" in schema:
+        return draw(described(SCHEMAS[schema["$ref"].rpartition("/")[2]], name))
+    for several in ("anyOf", "oneOf"):
+        if several in schema:
+            return draw(described(draw(st.sampled_from(schema[several])), name))
+    if "const" in schema or "enum" in schema:
+        return draw(st.sampled_from(schema.get("enum") or [schema["const"]]))
+    match schema.get("type"):
+        case "object":
+            known = schema.get("properties", {})
+            chosen = draw(st.sets(st.sampled_from(sorted(known)), max_size=6)) if known else set()
+            made = {key: draw(described(known[key], key)) for key in sorted(chosen | set(schema.get("required", ())))}
+            return made | (draw(st.dictionaries(texts, values, max_size=1)) if not draw(st.integers(0, 9)) else {})
+        case "array":
+            most = min(3, schema.get("maxItems", 3))
+            return [draw(described(schema["items"], name)) for _ in range(draw(st.integers(min(most, 1), most)))]
+        case "integer":
+            low, high = schema.get("minimum", 0), schema.get("maximum", schema.get("exclusiveMaximum", 2**31) - 1)
+            return draw(st.sampled_from([low, high, min(high, max(low, 3))]) | st.integers(low, min(high, low + 40)))
+        case "number":
+            low = schema.get("minimum", schema.get("exclusiveMinimum", 0))
+            return draw(st.floats(low, schema["maximum"], exclude_min="exclusiveMinimum" in schema))
+        case "boolean" | "null" as kind:
+            return draw(st.booleans()) if kind == "boolean" else None
+        case "string":
+            return draw(
+                st.sampled_from(NAMED[name]) if name in NAMED else texts | st.sampled_from(["wav", "flac", "a"])
+            )
+    return draw(values)
+
+
+def of_the_description(path):
+    """Return a strategy of the bodies that the description gives a path."""
+    content = DESCRIBED["paths"][path]["post"]["requestBody"]["content"]
+    return described(content["application/json"]["schema"])
+
+
 @st.composite
 def bodies(draw):
-    """Return (path, body): noise, any JSON, or a good request with something wrong in one or two places."""
+    """Return (path, body): what the description says, noise, any JSON, or a good request with something wrong in it."""
     path = draw(st.sampled_from(sorted(VALID)))
-    how = draw(st.sampled_from(["noise", "json", "changed", "changed", "changed", "added", "cut", "bytes"]))
+    hows = ["described"] * 6 + ["changed"] * 3 + ["noise", "json", "added", "cut", "bytes"]
+    how = draw(st.sampled_from(hows))
     good = VALID[path]
+    if how == "described":
+        return path, json.dumps(draw(of_the_description(path))).encode()
     if how == "noise":
         return path, draw(st.binary(max_size=64))
     if how == "json":
@@ -137,6 +190,23 @@ def test_ten_thousand_malformed_bodies_are_refused_in_openais_shape(found):
 def test_bodies_made_to_hurt_are_refused(body):
     for path in VALID:
         check(path, body)
+
+
+def test_what_the_description_allows_gets_past_the_first_look():
+    # Otherwise the bodies made from it would all end at the same early refusal.
+    seen = set()
+
+    @settings(quiet, max_examples=200, database=None)
+    @given(st.sampled_from(sorted(VALID)).flatmap(lambda path: st.tuples(st.just(path), of_the_description(path))))
+    def look(found):
+        path, body = found
+        app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
+        sent = asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))
+        seen.add((path, sent[0]["status"]))
+
+    look()
+    assert {path for path, status in seen if status == 200} >= {"/v1/chat/completions", "/v1/completions"}
+    assert {status for _, status in seen} >= {200, 400, 404}
 
 
 def test_the_good_requests_are_answered():

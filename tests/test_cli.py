@@ -350,7 +350,8 @@ def test_run_streams_the_text_that_json_has_whole(asks, world):
     report = json.loads(whole)
     assert (code, err, out) == (0, "", report["text"] + "\n")
     assert (len(report["token_ids"]), report["finish_reason"], report["adapter"]) == (4, "length", None)
-    assert set(report["memory"]) == {"gpu_bytes", "gpu_peak_bytes", "host_peak_bytes"}
+    assert set(report["memory"]) == {"gpu_bytes", "gpu_decode_bytes", "gpu_peak_bytes", "host_peak_bytes"}
+    assert report["fallbacks"] == []
     assert report["planned"]["gpu_peak_bytes"] <= report["planned"]["gpu_budget_bytes"]
 
 

@@ -1,5 +1,6 @@
 """Drafts: from recorded runs alone, each with a reproducer that showed its failure; nothing personal, nothing half-written."""
 
+import ast
 import getpass
 import json
 import re
@@ -188,8 +189,62 @@ def test_every_fact_of_a_draft_names_a_run_and_every_number_in_it_was_recorded()
 def test_each_line_of_the_issue_with_a_fact_ends_with_its_runs():
     body = the_draft(make(), "quant-state-meta-item").markdown().partition("\n---\n")[2]
     facts = re.search(r"### Summary\n(.*?)\n### Exact", body, re.DOTALL).group(1).strip().splitlines()
-    assert len(facts) == 3
-    assert [re.search(r"(\[[^\]]+\])$", line).group(1) for line in facts] == ["[r2]", "[r1]", "[reproducer]"]
+    assert [re.search(r"(\[[^\]]+\])$", line).group(1) for line in facts[:3]] == ["[r2]", "[r1]", "[reproducer]"]
+    assert len(facts) == 4 and facts[3].startswith("- Marks in brackets say where")
+
+
+def test_every_run_that_a_sentence_names_stands_in_the_table_of_results():
+    for one in make().drafts:
+        body = one.markdown().partition("\n---\n")[2]
+        table = re.search(r"### Observed results\n(.*?)\n### ", body, re.DOTALL).group(1)
+        rows = re.findall(r"^\| (r\d+) \|", table, re.M)
+        assert set(re.findall(r"\[(r\d+)\]", body)) == set(rows) and len(set(rows)) == len(rows) > 2
+
+
+def test_an_imitated_gpu_is_told_with_the_memory_that_was_set():
+    pressed = r03(how_pressed="imitated card of 100 bytes, 55 of them free after the base")
+    text = the_draft(make([pressed, record("R05")]), "quant-state-meta-item").markdown()
+    assert "stands for the GPU in every map" in text
+    assert "free memory was set: imitated card of 100 bytes, 55 of them free after the base. [r1]" in text
+    real = [{**run, "device": "NVIDIA H200"} for run in (pressed, record("R05"))]
+    assert "stands for the GPU in every map" not in the_draft(make(real), "quant-state-meta-item").markdown()
+
+
+def test_a_wrong_answer_is_told_by_mode_and_number():
+    modes = {
+        "text": {"ok": True, "equals_reference": True, "max_abs": 0.0},
+        "image": {"ok": True, "equals_reference": False, "max_abs": 3.14159},
+        "audio": {"ok": False, "equals_reference": None, "max_abs": None},
+    }
+    undone = {"label": "PASS_BUT_PLACEMENT_UNDONE", "placement_kept": False, "asked": TOWERS}
+    text = make([record("A", modes=modes, **undone), record("C")]).drafts[0].markdown()
+    assert "text right, image another answer, audio failed" in text
+    assert "another answer than that of the same model on one device: image (a logit differs by 3.14). [r1]" in text
+
+
+def test_what_sets_two_runs_apart_is_said():
+    odd = r03()
+    odd["configuration"] |= {"targets": "q_proj, v_proj", "then": "dequantize, merge"}
+    same = record("R05", asked=TOWERS)
+    same["configuration"] |= {"targets": "exactly the modules that it has weights for"}
+    text = the_draft(make([odd, same]), "quant-state-meta-item").markdown()
+    assert "(`target_modules`: q_proj, v_proj), `model.dequantize()`, `merge_and_unload()`: " in text
+    assert "| targets | `q_proj, v_proj` | `exactly the modules that it has weights for` |" in text
+    assert "| then | `dequantize, merge` | not set |" in text
+
+
+def test_long_lines_are_cut_and_say_so():
+    long = {**META_ITEM, "message": f"{ITEM} {'x' * 2000}", "tail": "y" * 2000}
+    output = printed("RuntimeError", f"{ITEM} {'x' * 2000}", "bitsandbytes/functional.py")
+    runs = [{**r03(), "exception": long}, record("R05")]
+    text = the_draft(make(runs, run_script=lambda _: came(output)), "quant-state-meta-item").markdown()
+    assert max(map(len, text.splitlines())) < 800 and text.count("characters left out]") >= 4
+
+
+def test_lines_that_differ_in_a_module_are_told_once():
+    noisy = r03(warnings={f"for base.model.layers.{n}.q_proj: copying to meta is a no-op": 2 for n in range(5)})
+    text = the_draft(make([noisy, record("R05")]), "quant-state-meta-item").markdown()
+    assert text.count("copying to meta is a no-op") == 1 and "Said while it ran (10 times)" in text
 
 
 def test_without_the_run_the_sentence_is_gone():
@@ -347,6 +402,24 @@ def test_an_open_thread_gets_the_evidence_instead_of_a_new_issue():
     assert "- peft-placement-planned-again.md: huggingface/peft#287" in made.not_to_file
 
 
+def test_a_thread_that_the_error_itself_names_comes_before_a_new_issue():
+    message = f"{ITEM}. See https://github.com/bitsandbytes-foundation/bitsandbytes/issues/77."
+    runs = [{**r03(), "exception": {**META_ITEM, "message": message}}, record("R05")]
+    text = the_draft(make(runs), "quant-state-meta-item").markdown()
+    named = "bitsandbytes-foundation/bitsandbytes#77"
+    assert f"add the evidence to {named} if it is open: the error sends its readers there; else new issue" in text
+    assert f"- {named} (named by the error's own text)" in text
+
+
+def test_of_equally_near_cases_that_with_the_same_call_is_the_contrast():
+    failing = record("EMBED", "FAIL_EMBED_TOKENS_META", call="none", asked=NAMED, exception=META_ITEM)
+    other_call = record("R05", asked=NAMED)
+    same_call = record("SPLIT", asked=TOWERS, call="none")
+    runs = evidence_of([failing, other_call, same_call])
+    found = nearest_pass(runs[0], runs)
+    assert found is not None and found.case == "SPLIT"
+
+
 def test_drafts_link_each_other():
     one = the_draft(make(), "quant-state-meta-item")
     assert one.beside == ("peft-placement-planned-again.md",)
@@ -472,9 +545,30 @@ def test_reproducers_need_the_stock_stack_alone():
         compile(text, name, "exec")
         lines = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
         used = {line.split()[1].partition(".")[0] for line in lines}
-        assert used - sys.stdlib_module_names <= {"torch", "peft", "transformers", "bitsandbytes"}
+        assert used - sys.stdlib_module_names <= {"torch", "accelerate", "peft", "transformers", "bitsandbytes"}
         assert "trimtab" not in text and clean(text) == text
         assert 'print("works: ' in text or 'print(f"works: ' in text
+
+
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_reproducers_hold_nothing_that_they_do_not_use(name):
+    tree = ast.parse(script(name))
+    made = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    made |= {
+        alias.name.split(".")[0]
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+    made |= {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    assert made - used == set()
 
 
 # Not to file ----------------------------------------------------------------------------------------------------------
@@ -543,8 +637,10 @@ def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
     assert "- `model.multi_modal_projector` [r8]" in text
     assert re.findall(r"^## (.*)", text, re.M) == [
         "Claims wider than the evidence", "Failures without a draft", "Threads that exist: add evidence there, no new issue",
-        "Drafts that are not for filing now", "Module names that these models do not have",
+        "Drafts that are not for filing now", "Module names that these models do not have", "The runs",
     ]  # fmt: skip
+    versions = ", ".join(f"{name} {version}" for name, version in NEW.items())
+    assert f"| r6 | `ODD` | stock | `UNKNOWN` | adapter | {versions} |" in text
 
 
 def test_the_states_in_the_docs_are_the_states():

@@ -1,7 +1,10 @@
 """Labels: real records have theirs, unknown failures stay unknown, silent faults are told apart."""
 
 import copy
+import getpass
 import json
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,56 @@ def test_recorded_run_has_its_label(name, run):
     assert labels.catalogue_of(run) == run["catalogue"]
 
 
+@pytest.mark.parametrize("version", ["oldest", "newest"])
+def test_every_case_was_recorded_by_both_engines_with_one_set_of_versions(version):
+    runs = [run for name, run in RECORDED if version in name]
+    assert [(run["case"], run["engine"]) for run in runs] == [
+        (case.name, engine) for case in CASES for engine in ("stock", "trimtab")
+    ]
+    assert len({json.dumps(run["versions"]) for run in runs}) == 1
+    wanted = {"oldest": ("5.6.2", "0.19.1", "1.13.0", "0.49.2"), "newest": ("5.23.0", "0.21.2", "1.15.0", "0.50.2")}[
+        version
+    ]
+    packages = ("transformers", "peft", "accelerate", "bitsandbytes")
+    assert tuple(runs[0]["versions"][package] for package in packages) == wanted
+
+
+# A path that begins at the root, at a drive or at a home folder: in a record only "<work>/..." and "peft/..." may stand.
+PATH = re.compile(
+    r"(?<![\w.:/<>*)\]-])/(?:home|root|Users|tmp|var|opt|usr|mnt|work|srv|private)\b|\b[A-Za-z]:[\\/]{1,2}\w|(?<!\w)~/"
+)
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("matrix_*.json")), ids=lambda file: file.stem)
+def test_recorded_file_holds_no_path_user_host_or_address(file):
+    text = file.read_text(encoding="utf-8")
+    assert not PATH.findall(text)
+    assert not re.findall(r"[\w.+-]+@[\w-]+\.\w+|\bhf_\w{20,}|file://|(?:site|dist)-packages", text)
+    names = {getpass.getuser(), socket.gethostname(), Path.home().name, RESULTS.parent.parent.parent.name}
+    # A name that is also a word of a library's log says nothing.
+    words = {"root", "main", "work", "home", "runner", "user", "localhost", "src", "code", "projects"}
+    for name in names - words:
+        assert not re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", text), name
+
+
+@pytest.mark.parametrize(
+    "text", ["/home/x/y", '"/root/.cache"', "E:\\\\offload", "~/models", "in /tmp/run", "C:/Users"]
+)
+def test_pattern_of_paths_finds_paths(text):
+    assert PATH.search(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["<work>/R03-stock/offload", "peft/tuners/x.py:3", "https://github.com/a/b", "n/a", "1e-3/2"]
+)
+def test_pattern_of_paths_leaves_the_rest_alone(text):
+    assert not PATH.search(text)
+
+
 @pytest.mark.parametrize("version, case, label, stage", [
+    ("oldest", "FIRST_REPORT", "FAIL_BNB_PARAM_CONSTRUCTOR", "adapter"),
+    ("oldest", "SPLIT_4BIT_ADAPTER_SAME_MAP", "FAIL_SHARED_KV_KEYERROR", "first forward"),
+    ("newest", "FIRST_REPORT", "FAIL_SDPA_AUDIO", "base"),
     ("oldest", "R03_SPLIT_4BIT", "FAIL_BNB_PARAM_CONSTRUCTOR", "adapter"),
     ("oldest", "SPLIT_4BIT_ADAPTER_PREFIXED_MAP", "FAIL_SHARED_KV_KEYERROR", "first forward"),
     ("oldest", "BROAD_TARGETS_4BIT", "GEMMA4_CLIPPABLE_LINEAR_UNSUPPORTED", "adapter"),
@@ -57,6 +109,20 @@ def test_recorded_run_has_its_label(name, run):
 def test_what_the_field_and_the_catalogue_say_was_seen(version, case, label, stage):
     run = run_of(version, case)
     assert (run["label"], run["stage"]) == (label, stage)
+
+
+def test_load_that_cannot_run_was_silent():
+    run = run_of("newest", "R03_SPLIT_4BIT")
+    assert run["placement_kept"] is False and "cpu" in run["map_after"].values()
+    assert {finding["kind"] for finding in run["scan"]} >= {"quant-state-on-meta"}
+    assert [mode["stage"] for mode in run["modes"].values()] == ["first forward"] * 3
+    inner = run["exception"]["frames"][-1]
+    assert (inner["library"], inner["function"]) == ("bitsandbytes", "to")
+
+
+def test_key_of_the_shared_states_is_the_last_layer_that_stores_them():
+    message = run_of("oldest", "SPLIT_4BIT_ADAPTER_SAME_MAP")["exception"]["message"]
+    assert re.fullmatch(r"\d+", message)  # 22 on E4B, 13 on E2B
 
 
 def test_first_failing_mode_leaves_the_others_answers():

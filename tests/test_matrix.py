@@ -234,6 +234,14 @@ def test_failed_save_leaves_the_last_file(tmp_path):
     assert file.read_bytes() == before and list(tmp_path.iterdir()) == [file]
 
 
+def test_place_that_cannot_be_written_to_is_known_before_the_first_case(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path, tmp_path / "file" / "runs.json"):
+        with pytest.raises(RequestError) as caught:
+            saving(place, {})
+        assert (caught.value.field, caught.value.value) == ("save", str(place))
+
+
 @pytest.mark.parametrize("text, reason", [
     ("{", "is not JSON"), ("[]", "is no runs file"), ('{"format": 2, "runs": []}', "is no runs file"),
     ('{"format": 1, "runs": [{"case": "A", "engine": "stock"}]}', "run 0 lacks label, stage"),
@@ -251,16 +259,43 @@ def test_runs_file_that_is_not_there_is_refused(tmp_path):
         read_runs(tmp_path / "no.json")
 
 
-def test_table_has_both_engines_side_by_side():
-    ok, bad = {"ok": True, "equals_reference": True}, {"ok": False}
-    runs = [
-        {"case": A, "engine": "stock", "label": "FAIL_AUDIO_FINFO", "stage": "first forward",
-         "modes": {"text": ok, "image": {"ok": True, "equals_reference": False}, "audio": bad}},
-        {"case": A, "engine": "trimtab", "label": "PASS", "stage": "done", "modes": {"text": ok}, "how": "9 blocks resident"},
-    ]  # fmt: skip
-    line = next(line for line in matrix_text(runs, width=200).splitlines() if A in line)
-    cells = [cell.strip() for cell in line.strip("│").split("│")]
-    assert cells == [A, "FAIL_AUDIO_FINFO", "= ~ x", "PASS", "= . .", "9 blocks resident"]
+FAILED = {
+    "case": A, "engine": "stock", "label": "FAIL_AUDIO_FINFO", "stage": "first forward", "catalogue": "D2",
+    "modes": {
+        "text": {"ok": True, "equals_reference": True}, "image": {"ok": True, "equals_reference": False},
+        "audio": {"ok": False},
+    },
+    "memory": {"host_peak_bytes": 2**30, "gpu_peak_bytes": 5 * 2**29},
+    "exception": {"tail": "a.py:1 in f\n" * 9 + "transformers/x.py:7 in forward\nTypeError: torch.finfo() requires [x]"},
+}  # fmt: skip
+RIGHT = {
+    "case": A, "engine": "trimtab", "label": "PASS", "stage": "done", "modes": {"text": {"ok": True, "equals_reference": True}},
+    "memory": {"host_peak_bytes": 3 * 2**29, "gpu_peak_bytes": None}, "how": "9 blocks [resident]", "exception": None,
+}  # fmt: skip
+
+
+def test_table_has_both_engines_side_by_side_with_modes_and_peaks():
+    lines = matrix_text([FAILED, RIGHT], width=200).splitlines()
+    at = next(place for place, line in enumerate(lines) if A in line)
+    cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[at : at + 2]]
+    assert cells[0] == [A, "FAIL_AUDIO_FINFO", "= ~ x", "2.5", "PASS", "= . .", "1.5", "9 blocks [resident]"]
+    assert cells[1][1] == "at first forward"
+
+
+def test_ends_of_traces_stand_below_the_table_once_a_label():
+    lines = matrix_text([FAILED, {**FAILED, "case": B}, RIGHT], width=200).splitlines()
+    found = lines[
+        next(place for place, line in enumerate(lines) if line.startswith("FAIL_AUDIO_FINFO (D2) by stock:")) :
+    ]
+    assert found[1] == f"  in {A}, {B}"
+    assert (
+        found[-2:] == ["  transformers/x.py:7 in forward", "  TypeError: torch.finfo() requires [x]"]
+        and len(found) == 6
+    )
+
+
+def test_table_of_passes_has_no_traces():
+    assert "by trimtab" not in matrix_text([RIGHT])
 
 
 # Real cases -----------------------------------------------------------------------------------------------------------
@@ -299,6 +334,13 @@ def test_real_records_hold_no_path_of_this_machine(real):
         assert str(Path.home()) not in text and str(Path(__file__).parent.parent) not in text and sys.prefix not in text
 
 
+@pytest.mark.parametrize("limit, label", [({"timeout_s": 0.5}, "TIMEOUT"), ({"memory_bytes": 2**26}, "OOM_HOST")])
+def test_limit_ends_a_real_case_and_its_record_says_so(limit, label):
+    (run,) = run_matrix(cases=["SPLIT_4BIT_NO_ADAPTER"], engines=["stock"], device="cpu", **limit)
+    assert run["label"] == label and run["stage"] != "done" and run["exception"] is None
+    assert run["seconds"] < 30
+
+
 @pytest.mark.slow
 def test_every_case_has_a_known_label_on_both_engines():
     runs = run_matrix(device="cpu", timeout_s=300)
@@ -307,5 +349,5 @@ def test_every_case_has_a_known_label_on_both_engines():
     ours = {run["case"]: run["label"] for run in runs if run["engine"] == "trimtab"}
     refused = {name for name, label in ours.items() if label == "REFUSED_BY_NAME"}
     # A key that names nothing, and an embedding that the model reads outside its module: refused before any loading.
-    assert refused == {"MAP_KEY_MISSING", "EMBED_TOKENS_OFFLOADED"}
+    assert refused == {"FIRST_REPORT", "MAP_KEY_MISSING", "EMBED_TOKENS_OFFLOADED"}
     assert {name for name, label in ours.items() if label.startswith("PASS_BUT")} == set()

@@ -13,13 +13,13 @@ from tests import toy_worker
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve import pool as pool_module
-from trimtab.serve.faults import StoppingError, UnknownModelError
+from trimtab.serve.faults import UnknownModelError
 from trimtab.serve.job import Job
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.scheduler import DeadlineError, QueueFullError
 from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, Supervisor, WorkerError
+from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor, WorkerError
 
 toy = functools.partial(Supervisor, target=toy_worker.main)
 
@@ -393,8 +393,33 @@ def test_the_status_has_every_model_and_its_numbers(monkeypatch):
         first, second = pool.status()["models"]
         assert (first["name"], first["state"], first["takes"]) == ("a", "ready", ("text", "image"))
         assert (second["name"], second["state"], second["plan"], second["tier_bytes"]) == ("b", "stopped", None, {})
+        assert first["numbers"] == {"what": "numbers"}
 
     run(model("a", supports=("image",)), model("b"), work=work)
+
+
+def test_the_status_says_nothing_of_a_worker_that_is_gone():
+    block = {"part": "vision", "tier": "stream", "gpu_bytes": 1, "host_bytes": 5, "disk_bytes": 0}
+    plan = {
+        **dict.fromkeys(pool_module.SHOWN, 0), "placements": [block],
+        "request": {"model": "x", "quant": "none", "context_tokens": 1, "batch": 1},
+    }  # fmt: skip
+
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        supervisor = pool._members["a"].supervisor
+        supervisor.plan, supervisor.numbers = plan, {"resident": ["x"]}
+        states = []
+        for change in (lambda: None, supervisor.stop, lambda: supervisor._become("restarting")):
+            change()
+            (shown,) = pool.status()["models"]
+            states.append((shown["state"], shown["numbers"], shown["tier_bytes"], shown["plan"]["placements"]))
+        return states
+
+    assert run(work=work) == [
+        ("ready", {"resident": ["x"]}, {"stream": 6}, [block]), ("stopped", {}, {"stream": 0}, [block]),
+        ("restarting", {}, {"stream": 0}, [block]),
+    ]  # fmt: skip
 
 
 def test_a_mistake_of_the_keeper_does_not_end_it(monkeypatch, caplog):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 import trimtab
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.request import LoadRequest
+from trimtab.serve import registry
 from trimtab.serve.registry import ServedModel, read_registry
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
@@ -159,3 +165,20 @@ def test_what_is_no_toml_is_refused(write, tmp_path):
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match="not TOML"):
         read_registry(tmp_path / "bytes.toml")
+
+
+def test_the_example_in_the_docs_is_read(tmp_path):
+    text = (ROOT / "docs" / "serve-many-adapters.md").read_text("utf-8")
+    (block,) = re.findall(r"```toml\n(.*?)```", text, re.DOTALL)
+    for name in ("models/gemma-4-E4B-it", "models/gemma-4-E2B-it", "adapters/medical", "adapters/legal"):
+        assert name in block
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "models.toml").write_text(block, encoding="utf-8")
+    gemma, small = read_registry(tmp_path / "models.toml")
+    assert (gemma.name, gemma.kept, set(gemma.adapters), gemma.idle_unload_s) == (
+        "gemma", ("medical",), {"medical", "legal"}, 600,
+    )  # fmt: skip
+    assert (small.name, small.supports, small.request.gpu_memory_bytes) == ("small", (), 5 * 2**30)
+    # Every further key that the page of the docs names is one.
+    (further,) = re.findall(r"Further keys: (.*?)\. Everything", text, re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", further)) <= set(registry._KINDS)

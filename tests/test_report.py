@@ -168,6 +168,16 @@ def test_every_label_has_a_colour_and_a_sign():
     assert {label: kind_of(label) for label in wanted} == wanted
 
 
+def test_a_merge_with_other_logits_is_not_shown_as_right_and_names_its_lane():
+    label, lane = "DIRECT_4BIT_MERGED_MATCHES_ADAPTER", "DIRECT_4BIT_MERGE_STILL_DIVERGES"
+    modes = {"text": {"ok": True, "equals_reference": False}, "image": {"ok": True, "equals_reference": True}}
+    found = report.cell_of(record("M", label, lane=lane, modes=modes))
+    assert (found.kind, found.label, found.lane) == ("silent", label, lane)
+    assert report.cell_of(record("M", label)).kind == "good"
+    text = report_html(environment=ENVIRONMENT, records=[record("M", label, lane=lane, modes=modes)])
+    assert lane in "".join(Page(text).texts)
+
+
 def test_a_cell_opens_to_its_trace_and_facts():
     text = whole()
     page = Page(text)

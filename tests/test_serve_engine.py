@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
 
 import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import trimtab
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
+from trimtab.runtime import graphs
 from trimtab.runtime.batch import Batch
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
@@ -181,8 +187,6 @@ def test_an_adapter_larger_than_all_the_room_is_refused_when_it_is_added(model, 
 
 
 def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatch):
-    import torch
-
     begin = Batch._prefill
 
     def prefill(self, prompt):
@@ -195,3 +199,131 @@ def test_memory_that_runs_out_in_a_prompt_ends_that_job_alone(engine, monkeypatc
     assert found["a"][1].error["class"] == DeviceError.__name__
     assert found["b"][1].kind == "done"
     assert engine.batch.active == []
+
+
+# What the host's allocator says on Linux; it has no class of its own.
+NO_HOST_MEMORY = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError(NO_HOST_MEMORY), torch.OutOfMemoryError("no room")],
+    ids=lambda e: type(e).__name__,
+)
+def test_memory_that_runs_out_in_a_step_ends_the_one_that_came_last(engine, monkeypatch, error):
+    forward, failing = Batch._forward, [error]
+
+    def once(self):
+        if len(self.active) == 2 and failing:
+            raise failing.pop()
+        return forward(self)
+
+    monkeypatch.setattr(Batch, "_forward", once)
+    found = run(engine, ask("first"), ask("second", adapter="specialist"))
+    assert found["first"][0] == "three orange squares at the bottom right"
+    assert found["second"][1].error["class"] == "DeviceError" and "out of" in found["second"][1].error["message"]
+
+
+def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatch):
+    forward = Batch._forward
+
+    def broken(self):
+        logits, _ = forward(self)
+        for row in self.active:
+            if row.adapter == "specialist" and len(row.answer_ids) == 2:
+                logits[row.number, 7] = float("nan")
+        return graphs.with_likeliest(logits)
+
+    expected = model.answer(LOOK, max_new_tokens=40).text
+    monkeypatch.setattr(Batch, "_forward", broken)
+    found = run(engine, ask("a"), ask("b", adapter="specialist", temperature=1.0), ask("c"))
+    assert found["b"][1].error["class"] == "DeviceError" and "specialist" in found["b"][1].error["message"]
+    assert found["a"][0] == found["c"][0] == expected
+    assert engine.batch.active == [] and engine._by_row == {}
+
+
+@pytest.mark.parametrize("where", ["prepare", "sampler", "detokenizer"])
+def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, where):
+    def fail(*args, **kwargs):
+        raise KeyError("nobody thought of this")
+
+    if where == "prepare":
+        prepare = model.prepare
+        monkeypatch.setattr(model, "prepare", lambda prompt, **kw: fail() if prompt == "bad" else prepare(prompt, **kw))
+    begin = LoadedEngine._begin
+
+    def begun(self, job):
+        answer = begin(self, job)
+        if job.id == "bad" and where == "sampler":
+            answer.row.constraint = fail
+        elif job.id == "bad":
+            answer.detokenizer.push = fail
+        return answer
+
+    monkeypatch.setattr(LoadedEngine, "_begin", begun)
+    found = run(engine, ask("good"), ask("bad", prompt="bad" if where == "prepare" else LOOK), ask("after"))
+    assert found["bad"][1].error["class"] == "MistakeError"
+    assert "thought" not in found["bad"][1].error["message"]
+    assert found["good"][1].kind == found["after"][1].kind == "done"
+    assert engine.batch.active == [] and engine._by_row == {}
+
+
+def test_where_every_place_is_kept_another_adapter_is_refused(model):
+    engine = LoadedEngine(model, rows=2, resident_limit=1, kept=["style"])
+    with pytest.raises(RequestError) as caught:
+        engine.shelf.add("specialist", PATHS["specialist"])
+    assert "kept" in str(caught.value) and engine.shelf.names == ("style",)
+
+
+def test_a_lost_adapter_says_why_and_can_be_unloaded(engine):
+    engine.shelf.lost["gone"] = "its folder is not there"
+    found = run(engine, ask("a", adapter="gone"), ask("b"))
+    assert found["a"][1].error["class"] == "AdapterError" and "not there" in found["a"][1].error["message"]
+    assert found["b"][1].kind == "done"
+    engine.shelf.remove("gone", [])
+    assert run(engine, ask("a", adapter="gone"))["a"][1].error["class"] == "RequestError"
+
+
+def copied(tmp_path):
+    folder = tmp_path / "adapter"
+    shutil.rmtree(folder, ignore_errors=True)
+    return shutil.copytree(PATHS["rslora-dora"], folder)
+
+
+def test_an_adapter_with_weights_that_are_not_numbers_is_refused_by_their_names(engine, tmp_path):
+    folder = copied(tmp_path)
+    file = folder / "adapter_model.safetensors"
+    data = bytearray(file.read_bytes())
+    (head,) = struct.unpack_from("<Q", data)
+    header = json.loads(data[8 : 8 + head])
+    name, entry = next((name, entry) for name, entry in header.items() if "lora_A" in name)
+    size = 2 if entry["dtype"] == "BF16" else 4
+    at = 8 + head + entry["data_offsets"][0]
+    data[at : at + size] = struct.pack("<f", float("nan"))[-size:]
+    file.write_bytes(data)
+    with pytest.raises(AdapterError) as caught:
+        engine.shelf.add("broken", folder)
+    assert [problem.split()[0] for problem in caught.value.problems] == [name]
+    assert "broken" not in engine.shelf.names
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_damaged_adapter_is_refused_by_name_or_answers(model, tmp_path, data):
+    folder = copied(tmp_path)
+    name = data.draw(st.sampled_from(["adapter_config.json", "adapter_model.safetensors"]))
+    content = bytearray((folder / name).read_bytes())
+    # Where a safetensors file says what it holds; the weights behind it are only numbers.
+    last = min(len(content), 20_000) - 1
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, last), st.integers(0, 255)), max_size=4)):
+        content[place] = value
+    cut = data.draw(st.one_of(st.none(), st.integers(0, len(content))))
+    (folder / name).write_bytes(content[:cut])
+    engine = LoadedEngine(model, rows=1)
+    try:
+        engine.shelf.add("damaged", folder)
+    except TrimtabError:
+        assert "damaged" not in engine.shelf.names
+    else:
+        assert run(engine, ask("a", adapter="damaged", tokens=2))["a"][1].kind in ("done", "error")
+        engine.shelf.remove("damaged", [])

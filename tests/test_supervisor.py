@@ -146,6 +146,41 @@ def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch)
     assert supervisor.state == "failed"
 
 
+def test_what_no_worker_was_given_yet_outlives_those_that_die_while_loading(tmp_path):
+    mark = tmp_path / "mark"
+    supervisor = started({"die_at_start_after": str(mark)})
+    supervisor.wait_ready(WAIT_S)
+    try:
+        mark.touch()
+        os.kill(supervisor.pid, KILL)
+        end = time.monotonic() + WAIT_S
+        while supervisor.state == "ready":
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        told = ask(supervisor, job("1", "echo"))
+        while supervisor.restarts < 2:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        mark.unlink()
+        assert ends(told, 1)["1"].kind == "done"
+    finally:
+        supervisor.stop()
+
+
+def test_a_worker_that_hangs_in_a_call_is_killed():
+    supervisor = started(hang_s=0.2)
+    supervisor.wait_ready(WAIT_S)
+    try:
+        time.sleep(0.3)  # quiet with nothing to do is no hanging
+        assert supervisor.call("numbers").result(WAIT_S)
+        with pytest.raises(WorkerDiedError):
+            supervisor.call("hang").result(WAIT_S)
+        assert ends(ask(supervisor, job("2", "echo")), 1)["2"].kind == "done"
+        assert supervisor.restarts == 1
+    finally:
+        supervisor.stop()
+
+
 def test_calls_are_answered_or_end_with_the_worker(supervisor):
     assert supervisor.call("numbers").result(WAIT_S) == {"what": "numbers"}
     with pytest.raises(WorkerError) as caught:

@@ -106,6 +106,12 @@ def test_quantized_weights_differ_from_bf16(base):
     assert max(report.layers) > 0 and report.layers[0] == 0.0  # embeddings are not quantized
 
 
+def test_steps_say_what_one_pass_says_but_for_their_kernels(base, adapter):
+    report = ask(base, adapters={"a": adapter}, against="eager", quant="none")
+    assert report.ok and report.verdict in ("same", "same within noise")
+    assert [row.difference.top1_agreement for row in report.prompts] == [1.0] * len(report.prompts)
+
+
 @pytest.mark.parametrize("against", ["single", "alone"])
 def test_a_batch_is_each_row_alone_but_for_its_kernels(base, adapter, tmp_path, against):
     adapters = {"a": adapter}

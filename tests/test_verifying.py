@@ -17,7 +17,7 @@ from trimtab.errors import DoesNotFitError, TrimtabError
 from trimtab.process import CRASHED, DONE, OOM_HOST, Outcome
 from trimtab.proof import comparisons
 from trimtab.serve import verifying, verifying_inside
-from trimtab.serve.app import _on_http_error, _on_trimtab_error
+from trimtab.serve.app import _on_http_error, on_trimtab_error
 
 PLAN = {"request": {"adapters": {"style": "/a/style"}}}
 REPORT = {"verdict": "same", "ok": True}
@@ -34,7 +34,7 @@ class Pool:
 def client(pool=None):
     from starlette.exceptions import HTTPException
 
-    handlers = {TrimtabError: _on_trimtab_error, HTTPException: _on_http_error}
+    handlers = {TrimtabError: on_trimtab_error(), HTTPException: _on_http_error}
     return TestClient(Starlette(routes=verifying.verify_routes(pool or Pool()), exception_handlers=handlers))
 
 

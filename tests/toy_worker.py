@@ -42,6 +42,8 @@ def _obey(channel, message):
             case "die":
                 os._exit(7)
     elif message["do"] == "call":
+        if message["what"] == "hang":
+            time.sleep(600)
         if message["what"] == "bad":
             error = {"class": "RequestError", "message": "no such call", "fields": {"field": "what"}}
             channel.send({"say": "reply", "id": message["id"], "error": error})

@@ -108,11 +108,17 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
     return own if quant == "auto" else quant
 
 
-def load(plan: Plan, *, progress: Callable[[int, int], None] | None = None) -> LoadedModel:
-    """Return the model of a plan, loaded; use it as a context manager. progress: called with (bytes read, of bytes)."""
+def load(
+    plan: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str = "auto"
+) -> LoadedModel:  # fmt: skip
+    """Return the model of a plan, loaded; use it as a context manager.
+
+    progress: called with (bytes read, of bytes). decode: "auto" takes the fastest way to compute a step that works here,
+    "eager" transformers' own; see `LoadedModel`.
+    """
     from trimtab.runtime.model import LoadedModel
 
-    return LoadedModel(plan, progress=progress, probe=plan.__dict__.pop(PROBE, None))
+    return LoadedModel(plan, progress=progress, probe=plan.__dict__.pop(PROBE, None), decode=decode)
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:

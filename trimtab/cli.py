@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import trimtab
-from trimtab.commands import doctor, line, merging, serve
+from trimtab.commands import bench, doctor, line, merging, serve
 from trimtab.commands.saying import print_json
 from trimtab.errors import (
     AdapterError,
@@ -134,7 +134,7 @@ def parser() -> argparse.ArgumentParser:
         found.set_defaults(command=function)
         return found
 
-    for room in (line, merging, doctor, serve):
+    for room in (line, merging, bench, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -16,6 +16,7 @@ from trimtab.errors import RequestError
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
+DECODE_MODES = ("auto", "eager", "graph", "fused")
 DTYPES = ("bfloat16", "float16", "float32")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

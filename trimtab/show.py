@@ -12,6 +12,7 @@ from trimtab.errors import gib
 if TYPE_CHECKING:
     from trimtab.plan import Plan
     from trimtab.runtime.generate import Answer
+    from trimtab.runtime.graphs import Fallback
 
 Progress = Callable[[int, int], None]
 SHOWN_PATHS = 5
@@ -74,12 +75,16 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> list[str]:
     return [f"{name:<{left}}  {value:>{right}}" for name, value in rows]
 
 
-def answer_json(answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None) -> dict[str, Any]:
-    """Return what `trimtab run --json` prints: the answer, its timings, and the peaks beside what was planned."""
+def answer_json(
+    answer: Answer, plan: Plan, memory: Mapping[str, int], adapter: str | None, fallbacks: Sequence[Fallback] = ()
+) -> dict[str, Any]:
+    """Return what `trimtab run --json` prints: the answer, its timings, the peaks beside what was planned, and what ran
+    the slower way."""
     return {
         "text": answer.text, "token_ids": list(answer.token_ids), "finish_reason": answer.finish_reason,
         "adapter": adapter, "prompt_tokens": answer.prompt_tokens, "ttft_s": answer.ttft_s, "decode_s": answer.decode_s,
         "tokens_per_s": answer.tokens_per_s, "memory": dict(memory),
+        "fallbacks": [{"what": one.what, "why": one.why} for one in fallbacks],
         "planned": {
             "gpu_peak_bytes": max(plan.gpu_peak_bytes, plan.gpu_load_peak_bytes),
             "gpu_budget_bytes": plan.gpu_budget_bytes, "host_peak_bytes": plan.host_peak_bytes,

@@ -41,7 +41,8 @@ def main(port: int, keys: tuple[str, ...]) -> None:
     served = ServedModel(name="gemma-demo", request=request, adapters=adapters, kept=(KEPT,), rows=4, resident_limit=2)
     settings = Settings(port=port, api_keys=keys, adapter_root=DEMO / "adapters")
     pool = Pool([served], settings)
-    app = make_app(pool, settings, Metrics(), extra=[*page_routes(settings), *verify_routes(pool)])
+    app = make_app(pool, settings, Metrics(), extra=[*page_routes(settings), *verify_routes(pool, folders=pool.folders)],
+                   folders=pool.folders)  # fmt: skip
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning", timeout_graceful_shutdown=2)
 
 

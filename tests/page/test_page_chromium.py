@@ -10,6 +10,7 @@ import io
 import json
 import os
 import shutil
+import urllib.request
 import wave
 
 import pytest
@@ -31,8 +32,8 @@ ANSWER_MS = 60_000
 QUESTIONS = [
     json.loads(line) for line in (serving.DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines() if line
 ]
-# Hot enough that the demo model does not find its end token for a long while.
-LONG = {"temperature": "2", "seed": "7"}
+# An answer of this form takes hundreds of tokens, whatever the model would rather say.
+LONG = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 200}
 
 
 def question(kind):
@@ -97,6 +98,14 @@ def ask(page, text, *, voice=None, media=None):
     page.click("#send")
 
 
+def api(url, path, body=None):
+    """Return what the server answers without a page."""
+    head = {"authorization": f"Bearer {KEY}", "content-type": "application/json"}
+    request = urllib.request.Request(url + path, None if body is None else json.dumps(body).encode(), head)
+    with urllib.request.urlopen(request, timeout=60) as found:
+        return json.load(found)
+
+
 def answers(page, count=1):
     done = page.locator(".answer[aria-busy=false]")
     expect(done).to_have_count(count, timeout=ANSWER_MS)
@@ -134,6 +143,27 @@ def test_a_sound_is_heard(opened):
     page, asked = opened(), question("audio")
     ask(page, asked["prompt"], media=("sound", asked["audio"]))
     assert answers(page) == [asked["answers"]["base"]]
+
+
+@pytest.mark.parametrize("voice", ["gemma-demo", "gemma-demo:style"])
+def test_text_picture_and_sound_together_are_answered_as_the_api_answers(opened, url, voice):
+    page, seen, heard = opened(), question("image"), question("audio")
+    set_options(page, max_tokens="24")
+    for place, (kind, path) in enumerate((("image", seen["image"]), ("sound", heard["audio"])), 1):
+        page.set_input_files(f"#{kind}-file", str(serving.DEMO / path))
+        expect(page.locator("#attached li")).to_have_count(place)
+    ask(page, "What is there?", voice=voice)
+    picture, sound = (
+        base64.b64encode((serving.DEMO / one).read_bytes()).decode() for one in (seen["image"], heard["audio"])
+    )
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{picture}"}},
+        {"type": "input_audio", "input_audio": {"data": sound, "format": "wav"}},
+        {"type": "text", "text": "What is there?"},
+    ]
+    asked = {"model": voice, "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 24}
+    found = api(url, "/v1/chat/completions", asked)["choices"][0]["message"]["content"]
+    assert found and answers(page) == [found]
 
 
 @pytest.mark.parametrize("how", ["drop", "paste"])
@@ -252,7 +282,12 @@ def test_what_the_server_refuses_is_said(opened):
 
 
 def begin_long(page):
-    set_options(page, **LONG)
+    form = {"type": "json_schema", "json_schema": {"name": "long", "schema": LONG}}
+
+    def lengthen(route):
+        route.continue_(post_data=json.dumps({**json.loads(route.request.post_data), "response_format": form}))
+
+    page.route("**/v1/chat/completions", lengthen, times=1)
     ask(page, "Tell me everything.")
     expect(page.locator(".answer .text")).not_to_be_empty(timeout=ANSWER_MS)
 
@@ -355,6 +390,33 @@ def test_loading_restarting_and_failing_are_shown(opened):
     expect(page.locator("#loading")).to_be_hidden()
 
 
+def test_nothing_is_shown_of_a_model_that_is_not_loaded(opened):
+    now = {}
+
+    def change(status):
+        status["models"][0].update(now)
+        status["models"].append(
+            {**status["models"][0], "name": "other", "state": "stopped", "plan": None, "numbers": {}}
+        )
+
+    page = opened(before=faked(change))
+    expect(page.locator("#load-note")).to_contain_text("context 512")
+    expect(page.locator("#adapters li", has_text="style")).to_contain_text("on the model, kept there")
+    page.select_option("#model", "other")
+    expect(page.locator("#state-text")).to_contain_text("asleep")
+    expect(page.locator("#bars")).to_have_text("The picture comes with the plan, as soon as the model is loaded.")
+    expect(page.locator("#load-note, #legend")).to_have_text(["", ""])
+    expect(page.locator("#numbers")).to_be_hidden()
+    expect(page.locator("#adapters li", has_text="style")).to_contain_text("not loaded")
+    page.select_option("#model", "gemma-demo")
+    expect(page.locator("#bars svg")).to_have_count(3)
+    expect(page.locator("#numbers")).to_be_visible()
+    # One that was loaded keeps its plan, and says that nothing of it is in memory.
+    now.update(state="stopped", numbers={})
+    expect(page.locator("#load-note")).to_contain_text("nothing of it is in memory")
+    expect(page.locator("#bars figcaption", has_text="peak so far")).to_have_count(0)
+
+
 def test_names_are_never_markup(opened):
     evil = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
 
@@ -382,6 +444,18 @@ def test_a_server_that_went_away_is_said_and_comes_back(opened):
     expect(page.locator("#state-text")).to_have_text("The server does not answer")
     page.unroute("**/api/status")
     expect(page.locator("#state-text")).to_have_text("ready")
+
+
+def test_the_running_plan_is_held_against_the_resident_model(opened):
+    page = opened()
+    page.select_option("#verify-adapter", "style")
+    page.click("#verify-send")
+    expect(page.locator("#verify-said")).not_to_be_empty()
+    # It loads the model twice in a process of its own: a minute on a slow machine.
+    expect(page.locator(".verdict")).to_contain_text("As it should be", timeout=240_000)
+    rows = page.locator("#verdict tbody tr")
+    assert rows.count() >= 3
+    expect(page.locator("#verify-send")).to_be_enabled()
 
 
 def test_the_parity_verdict_is_shown_as_a_table(opened):

@@ -19,7 +19,7 @@ STOPPED = 130
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "adapter": ("model",), "device_map": ("model",), "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
-    "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",), "runs": ("drafts", "html"),
+    "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
     "overwrite": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
 }  # fmt: skip
 
@@ -64,7 +64,7 @@ def add(command: Command) -> None:
 def run_doctor(options: argparse.Namespace) -> int:
     _check(options)
     report = _examine(options)
-    stopped = any(found.stopped for found in report["bisections"] or ())
+    stopped = report["stopped"] or any(found.stopped for found in report["bisections"] or ())
     if options.json:
         print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
     else:
@@ -83,6 +83,12 @@ def _check(options: argparse.Namespace) -> None:
             raise RequestError(f"has no effect without {wanted}", field=flag)
     if options.matrix and options.runs:
         raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
+    if options.timeout is not None and options.timeout <= 0:
+        raise RequestError("must be more than no time", field="--timeout", value=options.timeout)
+    if options.case:
+        from trimtab.doctor.cases import find_cases
+
+        find_cases(options.case)
     if options.drafts and not (options.matrix or options.runs):
         raise RequestError("drafts are made of recorded runs", field="--drafts", hint="Add --matrix, or --runs FILE")
     if options.bisect and (not options.case or len(options.case) != 1):
@@ -97,23 +103,24 @@ def _examine(options: argparse.Namespace) -> dict[str, Any]:
     from trimtab.doctor.environment import read_environment
 
     found: dict[str, Any] = dict.fromkeys(
-        ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html"), None
+        ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html", "stopped"), None
     )
     found["environment"] = environment = read_environment(options.python)
     if options.model and not options.matrix:
         found["preflight"] = _preflight(options, environment)
     if options.bisect:
         found["bisections"] = _bisect(options)
-    is_other_work = options.bisect or options.matrix or options.runs or found["preflight"] is not None
-    if not is_other_work or options.probe or options.drafts or options.html:
-        found["verdicts"] = _probes(options)
     if options.matrix:
-        found["runs"] = _matrix(options, environment)
+        found["runs"], found["stopped"] = _matrix(options, environment)
     elif options.runs:
         from trimtab.doctor.matrix import read_runs
 
         found["runs"] = tuple(read_runs(options.runs)["runs"])
-    if options.drafts:
+    # After Ctrl-C nothing that takes long: --runs makes drafts of what was saved.
+    is_other_work = options.bisect or options.matrix or options.runs or found["preflight"] is not None
+    if not found["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
+        found["verdicts"] = _probes(options)
+    if options.drafts and not found["stopped"]:
         from trimtab.doctor.draft import write_drafts
 
         found["drafts"] = write_drafts(
@@ -153,7 +160,8 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
     )  # fmt: skip
 
 
-def _matrix(options: argparse.Namespace, environment: Any) -> Any:
+def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, ...], bool | None]:
+    """Return the runs that were made, and True if Ctrl-C ended them early."""
     from trimtab.doctor.matrix import run_matrix, saving
     from trimtab.request import parse_bytes
 
@@ -164,9 +172,22 @@ def _matrix(options: argparse.Namespace, environment: Any) -> Any:
     for name, value in (("timeout_s", options.timeout), ("engines", options.engine), ("device", options.device)):
         if value is not None:
             given[name] = value
-    with ExitStack() as stack:
-        keep = saving(options.save, environment) if options.save else None
-        return run_matrix(**given, on_record=keep, progress=_bars(options, stack, "cases"))
+    runs: list[Any] = []
+    keep = saving(options.save, environment) if options.save else None
+
+    def on_record(record: Any) -> None:
+        runs.append(record)
+        if keep is not None:
+            keep(record)
+
+    try:
+        with ExitStack() as stack:
+            run_matrix(**given, on_record=on_record, progress=_bars(options, stack, "cases"))
+    except KeyboardInterrupt:
+        if not runs:
+            raise
+        return tuple(runs), True
+    return tuple(runs), None
 
 
 def _bisect(options: argparse.Namespace) -> Any:
@@ -213,4 +234,6 @@ def _texts(report: Mapping[str, Any]) -> list[str]:
         texts.append(drafts_text(report["drafts"]))
     if report["html"]:
         texts.append(f"written: {report['html']}")
+    if report["stopped"]:
+        texts.append("stopped before its end: the cases above are all that were run, and no drafts were made")
     return texts

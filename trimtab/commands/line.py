@@ -37,6 +37,9 @@ def add(command: Command) -> None:
     ran.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     ran.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
     ran.add_argument("--system", metavar="S", help="a system message")
+    ran.add_argument(
+        "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
+    )
     add_sampling(ran)
 
     command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
@@ -79,14 +82,17 @@ def run_run(options: argparse.Namespace) -> int:
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
     }  # fmt: skip
     with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress)
+        model = trimtab.load(plan, progress=progress, decode="eager" if options.eager else "auto")
     with model:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)
-            print_json(show.answer_json(answer, plan, model.memory(), adapter))
+            print_json(show.answer_json(answer, plan, model.memory(), adapter, model.fallbacks))
             return 0
         with closing(model.generate(options.prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
-            return _stream(pieces)
+            code = _stream(pieces)
+        for one in model.fallbacks:
+            print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        return code
 
 
 def _stream(pieces: Any) -> int:

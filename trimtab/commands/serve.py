@@ -6,15 +6,22 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from trimtab.commands.flags import add_placement, given_flags, load_request, pairs
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
+from trimtab.serve.scale import KEY_VARIABLE
 
-KEY_VARIABLE = "TRIMTAB_API_KEY"
+# What says something about copies; none of it has an effect on one server.
+RAY_FLAGS = {
+    "replicas": "--replicas", "ray_address": "--ray-address", "gpus_per_replica": "--gpus-per-replica",
+    "cpus_per_replica": "--cpus-per-replica", "print_config": "--print-config",
+}  # fmt: skip
+# Stands in where a key is required and the file must not hold one.
+NO_KEY = "from-the-environment"
 
 
 def add(command: Command) -> None:
@@ -33,7 +40,7 @@ def add(command: Command) -> None:
         help="how many adapters may be on the model at once; the others wait in host memory (default: all)",
     )  # fmt: skip
     group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
-    group.add_argument("--together", type=int, default=1, metavar="N", help="models loaded at once (default: 1)")
+    group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
     group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: 127.0.0.1)")
     group.add_argument("--port", type=int, default=8000, metavar="PORT", help="0 takes a free one (default: 8000)")
     group.add_argument(
@@ -60,17 +67,64 @@ def add(command: Command) -> None:
         "--retry", action="store_true", help="a request that had sent nothing when the worker died is tried once more"
     )
     group.add_argument("--no-page", action="store_true", help="no page at /")
+    ray = found.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
+    ray.add_argument("--ray", action="store_true", help="deploy on Ray; a local one is started if none is reachable")
+    ray.add_argument(
+        "--replicas", metavar="N", help="copies of each model; LOW..HIGH lets Ray follow the load (default: 1)"
+    )
+    ray.add_argument("--ray-address", metavar="ADDRESS", help="of the Ray cluster (default: the one that Ray finds)")
+    ray.add_argument(
+        "--gpus-per-replica", type=float, metavar="X",
+        help="GPUs of one copy, 0.5 for two on one GPU (default: 1 if Ray has any and the model may use one)",
+    )  # fmt: skip
+    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="processor cores of one copy (default: 1)")
+    ray.add_argument(
+        "--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and end; - prints it"
+    )
 
 
 def run_serve(options: argparse.Namespace) -> int:
     from trimtab.serve.run import serve
 
-    models = served_models(options)
-
     def say(text: str) -> None:
         print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
-    serve(models, settings_of(options), together=options.together, say=say)
+    if options.ray:
+        return _run_ray(options, say)
+    for name, flag in RAY_FLAGS.items():
+        if getattr(options, name) is not None:
+            raise RequestError("has no effect without --ray", field=flag, value=getattr(options, name))
+    together = 1 if options.together is None else options.together
+    serve(served_models(options), settings_of(options), together=together, say=say)
+    return 0
+
+
+def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
+    from trimtab.serve.on_ray import check_ray, run
+    from trimtab.serve.scale import arguments_of, config, read_replicas
+
+    check_ray()
+    if options.together is not None:
+        raise RequestError("has no effect with --ray: every model has copies of its own", field="--together")
+    replicas = read_replicas("1" if options.replicas is None else options.replicas)
+    cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
+    models, settings = served_models(options), settings_of(options)
+    arguments = arguments_of(models, settings, replicas=replicas, gpus=options.gpus_per_replica, cpus=cpus)
+    if options.print_config is None:
+        run(arguments, address=options.ray_address, say=say)
+        return 0
+    if options.ray_address is not None:
+        raise RequestError("has no effect on a file: who deploys it says where", field="--ray-address")
+    text = config(arguments)
+    if options.print_config == "-":
+        sys.stdout.write(text)
+        return 0
+    try:
+        Path(options.print_config).write_text(text, encoding="utf-8")
+    except OSError as exc:
+        why = f"cannot be written ({exc.strerror})"
+        raise RequestError(why, field="--print-config", value=options.print_config) from exc
+    say(f"{options.print_config}: serve deploy {options.print_config}")
     return 0
 
 
@@ -132,6 +186,12 @@ def settings_of(options: argparse.Namespace) -> Any:
 
 
 def _keys(options: argparse.Namespace) -> list[str]:
+    if options.print_config is not None:
+        for flag, value in (("--api-key", options.api_key), ("--api-key-file", options.api_key_file)):
+            if value is not None:
+                hint = f"Start Ray on each node with {KEY_VARIABLE} in its environment"
+                raise RequestError("is not written into a file", field=flag, hint=hint)
+        return [NO_KEY]  # `config` leaves it out
     found = list(options.api_key or ())
     if os.environ.get(KEY_VARIABLE):
         found.append(os.environ[KEY_VARIABLE])

@@ -97,7 +97,10 @@ def exception_json(error: BaseException, clean: Cleaner) -> dict[str, Any]:
 
     message = clean(str(error))[:MESSAGE_CHARS]
     kept = frames(error)
-    tail = "\n".join(f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in kept)[-TAIL_CHARS:]
+    shown = [f"{frame['file']}:{frame['line']} in {frame['function']}" for frame in kept]
+    while sum(map(len, shown)) > TAIL_CHARS:
+        shown.pop(0)
+    tail = "\n".join(shown)
     last = clean(traceback.format_exception_only(type(error), error)[-1].strip())[:MESSAGE_CHARS]
     return {
         "type": type(error).__name__, "message": message, "frames": kept, "tail": f"{tail}\n{last}".strip(),

@@ -7,11 +7,11 @@ one. Pure: only text is made here.
 
 from __future__ import annotations
 
-from pprint import pformat
 from typing import Any
 
 from trimtab.doctor.cases import BROAD_TARGETS, GEMMA4, Case, device_map, skip_modules
 
+LINE_CHARS = 90
 _PROJECTION = r"(q|k|v|o|gate|up|down)_proj"
 LANGUAGE = rf"model\.language_model\.layers\.\d+\.(self_attn|mlp)\.{_PROJECTION}"
 TOWERS = (
@@ -148,7 +148,7 @@ def script_of(case: Case) -> str:
 
 
 def _load(case: Case) -> list[str]:
-    options = [f"    dtype=torch.bfloat16, device_map={_map(device_map(case.base_map, GEMMA4))},"]
+    options = ["    dtype=torch.bfloat16,", f"    device_map={_map(device_map(case.base_map, GEMMA4))},"]
     options += [f"    {name}={value!r}," for name, value in case.load.items() if name != "offload_folder"]
     if case.gpu_share is not None:
         options.append(f'    max_memory={{0: int(resident * {case.gpu_share / 2}), "cpu": 2**36}},')
@@ -208,11 +208,14 @@ def _then(case: Case) -> list[str]:
 
 
 def _map(found: Any) -> str:
-    """Return a map as Python text in which 0 is the name of the device that plays the GPU."""
+    """Return a map as Python text in which 0 is the name of the device that plays the GPU; one entry a line if it is long."""
     if isinstance(found, str):
         return repr(found)
-    text = pformat(found, width=100, sort_dicts=False).replace(": 0", ": gpu")
-    return text.replace("\n", "\n    ")
+    entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in found.items()]
+    one_line = f"{{{', '.join(entries)}}}"
+    if len(one_line) <= LINE_CHARS:
+        return one_line
+    return "{\n" + "".join(f"        {entry},\n" for entry in entries) + "    }"
 
 
 def _indented(lines: list[str]) -> str:

@@ -15,6 +15,11 @@ from trimtab.errors import RequestError
 
 MODES = ("text", "image", "audio")
 BROAD_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+# What target_modules of an adapter's copies name, in words: a record's.
+TARGETS = {
+    "patched": "exactly the modules that it has weights for", "broad": ", ".join(BROAD_TARGETS),
+    "narrow": "the language model's modules alone, though it has weights for the towers", "original": "as they were saved",
+}  # fmt: skip
 PEFT_PREFIX = "base_model.model."
 Place = int | str
 
@@ -42,10 +47,10 @@ class Case:
 
     quant: "none", "nf4" (no double quant), "nf4-dq" or "int8", bf16 compute, offload to the CPU allowed. keep: "towers"
     leaves towers and connectors unquantized with a skip list. base_map: a name that `device_map` knows. gpu_share: for
-    "auto", the share of the model that max_memory grants the GPU. load: more arguments of from_pretrained; a folder in it
-    lies below the run's own. adapter: "patched" (a copy whose target_modules name
-    exactly what its keys name), "broad" (a copy whose target_modules are BROAD_TARGETS), "narrow" (a copy that targets
-    the language model alone) or "original". call: how the adapter gets on. peft: arguments of PeftModel.from_pretrained;
+    "auto", the share of the model that max_memory grants the GPU. load: more arguments of from_pretrained; a folder among
+    them lies below the run's own. adapter: "patched" (a copy whose target_modules name exactly what its keys name),
+    "broad" (a copy whose target_modules are BROAD_TARGETS), "narrow" (a copy that targets the language model alone) or
+    "original". call: how the adapter gets on. peft: arguments of PeftModel.from_pretrained;
     `peft_map` names its device_map. then: what follows before the model is asked. pressure: share of an imitated card
     that the loaded base fills. shows: catalogue ids that it can hit. lane: a merge lane's or target lane's name.
     """
@@ -203,6 +208,10 @@ CASES: tuple[Case, ...] = (
         shows=("A3", "A7", "B2"),
     ),
     Case(
+        name="SPLIT_BF16_NO_ADAPTER", title="towers off the GPU without quantization, no adapter", quant="none",
+        base_map="towers", call="none",
+    ),
+    Case(
         name="SPLIT_BF16", title="towers off the GPU without quantization, adapter", quant="none", base_map="towers",
         shows=("B1",),
     ),
@@ -211,8 +220,17 @@ CASES: tuple[Case, ...] = (
         shows=("B2", "B4"),
     ),
     Case(
+        name="DISK_TOWER_NO_ADAPTER", title="vision tower on disk, no catch-all entry, no adapter", quant="none",
+        base_map="disk-explicit", call="none",
+    ),
+    Case(
         name="DISK_TOWER", title="vision tower on disk, no catch-all entry, adapter", quant="none",
         base_map="disk-explicit", shows=("B5", "B6"),
+    ),
+    Case(
+        name="DISK_TOWER_PREFIXED_MAP", title="the same with the map given to PEFT too, PEFT's prefix before every key",
+        quant="none", base_map="disk-explicit", peft={"offload_dir": "offload"}, peft_map="prefixed:disk-explicit",
+        shows=("B5", "B6"),
     ),
     Case(
         name="DISK_TOWER_CATCH_ALL", title="vision tower on disk and a catch-all entry, no adapter", quant="none",

@@ -174,7 +174,9 @@ def make_drafts(
         replace(draft, beside=tuple(names[name] for name in draft.bucket.beside if name in names)) for draft in drafts
     )
     decisions = decide_claims(evidence)
-    text = not_to_file(drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]))
+    text = not_to_file(
+        drafts, withheld, decisions, keys_without_module([run for run in evidence if run.is_stock]), evidence
+    )
     check_clean(text, what=NOT_TO_FILE)
     return Drafts(None, drafts, withheld, decisions, text)
 

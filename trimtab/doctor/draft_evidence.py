@@ -122,7 +122,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """The leaves of its configuration by dotted name, with what was done beside it."""
-        beside = {"then merged": True} if self.merges else {}
+        beside = {"then": "merge"} if self.merges and "then" not in self.configuration else {}
         pressed = self.record.get("pressure")
         return dict(_leaves(self.configuration)) | beside | ({"GPU full": pressed} if pressed is not None else {})
 
@@ -259,13 +259,16 @@ def _leaves(value: Any, head: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def nearest_pass(run: Run, runs: Sequence[Run]) -> Run | None:
-    """Return the passing run of the stock stack that differs in the fewest settings, under the same versions and model."""
+    """Return the passing run of the stock stack that differs in the fewest settings, under the same versions and model.
+
+    Of equally near ones that with the same call: a contrast in the placement says more than one in the adapter.
+    """
     passing = [
         other for other in runs
         if other.passed and other.is_stock and other.versions == run.versions
         and other.record.get("model") == run.record.get("model") and other.device_kind() == run.device_kind()
     ]  # fmt: skip
-    return min(passing, key=lambda other: setting_groups(run, other), default=None)
+    return min(passing, key=lambda other: (setting_groups(run, other), other.call != run.call), default=None)
 
 
 def setting_groups(run: Run, other: Run) -> int:

@@ -23,6 +23,8 @@ LAYERS = {
     "bitsandbytes": "quantized weights and their state", "accelerate": "hooks and dispatch",
     "peft": "the adapter's layers and its new dispatch", "transformers": "model code and the quantizer's integration",
 }  # fmt: skip
+NAMED = "named by the error's own text"
+_NAMED = re.compile(r"https://github\.com/(?P<repository>[\w.-]+/[\w.-]+)/(?:issues|pull)/(?P<number>\d+)")
 _TRACKER = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)\s*(?:\((?P<state>.*)\))?$")
 
 
@@ -43,10 +45,14 @@ class Tracker:
         return f"{self.repository}#{self.number}"
 
 
-def trackers_of(bug: Bug | None) -> tuple[Tracker, ...]:
-    """Return the threads that the catalogue knows; entries in another form are left out."""
+def trackers_of(bug: Bug | None, run: Run | None = None) -> tuple[Tracker, ...]:
+    """Return the threads that the catalogue knows, entries in another form left out, and those that a run's error names."""
     found = (_TRACKER.match(text) for text in (bug.trackers if bug else ()))
-    return tuple(Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in found if one)
+    known = [Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in found if one]
+    names = {one.name for one in known}
+    said = _NAMED.finditer(run.message) if run is not None else ()
+    named = {one.name: one for one in (Tracker(match["repository"], int(match["number"]), NAMED) for match in said)}
+    return (*known, *(one for name, one in named.items() if name not in names))
 
 
 def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
@@ -95,9 +101,9 @@ def _has_fix(package: str, fixed_in: str, run: Run) -> bool:
 def front_matter(draft: Draft) -> list[tuple[str, str]]:
     """Return the rows above the line."""
     repository = REPOSITORIES.get(draft.owner, draft.owner)
-    known = trackers_of(draft.bug)
+    known = trackers_of(draft.bug, draft.failing[0])
     open_here = [one for one in known if one.is_open and one.repository == repository]
-    action = _action(draft.state, open_here)
+    action = _action(draft.state, open_here, [one for one in known if one.state == NAMED])
     _, why = owner_of(draft.bug, draft.failing[0])
     rows = [
         ("Target repository", f"{inline(repository)}: {action}"),
@@ -116,9 +122,11 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     return rows
 
 
-def _action(state: str, open_here: Sequence[Tracker]) -> str:
+def _action(state: str, open_here: Sequence[Tracker], named: Sequence[Tracker]) -> str:
     if open_here:
         return f"add the evidence to {open_here[0].name}, no new issue"
+    if named and state != FIXED:
+        return f"add the evidence to {named[0].name} if it is open: the error sends its readers there; else new issue"
     return "no new issue, a release has the fix" if state == FIXED else "new issue"
 
 

@@ -24,8 +24,9 @@ def not_to_file(
     withheld: Sequence[Withheld],
     decisions: Sequence[Decision],
     keys: Mapping[str, Sequence[Run]],
+    runs: Sequence[Run],
 ) -> str:
-    """Return the file's text."""
+    """Return the file's text. runs: all that were recorded, so that its marks can be looked up."""
     lines = ["# Not to file", "", "What these runs do not carry. Brackets name the recorded runs."]
     lines += ["", "## Claims wider than the evidence", ""]
     lines += table(
@@ -36,7 +37,16 @@ def not_to_file(
     lines += ["", "## Threads that exist: add evidence there, no new issue", "", *_threads(drafts)]
     lines += ["", "## Drafts that are not for filing now", "", *_waiting(drafts)]
     lines += ["", "## Module names that these models do not have", "", *_keys(keys)]
+    lines += ["", "## The runs", ""]
+    rows = [
+        (run.mark, inline(run.case), run.engine, inline(run.label), run.stage, _versions(run)) for run in runs
+    ]  # fmt: skip
+    lines += table(("run", "case", "by", "label", "ended at", "versions"), rows)
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {value}" for name, value in run.versions.items())
 
 
 def _verdict(decision: Decision) -> str:
@@ -67,7 +77,9 @@ def _threads(drafts: Sequence[Draft]) -> list[str]:
     lines = []
     for draft in drafts:
         repository = REPOSITORIES.get(draft.owner, draft.owner)
-        here = [one.name for one in trackers_of(draft.bug) if one.is_open and one.repository == repository]
+        here = [
+            one.name for one in trackers_of(draft.bug, draft.failing[0]) if one.is_open and one.repository == repository
+        ]
         if here:
             lines.append(f"- {draft.file_name}: {', '.join(here)}")
     return lines or ["None."]

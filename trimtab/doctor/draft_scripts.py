@@ -1,23 +1,22 @@
 """The minimal reproducers: for each known failure a script that needs the stock stack alone and first shows the near case
 that works.
 
-Each script is the shared head (a tiny random Gemma 4 and a LoRA for its language model) and a body of a few lines. It
+A script is a body of a few lines behind those of the shared pieces that it uses: a tiny random Gemma 4, how it is loaded,
+a LoRA for its language model. What has nothing to do with Gemma 4 is shown on a tiny Llama, without an adapter. A script
 prints "works: ..." for the near case, then raises what a user meets; a silent failure ends in an AssertionError that says
 what was found.
 """
 
 from __future__ import annotations
 
-HEAD = """\
-import tempfile
+import re
 
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BitsAndBytesConfig, Gemma4Config, Gemma4ForConditionalGeneration
-
-folder = tempfile.mkdtemp()
+GPU = """\
 # Without a GPU, torch.device("cpu") stands for it: accelerate treats the string "cpu" as another device, and offloads.
 gpu = 0 if torch.cuda.is_available() else torch.device("cpu")
+"""
+
+GEMMA4 = """\
 full, sliding = "full_attention", "sliding_attention"
 config = Gemma4Config(
     text_config=dict(
@@ -37,39 +36,51 @@ config = Gemma4Config(
     image_token_id=319, audio_token_id=318, boi_token_id=317, eoi_token_id=316, video_token_id=315,
 )
 torch.manual_seed(0)
+folder = tempfile.mkdtemp()
 Gemma4ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder + "/base")
+"""
 
+LOAD = """
 
-def load(device_map, quantize=True, double_quant=True, **options):
+def load(device_map, quantize=True, **options):
     if quantize:
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=double_quant,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_enable_fp32_cpu_offload=True,
         )
     return Gemma4ForConditionalGeneration.from_pretrained(
         folder + "/base", dtype=torch.bfloat16, device_map=device_map, **options
     )
+"""
 
+LOAD_PLAIN = """
 
-def make_adapter(name, targets):
-    plain = Gemma4ForConditionalGeneration.from_pretrained(folder + "/base", dtype=torch.bfloat16)
-    lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    get_peft_model(plain, lora).save_pretrained(folder + "/" + name)
-    return folder + "/" + name
+def load(device_map, **options):
+    return Gemma4ForConditionalGeneration.from_pretrained(
+        folder + "/base", dtype=torch.bfloat16, device_map=device_map, **options
+    )
+"""
 
+LOGITS = """
 
 @torch.no_grad()
 def logits(model, **inputs):
     model.eval()
     inputs = inputs or {"input_ids": torch.arange(5, 13)[None]}
     return model(**{name: value.to(gpu) for name, value in inputs.items()}).logits.cpu()
-
-
-LANGUAGE = r".*language_model\\.layers\\.\\d+\\.(self_attn|mlp)\\.(q|k|v|o|gate|up|down)_proj"
-TOWERS_OFF = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": gpu}
 """
 
-_EXPLICIT = '''
+MAKE_ADAPTER = """
+
+def make_adapter(name, targets):
+    plain = Gemma4ForConditionalGeneration.from_pretrained(folder + "/base", dtype=torch.bfloat16)
+    lora = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    get_peft_model(plain, lora).save_pretrained(folder + "/" + name)
+    return folder + "/" + name
+"""
+
+EXPLICIT = '''
+
 def explicit(offloaded, prefix="base_model.model."):
     """One entry a module and no catch-all, in PEFT's names: what is named goes to the CPU, the rest to the GPU."""
     text = ["embed_tokens", "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "norm",
@@ -77,25 +88,51 @@ def explicit(offloaded, prefix="base_model.model."):
     names = ["lm_head", "model.vision_tower", "model.audio_tower", "model.embed_vision", "model.embed_audio",
              *("model.language_model." + name for name in text)]
     return {prefix + name: "cpu" if name in offloaded else gpu for name in names}
-
 '''
+
+# By the name that asks for it, in the order of a script.
+PIECES = (
+    ("gpu", GPU), ("folder", GEMMA4),
+    ("LANGUAGE", 'LANGUAGE = r".*language_model\\.layers\\.\\d+\\.(self_attn|mlp)\\.(q|k|v|o|gate|up|down)_proj"\n'),
+    ("TOWERS_OFF", 'TOWERS_OFF = {"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": gpu}\n'),
+    ("load", LOAD), ("make_adapter", MAKE_ADAPTER), ("logits", LOGITS), ("explicit", EXPLICIT),
+)  # fmt: skip
+IMPORTED = {
+    "accelerate": ("dispatch_model",), "peft": ("LoraConfig", "PeftModel", "get_peft_model"),
+    "transformers": (
+        "BitsAndBytesConfig", "Gemma4Config", "Gemma4ForConditionalGeneration", "LlamaConfig", "LlamaForCausalLM",
+    ),
+}  # fmt: skip
+
 _TOWERS = '["model.vision_tower", "model.audio_tower"]'
 
-_LAYER = (
-    _EXPLICIT
-    + f"""
-adapter = make_adapter("adapter", LANGUAGE)
-model = PeftModel.from_pretrained(load({{"": gpu}}, double_quant=DOUBLE_QUANT), adapter)
-print("works: all on the GPU, logits", tuple(logits(model).shape))
-
-# One 4-bit decoder layer on the CPU as well as the towers.
-base = load(TOWERS_OFF, double_quant=DOUBLE_QUANT)
-offloaded = [*{_TOWERS}, "model.language_model.layers.3"]
-model = PeftModel.from_pretrained(base, adapter, device_map=explicit(offloaded))
-print("loaded: one 4-bit layer on the CPU")
-logits(model)
-"""
+_LAYER = """\
+folder = tempfile.mkdtemp()
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
+LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+quantization = BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=DOUBLE_QUANT, bnb_4bit_compute_dtype=torch.bfloat16
+)
+
+
+def load():
+    return LlamaForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, device_map={"": gpu}, quantization_config=quantization
+    )
+
+
+ids = torch.arange(5, 13)[None].to(gpu)
+with torch.no_grad():
+    print("works: all on the GPU, logits", tuple(load()(ids).logits.shape))
+    # The second of the two 4-bit decoder layers on the CPU.
+    names = ("model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.norm", "lm_head")
+    model = dispatch_model(load(), device_map={**dict.fromkeys(names, gpu), "model.layers.1": "cpu"})
+    print("loaded: one 4-bit layer on the CPU")
+    model(ids)
+"""
 
 _REPLAN = '''
 def tower_weights(model):
@@ -169,8 +206,7 @@ base = load(named, quantize=False, offload_folder=folder + "/offload")
 print("works: every module named, logits", tuple(logits(base).shape))
 load({"model.vision_tower": "disk", "": gpu}, quantize=False, offload_folder=folder + "/offload")
 ''',
-    "merge-drops": _EXPLICIT
-    + f'''
+    "merge-drops": f'''
 adapter = make_adapter("adapter", r".*vision_tower.*self_attn\\.(q|v)_proj\\.linear")
 towers = {_TOWERS}
 
@@ -286,5 +322,44 @@ model.merge_and_unload()
 
 
 def script(name: str) -> str:
-    """Return the whole text of one reproducer."""
-    return f"{HEAD}\n{SCRIPTS[name].lstrip()}" if not SCRIPTS[name].startswith("\ndef") else f"{HEAD}\n{SCRIPTS[name]}"
+    """Return the whole text of one reproducer: its imports, the pieces that it uses, its body."""
+    body = SCRIPTS[name].strip("\n") + "\n"
+    own_imports, body = _split_imports(body)
+    is_plain = len(_uses("load", body)) == body.count("quantize=False")
+    if is_plain:
+        body = body.replace(", quantize=False", "")
+    pieces: list[str] = []
+    # From the last one on: a piece may ask for those before it.
+    for asked, text in reversed(PIECES):
+        is_made = re.search(rf"^({asked} = |def {asked}\()", body, re.M) is not None
+        if not is_made and _uses(asked, "".join((*pieces, body))):
+            pieces.insert(0, LOAD_PLAIN if is_plain and text is LOAD else text)
+    whole = "".join(pieces).rstrip("\n")
+    # A definition at either side of the seam wants two empty lines.
+    is_wide = body.startswith(("def ", "class ")) or whole.rpartition("\n")[2].startswith(" ")
+    return f"{_imports(own_imports, whole + body)}\n{whole}\n{chr(10) * (2 if is_wide else 1)}{body}"
+
+
+def _uses(name: str, text: str) -> list[str]:
+    """Return where a text uses a piece: a function's calls, a constant's name; never an attribute of that name."""
+    end = r"\(" if any(f"def {name}(" in piece for _, piece in PIECES) else r"\b"
+    return re.findall(rf"(?<![.\w\"]){name}{end}", text)
+
+
+def _split_imports(body: str) -> tuple[list[str], str]:
+    lines = body.splitlines(keepends=True)
+    count = 0
+    while lines[count].startswith(("import ", "from ")) or not lines[count].strip():
+        count += 1
+    return [line.strip() for line in lines[:count] if line.strip()], "".join(lines[count:])
+
+
+def _imports(own: list[str], text: str) -> str:
+    """Return the import lines of a script: those of its body and those of what its text names."""
+    standard = sorted({*(line for line in own if line.startswith("import ")), "import tempfile"})
+    found = [line for line in own if line.startswith("from ")]
+    for package, names in IMPORTED.items():
+        used = [name for name in names if re.search(rf"\b{name}\b", text)]
+        if used:
+            found.append(f"from {package} import {', '.join(used)}")
+    return "\n".join((*standard, "", "import torch", *sorted(found))) + "\n"

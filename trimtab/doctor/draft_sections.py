@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab.doctor.draft_evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
 from trimtab.doctor.draft_front import trackers_of
 from trimtab.doctor.draft_text import Block, Gap, Link, Quote, Section, Table, Wish, inline, plain
-from trimtab.doctor.draft_words import described, ended, failing_frame, shortened, telling_lines, trace_text
+from trimtab.doctor.draft_words import cut, described, ended, failing_frame, shortened, telling_lines, trace_text
 from trimtab.errors import gib
 
 if TYPE_CHECKING:
@@ -17,16 +17,17 @@ if TYPE_CHECKING:
 TAIL_LINES = 40
 MAP_ENTRIES = 12
 MOST_NOTES = 4
+RESULTS = "Observed results"
 
 
 def sections_of(draft: Draft) -> tuple[Section, ...]:
     """Return the sections of the issue; each holds blocks alone that carry their sources, or state nothing."""
-    found = (
+    found: list[tuple[str, list[Block]]] = [
         ("System information", _system(draft)),
         ("Summary", _summary(draft)),
         ("Exact configuration", _configuration(draft)),
         ("Reproducer: the case that works and the case that fails", _code(draft)),
-        ("Observed results", _results(draft)),
+        (RESULTS, []),
         ("Trace", _trace(draft)),
         ("Expected behaviour", [Wish(text) for text in draft.bucket.expected]),
         ("Actual behaviour", _actual(draft)),
@@ -34,8 +35,12 @@ def sections_of(draft: Draft) -> tuple[Section, ...]:
         ("Related observations", _related(draft)),
         ("Questions", [Wish(text) for text in draft.bucket.questions]),
         ("Links", _links(draft)),
-    )
-    return tuple(Section(title, tuple(blocks)) for title, blocks in found if blocks)
+    ]
+    # Every run that a sentence names stands in the table, so that its reader can look it up.
+    named = [source for _, blocks in found for block in blocks for source in getattr(block, "sources", ())]
+    runs = [source for source in named if isinstance(source, Run)]
+    full = [(title, _results(draft, runs) if title == RESULTS else blocks) for title, blocks in found]
+    return tuple(Section(title, tuple(blocks)) for title, blocks in full if blocks)
 
 
 def _system(draft: Draft) -> list[Block]:
@@ -44,7 +49,22 @@ def _system(draft: Draft) -> list[Block]:
     rows.append(("device", first.device))
     blocks: list[Block] = [Table(("package", "version"), tuple(rows), (first,))]
     machine = _machine_rows(draft.machine)
-    return [*blocks, Table(("machine", ""), tuple(machine), (draft.machine,))] if machine else blocks
+    if machine:
+        blocks.append(Table(("machine", ""), tuple(machine), (draft.machine,)))
+    if "imitated" in first.device:
+        blocks += [Statement(text, (first,)) for text in _imitation(first)]
+    return blocks
+
+
+def _imitation(run: Run) -> list[str]:
+    """Return how a GPU was played: what a reader needs to judge a run without one."""
+    found = [
+        '`torch.device("cpu")` stands for the GPU in every map. accelerate takes the string "cpu" for another device, so '
+        "that hooks, meta tensors and moves are its own; an error of tensors on two real devices cannot show."
+    ]
+    if run.record.get("how_pressed"):
+        found.append(f"What accelerate reads as free memory was set: {plain(str(run.record['how_pressed']))}.")
+    return found
 
 
 def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
@@ -69,7 +89,10 @@ def _summary(draft: Draft) -> list[Block]:
     blocks.append(
         Statement("The script below first runs a case that works, then ends in this failure.", (draft.shown,))
     )
-    return blocks
+    return [
+        *blocks,
+        Gap(f"Marks in brackets say where a sentence comes from: r1, r2 ... are rows of the table under {RESULTS}."),
+    ]
 
 
 def _configuration(draft: Draft) -> list[Block]:
@@ -107,10 +130,13 @@ def _code(draft: Draft) -> list[Block]:
     return [Quote(shown.text, "python", (shown,)), ran, Quote(shortened(shown.output), "text", (shown,))]
 
 
-def _results(draft: Draft) -> list[Block]:
-    listed = [*draft.failing, *([draft.passing] if draft.passing else [])]
+def _results(draft: Draft, named: Sequence[Run]) -> list[Block]:
+    """Return the table of the failing runs, the nearest passing one and every other that a sentence names."""
+    first = [*draft.failing, *([draft.passing] if draft.passing else [])]
+    others = sorted({run.mark: run for run in named if run not in first}.values(), key=draft.runs.index)
+    listed = [*first, *others]
     several = len({tuple(run.versions.items()) for run in listed}) > 1
-    head = ("run", "case", "what was done", "label", "ended at", "modes", "peak memory")
+    head = ("run", "case", "what was done", "label", "ended at", "answers", "peak memory")
     rows = tuple(
         (run.mark, inline(run.case), described(run), inline(run.label), run.stage, _modes(run), _peak(run))
         + ((_versions(run),) if several else ())
@@ -120,8 +146,11 @@ def _results(draft: Draft) -> list[Block]:
 
 
 def _modes(run: Run) -> str:
+    """Return how each mode ended; an answer is compared with the same model's, all on one device with stock PEFT."""
+    words = {True: "right", False: "another answer", None: "ok"}
     modes = run.record.get("modes") or {}
-    return ", ".join(f"{name} {'ok' if mode.get('ok') else 'failed'}" for name, mode in modes.items()) or "none reached"
+    said = {name: words[mode.get("equals_reference")] if mode.get("ok") else "failed" for name, mode in modes.items()}
+    return ", ".join(f"{name} {word}" for name, word in said.items()) or "none reached"
 
 
 def _peak(run: Run) -> str:
@@ -144,6 +173,17 @@ def _moved(run: Run) -> str:
     )
 
 
+def _differing(run: Run) -> str:
+    """Return which answers are not those of the unsplit model with the adapter, as a clause; "" if none is known to differ."""
+    modes = (run.record.get("modes") or {}).items()
+    found = [
+        f"{name} (a logit differs by {mode['max_abs']:.3g})"
+        for name, mode in modes
+        if mode.get("equals_reference") is False and isinstance(mode.get("max_abs"), int | float)
+    ]
+    return f"; another answer than that of the same model on one device: {', '.join(found)}" if found else ""
+
+
 def _trace(draft: Draft) -> list[Block]:
     first = draft.failing[0]
     tail = str((first.exception or {}).get("tail") or "")
@@ -156,7 +196,7 @@ def _actual(draft: Draft) -> list[Block]:
     """Return what happened, runs that ended alike in one sentence."""
     alike: dict[str, list[Run]] = {}
     for run in draft.failing:
-        alike.setdefault(f"{ended(run)}{failing_frame(run)}{_moved(run)}", []).append(run)
+        alike.setdefault(f"{ended(run)}{failing_frame(run)}{_moved(run)}{_differing(run)}", []).append(run)
     return [
         Statement(f"{', '.join(dict.fromkeys(inline(run.case) for run in runs))}: {text}.", tuple(runs))
         for text, runs in alike.items()
@@ -178,11 +218,11 @@ def _related(draft: Draft) -> list[Block]:
     first = draft.failing[0]
     for line, count in telling_lines(first)[:MOST_NOTES]:
         times = f" ({count} times)" if count > 1 else ""
-        blocks.append(Statement(f"Said while it ran{times}: {inline(line)}", (first,)))
+        blocks.append(Statement(f"Said while it ran{times}: {inline(cut(line))}", (first,)))
     blocks += _elsewhere(draft)
     for probe in draft.probed:
         blocks.append(
-            Statement(f"A check of {plain(probe.where)} says {probe.state}: {inline(probe.evidence)}", (probe,))
+            Statement(f"A check of {plain(probe.where)} says {probe.state}: {inline(cut(probe.evidence))}", (probe,))
         )
     return blocks
 
@@ -200,5 +240,4 @@ def _elsewhere(draft: Draft) -> list[Block]:
 
 
 def _links(draft: Draft) -> list[Block]:
-    blocks: list[Block] = [Link(one.name, one.state) for one in trackers_of(draft.bug)]
-    return blocks + [Link(name, "draft beside this one") for name in draft.beside]
+    return [Link(one.name, one.state) for one in trackers_of(draft.bug, draft.failing[0])]

@@ -10,12 +10,16 @@ from trimtab.doctor.draft_evidence import OFFLOAD, Run
 from trimtab.doctor.draft_text import inline
 
 MOST_NAMES = 3
+LINE_CHARS = 300
 # Notes that every run has, whatever it shows.
 _NOISE = re.compile(
-    r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed|for class LoraConfig",
+    r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed|for class LoraConfig"
+    r"|Some parameters are on the meta device because they were offloaded",
     re.IGNORECASE,
 )
 _CALL = re.compile(r"torch/nn/modules/module\.py:\d+ in (_wrapped_call_impl|_call_impl)$")
+_MARKS = re.compile(r"^\s*[\^~]+\s*$")
+_PATH = re.compile(r"\b\w+(\.\w+){2,}")
 _TELLING = re.compile(r"devic|offload|meta|memory|adapter|merge|dispatch|target|key|hook|quant|round", re.IGNORECASE)
 
 
@@ -24,9 +28,7 @@ def described(run: Run) -> str:
     base = run.configuration.get("base")
     if not isinstance(base, Mapping):
         return run.title or run.case
-    parts = [_format(base), _placed(base.get("device_map")), *_extras(base), _call(run)]
-    if run.merges:
-        parts.append("`merge_and_unload()`")
+    parts = [_format(base), _placed(base.get("device_map")), *_extras(base), _call(run), *_then(run)]
     return ", ".join(part for part in parts if part)
 
 
@@ -62,6 +64,13 @@ def _extras(base: Mapping[str, Any]) -> list[str]:
     return [f"`{name}={base[name]!r}`" for name in ("attn_implementation", "max_memory") if base.get(name)]
 
 
+def _then(run: Run) -> list[str]:
+    """Return what was done to the model before it was asked."""
+    then = str(run.configuration.get("then") or ("merge" if run.merges else ""))
+    words = {"dequantize": "`model.dequantize()`", "merge": "`merge_and_unload()`"}
+    return [words.get(step, inline(step)) for step in then.split(", ") if step]
+
+
 def _call(run: Run) -> str:
     given = run.configuration.get("adapter") or {}
     arguments = f" with {', '.join(inline(name) for name in given)}" if given else ""
@@ -71,14 +80,23 @@ def _call(run: Run) -> str:
         "dequantize, peft": f"`base.dequantize()`, `PeftModel.from_pretrained()`{arguments}",
     }  # fmt: skip
     pressed = f", GPU {run.record['pressure']:.0%} full" if isinstance(run.record.get("pressure"), int | float) else ""
-    return words.get(run.call, run.call) + pressed
+    targets = f" (`target_modules`: {run.configuration['targets']})" if run.configuration.get("targets") else ""
+    return words.get(run.call, run.call) + targets + pressed
 
 
 def telling_lines(run: Run) -> list[tuple[str, int]]:
-    """Return the run's log lines and warnings that have to do with placement, adapters or formats, with their counts."""
+    """Return the run's log lines and warnings that have to do with placement, adapters or formats, with their counts.
+
+    Lines that differ only in the module that they name count as the first of them.
+    """
     logged = [(str(line), 1) for line in run.record.get("log_lines") or ()]
     warned = [(str(line), int(count)) for line, count in (run.record.get("warnings") or {}).items()]
-    return [(line, count) for line, count in (*logged, *warned) if _TELLING.search(line) and not _NOISE.search(line)]
+    found: dict[str, tuple[str, int]] = {}
+    for line, count in (*logged, *warned):
+        if _TELLING.search(line) and not _NOISE.search(line):
+            first, before = found.get(_PATH.sub("", line), (line, 0))
+            found[_PATH.sub("", line)] = (first, before + count)
+    return list(found.values())
 
 
 def ended(run: Run) -> str:
@@ -86,7 +104,7 @@ def ended(run: Run) -> str:
     from trimtab.doctor.labels import LABELS, meaning_of
 
     if run.exception is not None:
-        return inline(run.ended())
+        return inline(cut(run.ended()))
     return f"{meaning_of(run.label)} ({inline(run.label)})" if run.label in LABELS else inline(run.label)
 
 
@@ -108,13 +126,21 @@ def trace_text(tail: str, most_lines: int) -> str:
             lines[-1] = (line, lines[-1][1] + 1)
         else:
             lines.append((line, 1))
-    shown = [line if count == 1 else f"{line} (x{count})" for line, count in lines]
+    shown = [cut(line) if count == 1 else f"{cut(line)} (x{count})" for line, count in lines]
     return "\n".join(shown[-most_lines:])
 
 
+def cut(line: str) -> str:
+    """Return a line with its end left out if it is long, and how much that was."""
+    return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} [{len(line) - LINE_CHARS} characters left out]"
+
+
 def shortened(output: str, *, first: int = 15, last: int = 45) -> str:
-    """Return an output with its middle left out if it is long, and how much that was."""
-    lines = output.splitlines()
+    """Return an output with the ends of long lines left out, and its middle if it is long, and how much that was.
+
+    Python's marks below a line of a trace go: they double its length.
+    """
+    lines = [cut(line) for line in output.splitlines() if not _MARKS.match(line)]
     if len(lines) <= first + last:
-        return output
+        return "\n".join(lines)
     return "\n".join([*lines[:first], f"[{len(lines) - first - last} lines left out]", *lines[-last:]])

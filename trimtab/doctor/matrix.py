@@ -12,6 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,12 @@ DEMO_ADAPTER = "specialist"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 HOW_CHARS = 120
 MODES_HEAD = "t i a"
+PEAK_HEAD = "GiB"
 LEGEND = (
     "t i a: text, image, audio. = the reference's answer, ~ another one, + an answer without a reference, x an exception, "
-    ". not asked"
+    ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU plays the GPU"
 )
+TAIL_LINES = 4  # of a trace below the table
 REFERENCE_SHARE = 2  # a reference asks twice, with the adapter and without
 Record = dict[str, Any]
 
@@ -231,23 +234,36 @@ def _last_line(outcome: Outcome) -> str:
 
 
 def save_runs(path: str | Path, environment: Any, runs: Sequence[Mapping[str, Any]]) -> None:
-    """Write the runs file, whole or not at all. environment: its JSON value, or an object with `to_json`."""
+    """Write the runs file, whole or not at all. environment: its JSON value, or an object with `to_json`.
+
+    Errors: RequestError for a place that cannot be written to.
+    """
     target = Path(path)
+    if target.is_dir():
+        raise RequestError("is a folder", field="save", value=str(target))
     value = environment.to_json() if hasattr(environment, "to_json") else environment
     text = json.dumps({"format": FORMAT, "environment": value, "runs": list(runs)}, indent=1, default=str)
-    target.parent.mkdir(parents=True, exist_ok=True)
     # A sibling and a rename: a kill in between leaves the last whole file.
     beside = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         beside.write_text(text + "\n", encoding="utf-8")
         os.replace(beside, target)
+    except OSError as exc:
+        raise RequestError(f"cannot be written ({exc.strerror or exc})", field="save", value=str(target)) from exc
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)
 
 
 def saving(path: str | Path, environment: Any) -> Callable[[Record], None]:
-    """Return an `on_record` that writes the runs file anew after every record."""
+    """Return an `on_record` that writes the runs file anew after every record.
+
+    It is written without a run first, so that a place that cannot be written to is known before the first case.
+    Errors: RequestError.
+    """
     runs: list[Record] = []
+    save_runs(path, environment, runs)
 
     def keep(record: Record) -> None:
         runs.append(record)
@@ -275,21 +291,41 @@ def read_runs(path: str | Path) -> dict[str, Any]:
 
 
 def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> str:
-    """Return the records as one table: a case a row, stock and trimtab side by side, and how trimtab does it."""
+    """Return the records as one table, a case a row, stock and trimtab side by side, and how trimtab does it; then, once a
+    label, the end of the traces."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(caption=LEGEND)
-    for name in ("case", "stock", MODES_HEAD, "trimtab", MODES_HEAD, "how"):
+    for name in ("case", "stock", MODES_HEAD, PEAK_HEAD, "trimtab", MODES_HEAD, PEAK_HEAD, "how"):
         table.add_column(name, overflow="fold", no_wrap=name != "how")
     for name in dict.fromkeys(record["case"] for record in records):
         rows = {record["engine"]: record for record in records if record["case"] == name}
         stock, line = rows.get("stock"), rows.get("trimtab")
-        how = _cut(str((line or {}).get("how", "")))
-        table.add_row(name, _label_cell(stock), _modes_cell(stock), _label_cell(line), _modes_cell(line), how)
-    console = Console(width=width, record=True, file=io.StringIO(), color_system=None)
+        cells = [cell(row) for row in (stock, line) for cell in (_label_cell, _modes_cell, _peak_cell)]
+        table.add_row(name, *cells, _cut(str((line or {}).get("how") or "")))
+    # Brackets of a message are no markup.
+    console = Console(width=width, record=True, file=io.StringIO(), color_system=None, markup=False, emoji=False)
     console.print(table)
-    return console.export_text()
+    return console.export_text() + _failures_text(records)
+
+
+def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return each label that has a trace once: its meaning, the cases, the last lines of the first one's trace."""
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for record in records:
+        if record.get("exception") is not None:
+            alike.setdefault((str(record["engine"]), str(record["label"])), []).append(record)
+    lines: list[str] = []
+    for (engine, label), found in alike.items():
+        known = f" ({found[0]['catalogue']})" if found[0].get("catalogue") else ""
+        lines += ["", f"{label}{known} by {engine}: {labels.meaning_of(label)}"]
+        lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in found))}")
+        # torch's own frames say what was done, not who did it.
+        tail = [line for line in str(found[0]["exception"].get("tail") or "").splitlines() if line.strip()]
+        tail = [line for line in tail if not line.startswith("torch/")]
+        lines += [f"  {_cut(line)}" for line in tail[-TAIL_LINES:]]
+    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _cut(text: str) -> str:
@@ -302,6 +338,14 @@ def _label_cell(record: Mapping[str, Any] | None) -> str:
     stage = "" if record["stage"] == "done" else f"\nat {record['stage']}"
     lane = f"\n{record['lane']}" if record.get("lane") else ""
     return f"{record['label']}{stage}{lane}"
+
+
+def _peak_cell(record: Mapping[str, Any] | None) -> str:
+    """Return the peak in GiB, of the GPU where one was measured."""
+    memory = (record or {}).get("memory") or {}
+    count = memory.get("gpu_peak_bytes")
+    count = memory.get("host_peak_bytes") if count is None else count
+    return f"{count / 2**30:.1f}" if count else "-"
 
 
 def _modes_cell(record: Mapping[str, Any] | None) -> str:

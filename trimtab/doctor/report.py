@@ -40,6 +40,7 @@ class Cell:
     meaning: str
     rows: tuple[tuple[str, str], ...]
     trace: str
+    lane: str = ""
 
     @property
     def sign(self) -> str:
@@ -192,9 +193,14 @@ def cell_of(record: Mapping[str, Any]) -> Cell:
         ("exception", f"{failure.get('type')}: {failure.get('message')}" if failure else None),
         ("warnings", _counts(record.get("warnings"))), ("log", "; ".join(map(str, record.get("log_lines") or ()))),
     )  # fmt: skip
+    # A merge that generates the adapter's tokens from other logits has its own label, and is not right.
+    modes = (record.get("modes") or {}).values()
+    is_other = any(isinstance(mode, Mapping) and mode.get("equals_reference") is False for mode in modes)
+    kind = kind_of(label)
     return Cell(
-        kind_of(label), label, _meaning(label),
+        SILENT if kind == GOOD and is_other else kind, label, _meaning(label),
         tuple((name, str(value)) for name, value in rows if value not in (None, "")), str(failure.get("tail") or ""),
+        str(record.get("lane") or ""),
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trimtab.doctor.cases import Case, device_map
+from trimtab.doctor.cases import TARGETS, Case, device_map
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -82,6 +82,8 @@ class _Run:
             "base": {**arguments, "dtype": "bfloat16"},
             "adapter": self._adapter_arguments(),
             "call": self.case.call,
+            **({"targets": TARGETS[self.case.adapter]} if self.case.needs_adapter else {}),
+            **({"then": self.case.then} if self.case.then else {}),
         }
         asked = arguments["device_map"]
         self.facts(

@@ -203,9 +203,11 @@ def needs_of(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> N
     counted = _Counter(anatomy, use, quant_of(anatomy, quant), has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = use.prefill_tokens
+    # Where rows are decoded together, a prompt goes through with a cache of its own beside theirs.
+    prompt_rows = use.batch + 1 if use.batch > 1 else 1
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
-            kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=piece),
+            kv_cache_bytes(layers, dtype, batch=prompt_rows, tokens=use.context_tokens, new_tokens=piece),
             counted.text(piece, use.context_tokens),
         ),
         "step": (

@@ -215,10 +215,19 @@ def _is_dark(color: str) -> bool:
 
 def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Write the picture of a plan as .svg or .png. Errors: RequestError for another ending or place."""
+    check_path(path)
+    write_shapes(*layout(plan), path)
+
+
+def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
+    """Raise RequestError unless a picture can have this ending."""
+    if Path(path).suffix.lower() not in (".svg", ".png"):
+        raise RequestError("a picture is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
+
+
+def write_shapes(shapes: Sequence[Shape], height: float, path: str | os.PathLike[str]) -> None:
+    """Write shapes as .svg or .png, whole or not at all. Errors: RequestError if the place cannot be written."""
     target = Path(path)
-    if target.suffix.lower() not in (".svg", ".png"):
-        raise RequestError("a picture is .svg or .png", field="picture", value=str(path), allowed=(".svg", ".png"))
-    shapes, height = layout(plan)
     if target.suffix.lower() == ".png":
         write_whole(target, lambda sibling: _png(shapes, height, sibling), field="picture")
         return

@@ -24,6 +24,7 @@ AGAINST: Mapping[str, str] = {
     "bf16": "quantized weights against bf16 ones",
     "single": "prompts in one batch against each alone",
     "alone": "several adapters in one batch against each alone",
+    "eager": "answers token by token, from captured steps where there is a GPU, against one pass of the modules",
 }
 BATCH_ROWS = 4
 FOLDER_HINT = "or the folder of a merged model"
@@ -62,7 +63,7 @@ def case_of(
         return _folder_case(ours, sized, checkpoint, folder, common)
     makers = {
         "resident": _resident_case, "stock": _stock_case, "base": _base_case, "bf16": _bf16_case,
-        "single": _single_case, "alone": _alone_case,
+        "single": _single_case, "alone": _alone_case, "eager": _eager_case,
     }  # fmt: skip
     if word == "stock":
         return _stock_case(ours, sized, checkpoint, common, python)
@@ -171,6 +172,11 @@ def _alone_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, commo
     subject = _batched(ours, "alone", "adapters mixed in one batch")
     reference = replace(subject, label="each adapter alone", batched=0)
     return Case(against="alone", reference=reference, subject=subject, subject_adapter=None, **common)
+
+
+def _eager_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    reference, subject = replace(ours, label="one pass"), replace(ours, label="step by step", decode="auto")
+    return Case(against="eager", reference=reference, subject=subject, subject_adapter=common["adapter"], **common)
 
 
 def _folder_case(

@@ -17,6 +17,7 @@ from trimtab.plan import Plan
 from trimtab.proof import forced
 from trimtab.proof.rounding import rounded_orders
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
 
 Tell = Callable[[dict[str, Any]], None]
@@ -32,7 +33,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     route = request["route"]
     started = time.monotonic()
     plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
-    with load(plan) as model:
+    # Transformers' own generation where nothing else is compared: bit for bit the stock stack's.
+    with load(plan, decode=route.get("decode") or "eager") as model:
         tell(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
              "tiers": _tally(plan), "quant": plan.request.quant, "adapters": list(model.adapters)}
@@ -67,9 +69,14 @@ def _run_item(
     answer = model.answer_inputs(prepared, wanted, adapter=item["adapter"])
     continuation = list(answer.token_ids) if given is None else list(given)
     whole = forced.extended(inputs, continuation)
-    with _using(model, item["adapter"]):
-        logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
-        again = forced.forward(model.hf_model, whole)[0]
+    if request["route"].get("decode"):
+        hidden: tuple[torch.Tensor, ...] = ()
+        logits = _stepped(model, prepared, continuation, item["adapter"])[None]
+        again = _stepped(model, prepared, continuation, item["adapter"])[None]
+    else:
+        with _using(model, item["adapter"]):
+            logits, hidden = forced.forward(model.hf_model, whole, hidden=request.get("hidden", False))
+            again = forced.forward(model.hf_model, whole)[0]
     file = Path(request["out"]) / f"run-{place}.safetensors"
     forced.save_run(file, logits[0], [layer[0] for layer in hidden])
     tell(
@@ -78,6 +85,27 @@ def _run_item(
          "memory": model.memory()}
     )  # fmt: skip
     return continuation
+
+
+def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
+    """Return logits [S, V] of a prompt in one pass and of a continuation in one step a token."""
+    with _using(model, adapter):
+        before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
+    batch = Batch(model, rows=1)
+    prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=max(len(continuation), 1)), adapter=adapter)
+    while not prompt.step():
+        pass
+    batch.join(prompt)
+    row = batch.active[0]
+    found = []
+    for token in continuation:
+        row.token_ids[-1] = token
+        batch.tell_tokens()
+        found.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
+        row.token_ids.append(token)
+    batch.leave(row)
+    model.route.set(None)
+    return torch.cat([before[0], torch.stack(found)]) if found else before[0]
 
 
 @contextmanager

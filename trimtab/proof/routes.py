@@ -29,6 +29,7 @@ class Route:
 
     label: what a report calls it. Own routes have a plan, or a request to plan from; stock ones folder, quant, dtype,
     device and adapters, and the interpreter they run in (None: this one). batched: rows computed together (0: one).
+    decode: how answers are computed step by step, and their logits with them (None: logits of one forward pass).
     """
 
     label: str
@@ -42,14 +43,15 @@ class Route:
     adapters: Mapping[str, str] | None = None
     python: str | None = None
     batched: int = 0
+    decode: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return what the process of the route is given."""
         if self.engine == "trimtab":
             return {
                 "plan": self.plan.to_json() if self.plan else None,
-                "request": self.request.to_json() if self.request else None,
-            }
+                "request": self.request.to_json() if self.request else None, "decode": self.decode,
+            }  # fmt: skip
         return {
             "folder": self.folder, "quant": self.quant, "dtype": self.dtype, "device": self.device,
             "adapters": dict(self.adapters or {}),

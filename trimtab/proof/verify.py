@@ -134,7 +134,8 @@ def _compare(
     if case.merged is not None:  # the base's answers too: a merge of an adapter that does nothing proves nothing
         first = items + tuple(replace(item, adapter=None, follows=at) for at, item in enumerate(items))
     noise: bool | str = "without batches" if case.subject.batched else True
-    options: dict[str, Any] = {"new_tokens": new_tokens, "isolated": isolated, "hidden": not case.subject.batched}
+    hidden = not (case.subject.batched or case.subject.decode)
+    options: dict[str, Any] = {"new_tokens": new_tokens, "isolated": isolated, "hidden": hidden}
     speak(f"running: {case.reference.label}")
     reference = run_route(
         case.reference,

@@ -24,17 +24,16 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_generate, hf_slots
+from trimtab.runtime import graphs, hf_generate, hf_slots
 from trimtab.runtime.chat import Inputs, check_fits
 
-# Attention of a step reads this many places at least, doubled until the longest row fits: few different shapes.
-SMALLEST_PLACES = 256
 Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class Row:
-    """One request in the batch. token_ids: prompt and answer so far. finish: None while it goes on, "stop" or "length"."""
+    """One request in the batch. token_ids: prompt and answer so far. finish: None while it goes on, "stop", "length" or
+    "error": then `error` is why no token could be drawn for it, and the other rows go on."""
 
     adapter: str | None
     request: GenerateRequest
@@ -44,6 +43,7 @@ class Row:
     number: int = -1
     finish: str | None = None
     constraint: Constraint | None = None
+    error: Exception | None = None
 
     @property
     def answer_ids(self) -> list[int]:
@@ -82,7 +82,8 @@ class Prompt:
 
 @dataclass(eq=False)
 class Batch:
-    """Up to `rows` requests of one loaded model, decoded together.
+    """Up to `rows` requests of one loaded model, decoded together. decode: how a step is computed, as in
+    `graphs.Steps` (None: as the model was loaded).
 
     Errors: DeviceError at the first `join`, by name, for a family whose state cannot be kept by rows.
     """
@@ -90,6 +91,7 @@ class Batch:
     model: Any
     rows: int
     context_tokens: int | None = None
+    decode: str | None = None
     active: list[Row] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,6 +102,7 @@ class Batch:
         self.cache = hf_slots.SlotCache(self.rows, self.context_tokens, self.model.device)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
+        self.steps = graphs.Steps(self, self.decode or self.model.decode)
 
     @property
     def free_rows(self) -> int:
@@ -167,61 +170,65 @@ class Batch:
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
-            found = self._draw(row, prompt.logits)
+            found = self._draw(row, prompt.logits, int(graphs.with_likeliest(prompt.logits)[1]))
         except BaseException:
             self.leave(row)  # without a token it could not take part in a step
             raise
         prompt.logits, prompt.cache = None, None
         self._commit(found)
+        self.tell_tokens()
         return found
 
     def step(self) -> list[Drawn]:
-        """Return the next token of every row that has not finished, in the order of the rows.
+        """Return the next token of every row that has not finished, in the order of the rows; a row that no token could be
+        drawn for has an `error` instead.
 
         Errors: RequestError if rows that differ in their adapters cannot be told apart by a layer.
         """
         going = [row for row in self.active if row.finish is None]
         if not going:
             return []
-        logits = self._forward()
-        found = [self._draw(row, logits[row.number]) for row in going]
+        logits, greedy = self._forward()
+        likeliest = greedy.tolist()  # the step's one wait for the device
+        found = []
+        for row in going:
+            try:
+                found.append(self._draw(row, logits[row.number], likeliest[row.number]))
+            except Exception as exc:
+                row.error, row.finish = exc, "error"
         # Only now: if memory ran out before, the same step can be done again.
-        self.cache.positions[: len(self.active)] += 1
+        self._advance()
         for drawn in found:
             self._commit(drawn)
+        self.tell_tokens()
         return found
 
     def logits(self) -> Tensor:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
-        found = self._forward()
-        self.cache.positions[: len(self.active)] += 1
+        found, _ = self._forward()
+        self._advance()
         return found
 
-    def _forward(self) -> Tensor:
-        count = len(self.active)
-        self.cache.seen_places = self._seen_places()
-        self.cache.begin()
-        self.model.route.set_rows([row.adapter for row in self.active])
-        with torch.no_grad():
-            found = self.model.hf_model(
-                input_ids=self.tokens[:count], position_ids=hf_slots.step_positions(self.model.hf_model, self.cache, count),
-                attention_mask=hf_slots.step_masks(self.model.hf_model, self.cache, count),
-                past_key_values=self.cache, use_cache=True, logits_to_keep=1, return_dict=True,
-            )  # fmt: skip
-        logits: Tensor = found.logits[:, -1].float()
-        return logits
+    def _forward(self) -> tuple[Tensor, Tensor]:
+        return self.steps.run()
 
-    def _seen_places(self) -> int:
+    def _advance(self) -> None:
         assert self.context_tokens is not None
-        longest = max(len(row.token_ids) for row in self.active)
-        places = SMALLEST_PLACES
-        while places < longest:
-            places *= 2
-        return min(places, self.context_tokens)
+        # A row that has finished and not left yet goes on writing into its last place.
+        self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
 
-    def _draw(self, row: Row, logits: Tensor) -> Drawn:
-        scores = logits if row.constraint is None else row.constraint(row.token_ids, logits)
-        token = row.sampler.draw(row.token_ids, scores)
+    def _draw(self, row: Row, logits: Tensor, likeliest: int) -> Drawn:
+        if likeliest < 0:
+            # A GPU that samples from such a row is lost for all of them.
+            raise DeviceError(
+                "the model's scores are not numbers", device=str(self.model.device),
+                hint=f"Check the weights of adapter {row.adapter!r}" if row.adapter else "Check the model's weights",
+            )  # fmt: skip
+        if row.constraint is None and row.sampler.is_greedy:
+            token = likeliest
+        else:
+            scores = logits if row.constraint is None else row.constraint(row.token_ids, logits)
+            token = row.sampler.draw(row.token_ids, scores)
         asked = self._top[row]
         if asked is None:
             return Drawn(row, token)
@@ -233,11 +240,15 @@ class Batch:
     def _commit(self, drawn: Drawn) -> None:
         row, token = drawn.row, drawn.token_id
         row.token_ids.append(token)
-        self.tokens[row.number] = token
         if token in self.ends:
             row.finish = "stop"
         elif len(row.answer_ids) >= row.request.max_new_tokens:
             row.finish = "length"
+
+    def tell_tokens(self) -> None:
+        """Put each row's last token where the next step reads it."""
+        tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
+        self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)
 
     def leave(self, row: Row) -> None:
         """Take a request out; the last row takes its place."""
@@ -247,7 +258,7 @@ class Batch:
         del self._top[row]
         if last is not row:
             self.cache.move(last.number, row.number)
-            self.tokens[row.number] = self.tokens[last.number]
             self.active[row.number] = last
             last.number = row.number
+            self.tell_tokens()
         row.number = -1

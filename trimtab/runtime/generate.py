@@ -1,4 +1,6 @@
-"""How model inputs become text: transformers' own generation in one worker thread, text handed out as it comes.
+"""How model inputs become text: generation in one worker thread, text handed out as it comes.
+
+On a GPU steps are captured (`runtime/graphs.py`); where they cannot be, and on a CPU, transformers' own generation runs.
 
 Pieces are whole characters and never part of a stop text. Closing the iterator, or Ctrl-C while waiting, ends the worker
 within one step; what it raises is raised here.
@@ -123,11 +125,15 @@ class _Stream:
         for token in value.reshape(-1).tolist():
             if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
                 return
-            ended = token in self.end_ids
-            text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
-            if ended or (self.detokenizer is not None and self.detokenizer.stopped):
-                self.finish = "stop"
-            self.queue.put(Piece(text, (token,)))
+            self.take(token)
+
+    def take(self, token: int) -> None:
+        """Hand out one decided token."""
+        ended = token in self.end_ids
+        text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
+        if ended or (self.detokenizer is not None and self.detokenizer.stopped):
+            self.finish = "stop"
+        self.queue.put(Piece(text, (token,)))
 
     def end(self) -> None:
         rest = self.detokenizer.finish() if self.detokenizer is not None else ""
@@ -176,6 +182,10 @@ class Generation:
 
     def _run(self) -> None:
         try:
+            rows = self._model.rows() if hasattr(self._model, "rows") else None
+            if rows is not None:
+                self._run_rows(rows)
+                return
             _reset_request_state(self._model.hf_model)
             hf_generate.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
@@ -185,6 +195,23 @@ class Generation:
             self._stream.queue.put(exc)
         finally:
             self._stream.queue.put(None)
+
+    def _run_rows(self, batch: Any) -> None:
+        """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
+        prompt = batch.begin(self._inputs, self._request, adapter=self._model.route.name)
+        while not prompt.step():
+            if self._stream.is_over():
+                return
+        drawn = batch.join(prompt)
+        try:
+            self._stream.take(drawn.token_id)
+            while drawn.row.finish is None and not self._stream.is_over():
+                for found in batch.step():
+                    self._stream.take(found.token_id)
+                if drawn.row.error is not None:
+                    raise drawn.row.error
+        finally:
+            batch.leave(drawn.row)
 
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: a picture or sound has to be in one with its tokens."""

@@ -58,9 +58,14 @@ class Sampler:
         if request.min_p is not None:
             self._processors.append(transformers.MinPLogitsWarper(min_p=request.min_p))
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether it takes the likeliest token as it is."""
+        return not self._processors and self._generator is None
+
     def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:
         """Return the next token. token_ids: prompt and answer so far. logits: [V] float32."""
-        if not self._processors and self._generator is None:
+        if self.is_greedy:
             return int(logits.argmax())
         ids = torch.tensor([list(token_ids)], device=logits.device)
         scores = self._processors(ids, logits[None].clone())

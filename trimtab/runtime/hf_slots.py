@@ -128,7 +128,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
             else:
-                raise UnsupportedLayersError(f"layer {number} keeps a {type(layer).__name__}")
+                raise UnsupportedLayersError(_unsupported(number, layer))
         self._masks.setdefault(
             self.context_tokens, torch.zeros(self.rows, 1, 1, self.context_tokens, dtype=torch.bool, device=self.device)
         )
@@ -174,6 +174,18 @@ class SlotCache(Cache):  # type: ignore[misc]
 def prompt_cache(hf_model: Any) -> DynamicCache:
     """Return an empty cache for one prompt."""
     return DynamicCache(config=hf_model.config.get_text_config())
+
+
+def why_not(hf_model: Any) -> str | None:
+    """Return why this family's state cannot be kept by rows, None if it can."""
+    for number, layer in enumerate(prompt_cache(hf_model).layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(layer).__name__ != "DummyLayer":
+            return _unsupported(number, layer)
+    return None
+
+
+def _unsupported(number: int, layer: Any) -> str:
+    return f"layer {number} keeps a {type(layer).__name__}"
 
 
 def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
@@ -223,3 +235,10 @@ def read_offset(hf_model: Any) -> int:
 
 def _rope_module(hf_model: Any) -> Any:
     return next((module for module in hf_model.modules() if hasattr(module, "rope_deltas")), None)
+
+
+def placeholder_ids(hf_model: Any) -> frozenset[int]:
+    """Return the token ids that stand for a picture, frame or sound of the prompt."""
+    config = hf_model.config.to_dict()
+    names = (f"{what}_token_{word}" for what in ("image", "video", "audio") for word in ("id", "index"))
+    return frozenset(value for name in names if isinstance(value := config.get(name), int))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,13 @@ from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
 
+if TYPE_CHECKING:
+    from trimtab.runtime.slots import AdapterSlots
+
 # Transient memory of a DoRA norm or a comparison: large weights are taken in pieces of this many values.
 _PIECE_VALUES = 16 * 2**20
 # Towers see pictures and sounds, not rows: the first dimension of their input is another count.
-_TOWERS = ("vision", "audio", "connector")
+TOWERS = ("vision", "audio", "connector")
 
 
 class Route:
@@ -34,6 +37,11 @@ class Route:
 
     def __init__(self) -> None:
         self.names: set[str] = set()
+        # A new number whenever an adapter is attached: the same name may stand for other tensors later.
+        self.serials: dict[str, int] = {}
+        self._attached = 0
+        # Set while a step chooses adapters by a table on the device instead (`runtime/slots.py`).
+        self.slots: AdapterSlots | None = None
         self.name: str | None = None
         self.rows: tuple[str | None, ...] | None = None
         self.towers: dict[str, tuple[str | None, ...]] = {}
@@ -60,8 +68,8 @@ class Route:
         for names in (rows, *towers.values()):
             self._check(names)
         for part in towers:
-            if part not in _TOWERS:
-                raise RequestError("not a tower", field="towers", value=part, allowed=_TOWERS)
+            if part not in TOWERS:
+                raise RequestError("not a tower", field="towers", value=part, allowed=TOWERS)
         if not rows:
             raise RequestError("a batch has at least one row", field="rows", value=list(rows))
         wanted = {part: tuple(names) for part, names in towers.items()}
@@ -74,6 +82,19 @@ class Route:
         self.rows = tuple(rows)
         self.towers = wanted
 
+    def attached(self, name: str) -> None:
+        """Take up a name whose tensors are in place."""
+        self._attached += 1
+        self.serials[name] = self._attached
+        self.names.add(name)
+
+    def detached(self, name: str) -> None:
+        """Forget a name; rows that used it use the base from now on."""
+        self.names.discard(name)
+        self.serials.pop(name, None)
+        if name in self.active():
+            self.none()
+
     def active(self) -> tuple[str | None, ...]:
         """Return the adapters in use: one entry for all rows, or one a row."""
         return (self.name,) if self.rows is None else self.rows
@@ -84,7 +105,7 @@ class Route:
         Errors: RequestError if it is not known which adapter each of those rows belongs to.
         """
         assert self.rows is not None
-        rows = self.towers.get(part) if part in _TOWERS else self.rows
+        rows = self.towers.get(part) if part in TOWERS else self.rows
         if rows is None or len(rows) != count:
             known = f"{len(rows)} are routed" if rows is not None else f"pass towers={{{part!r}: [...]}}"
             raise RequestError(
@@ -379,7 +400,7 @@ def attach(
     for path, adapter in made:
         if adapter is not None:
             _install(model, path, name, adapter, by_module[path], route)
-    route.names.add(name)
+    route.attached(name)
 
 
 def _check_modules(
@@ -448,6 +469,4 @@ def detach(model: nn.Module, name: str) -> None:
         if isinstance(module, SavedModule) and not module.__dict__["adapters"]:
             _replace(model, path, module.__dict__["original"])
     for route in routes.values():
-        route.names.discard(name)
-        if name in route.active():
-            route.none()
+        route.detached(name)

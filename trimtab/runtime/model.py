@@ -22,7 +22,7 @@ from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
-from trimtab.request import GenerateRequest
+from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import hf, hf_processor, lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.load import Loaded, Progress, fill
@@ -31,6 +31,8 @@ from trimtab.runtime.read import read_small
 if TYPE_CHECKING:
     from trimtab.runtime import chat
     from trimtab.runtime import generate as generation
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.graphs import Fallback
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 
@@ -55,16 +57,23 @@ class LoadedModel:
     """A model in the tiers of its plan. Use as a context manager; `close` gives every byte back.
 
     plan, device, dtype, context_tokens: what was asked. hf_model: transformers' module tree with our layers in place.
+    decode: how answers are computed step by step: "auto", the fastest that works here; "eager", transformers' own
+    generation, one kernel after the other; "graph", its modules as CUDA graphs; "fused", our own kernels as CUDA graphs.
     """
 
-    def __init__(self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None) -> None:
-        self.plan = plan
+    def __init__(
+        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str = "auto"
+    ) -> None:  # fmt: skip
+        check_choice(decode, DECODE_MODES, field_name="decode")
+        self.plan, self.decode = plan, decode
         self.device = torch.device(plan.execution_device)
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
         self.route = lora.Route()
         self._specs: dict[str, AdapterSpec] = {}
         self._busy = threading.Lock()
+        self._single: Batch | None = None
+        self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
         self._baseline_bytes = 0
         if self.device.type == "cuda":
@@ -124,6 +133,7 @@ class LoadedModel:
     def close(self) -> None:
         """Give back all memory, on every device, and the disk tier's file. A second call does nothing."""
         loaded, self._loaded = self._loaded, None
+        self._single = None
         if loaded is not None:
             loaded.close()
         self._specs.clear()
@@ -183,6 +193,29 @@ class LoadedModel:
                 "no adapter of this name is loaded", field="adapter", value=name,
                 allowed=near_names(name, list(self._specs)) or list(self._specs),
             )  # fmt: skip
+
+    # Decoding ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """What runs the slower way here, and why; known once a first answer was given."""
+        own = () if self._single is None else tuple(self._single.steps.fallbacks)
+        return (*self._fallbacks, *own)
+
+    def rows(self) -> Batch | None:
+        """Return the batch of one row that `answer` and `generate` decode with, None where transformers' generation does.
+
+        Errors: DeviceError if a way to decode was asked for by name and cannot be had.
+        """
+        from trimtab.runtime.batch import Batch
+
+        if self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda"):
+            return None
+        if self._single is None and not self._fallbacks:
+            self._single = Batch(self, rows=1)
+            if self.decode == "auto" and not self._single.steps.is_captured:
+                self._fallbacks, self._single = tuple(self._single.steps.fallbacks), None
+        return self._single
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
@@ -294,12 +327,20 @@ class LoadedModel:
             ) from exc  # fmt: skip
 
     def memory(self) -> dict[str, int]:
-        """Return measured bytes: on the execution device now and at peak since loading began, and the process's peak."""
+        """Return measured bytes: on the execution device now and at peak since loading began, and the process's peak.
+
+        gpu_decode_bytes is no measure: what was counted for captured steps on top of the plan, 0 without them.
+        """
+        from trimtab.runtime import graphs
+
+        extra = 0 if self._single is None or self.device.type != "cuda" else graphs.extra_bytes(self, rows=1)
         now = peak = 0
         if self.device.type == "cuda":
             now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - self._baseline_bytes
-        return {"gpu_bytes": now, "gpu_peak_bytes": peak, "host_peak_bytes": peak_host_bytes()}
+        return {
+            "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_decode_bytes": extra, "host_peak_bytes": peak_host_bytes(),
+        }  # fmt: skip
 
 
 def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:

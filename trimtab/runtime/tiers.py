@@ -217,8 +217,38 @@ class Streamer:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="trimtab-disk")
         self._clock = 0
         self._current: Slot | None = None
+        self._next: dict[Group, Group | None] | None = None
+        self._entered: list[Group] = []
         for here, following in zip(self.groups, self.groups[1:], strict=False):
             here.follows = following
+
+    def begin_pass(self, order: Sequence[Group] = ()) -> None:
+        """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
+
+        order: the groups that it will enter, as `end_pass` of an earlier one returned them; they alone are fetched ahead.
+        """
+        self._forget()
+        self._entered, self._next = [], {}
+        if order:
+            self._next = dict(zip(order, [*order[1:], None], strict=True))
+            self._fetch(order[0], avoid=None)
+
+    def end_pass(self) -> list[Group]:
+        """End it with every copy done for whatever comes next on this stream; returns the groups in the order entered."""
+        self._forget()
+        self._next = None
+        return self._entered
+
+    def _forget(self) -> None:
+        """Let no buffer count as filled: a captured pass fills them without this object seeing it."""
+        for slot in self.slots:
+            if slot.pending is not None:
+                with suppress(CheckpointError, OSError):
+                    self._settle(slot)
+            slot.owner, slot.ready = None, None
+        self._current = None
+        if self._stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def enter(self, group: Group) -> Slot:
         """Return the slot with the group's bytes; work enqueued on the current stream from now on may read them."""
@@ -231,10 +261,14 @@ class Streamer:
         self._wait(slot)
         self._clock += 1
         slot.last_used = self._clock
-        if current is not None and current.owner is not None:
-            current.owner.follows = group
+        if self._next is None:
+            if current is not None and current.owner is not None:
+                current.owner.follows = group
+            following = group.follows
+        else:
+            self._entered.append(group)
+            following = self._next.get(group)
         self._current = slot
-        following = group.follows
         if len(self.slots) > 1 and following is not None and all(s.owner is not following for s in self.slots):
             self._fetch(following, avoid=slot)
             self._read_ahead(following.follows, keep=following)
@@ -405,6 +439,9 @@ class Leaf(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
+        slots = self.route.slots
+        if slots is not None and slots.covers(self):
+            return slots.add(self, x, y)
         return lora.apply_linear(self, x, y) if self.adapters else y
 
 
@@ -554,6 +591,9 @@ class GatheredTable(Table):
         self.source = source
         cuda = self.device.type == "cuda"
         self._pinned = cuda
+        # While `reads_staged`, rows are those that `stage` put on the device: a captured step cannot ask the host.
+        self.reads_staged = False
+        self._staged: Tensor | None = None
         ids = torch.arange(min(first_rows, shape[0]))
         self.__dict__["weight"] = self._gather(ids).to(self.device)
 
@@ -565,7 +605,16 @@ class GatheredTable(Table):
             return torch.index_select(self.source, 0, ids, out=rows)
         return self.source.read(ids, self.dtype, pinned=self._pinned)
 
+    def stage(self, ids: Tensor, places: int) -> None:
+        """Fetch the rows of one step's tokens (ids [N] on the CPU) into a buffer of `places` rows that stays where it is."""
+        if self._staged is None or self._staged.shape[0] != places:
+            self._staged = torch.zeros(places, self.embedding_dim, dtype=self.dtype, device=self.device)
+        self._staged[: ids.numel()].copy_(self._gather(ids), non_blocking=True)
+
     def rows(self, ids: Tensor) -> Tensor:
+        if self.reads_staged:
+            assert self._staged is not None
+            return self._staged[: ids.numel()].view(*ids.shape, self.embedding_dim)
         flat = ids.reshape(-1).cpu()
         rows = self._gather(flat).to(self.device, non_blocking=True)
         return rows.view(*ids.shape, self.embedding_dim)

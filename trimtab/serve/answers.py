@@ -100,30 +100,36 @@ class Merged:
 
 
 async def answer(
-    request: Request, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float
-) -> Response:
-    """Return the whole answer, or the stream that will give it. The jobs end with it, whatever happens."""
+    request: Request, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float,
+    folders: Sequence[str] = (),
+) -> Response:  # fmt: skip
+    """Return the whole answer, or the stream that will give it. The jobs end with it, whatever happens.
+
+    folders: what no error may name, as `faults.own_folders` gives them.
+    """
     if not shape.asked.stream:
-        return await _whole(request, merged, shape, seen)
+        return await _whole(request, merged, shape, seen, folders)
     try:
         is_here = await _unless_gone(request, merged.begun(), HOLD_S)
         if is_here and merged.error is None:
-            return _Stream(merged, shape, seen, wants_usage=wants_usage, send_s=send_s)
+            return _Stream(merged, shape, seen, wants_usage=wants_usage, send_s=send_s, folders=folders)
     except BaseException:
         await _end(merged, seen, "cancelled")
         raise
     await _end(merged, seen, merged.error["class"] if merged.error else "cancelled")
-    return Response(status_code=CLIENT_LEFT) if merged.error is None else error_response(*told_error(merged.error))
+    if merged.error is None:
+        return Response(status_code=CLIENT_LEFT)
+    return error_response(*told_error(merged.error, folders))
 
 
-async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen) -> Response:
+async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen, folders: Sequence[str]) -> Response:
     ended = "cancelled"
     try:
         if not await _unless_gone(request, _collect(merged, shape, seen), None):
             return Response(status_code=CLIENT_LEFT)
         if merged.error is not None:
             ended = merged.error["class"]
-            return error_response(*told_error(merged.error))
+            return error_response(*told_error(merged.error, folders))
         ended = "done"
         return JSONResponse(shape.whole())
     finally:
@@ -167,9 +173,11 @@ async def _left(request: Request) -> None:
 class _Stream(EventSourceResponse):
     """An answer in pieces. Its jobs end with it, also when not one piece could be sent."""
 
-    def __init__(self, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float) -> None:
+    def __init__(
+        self, merged: Merged, shape: Shape, seen: Seen, *, wants_usage: bool, send_s: float, folders: Sequence[str]
+    ) -> None:
         self._merged, self._shape, self._seen, self._wants_usage = merged, shape, seen, wants_usage
-        self._ended = "cancelled"
+        self._ended, self._folders = "cancelled", folders
         super().__init__(self._pieces(), sep="\n", ping=PING_S, send_timeout=send_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -187,7 +195,7 @@ class _Stream(EventSourceResponse):
             if event.kind == "error":
                 assert event.error is not None
                 self._ended = event.error["class"]
-                yield {"event": "error", "data": json.dumps(told_error(event.error)[1])}
+                yield {"event": "error", "data": json.dumps(told_error(event.error, self._folders)[1])}
                 return
             if (piece := self._shape.chunk(index, event)) is not None:
                 yield self._data(piece)

@@ -33,6 +33,8 @@ from trimtab.serve.openapi import description
 from trimtab.serve.settings import Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
+ON_THE_WAY = ("loading", "restarting")
+
 
 class Pool(Protocol):
     """What the app needs of the models behind it."""
@@ -68,9 +70,14 @@ class Pool(Protocol):
 # Errors ---------------------------------------------------------------------------------------------------------------
 
 
-async def _on_trimtab_error(request: Request, exc: Exception) -> Response:
-    assert isinstance(exc, TrimtabError)
-    return error_response(*raised_error(exc))
+def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return what answers our errors. folders: what no error may name, as `faults.own_folders` gives them."""
+
+    async def handle(request: Request, exc: Exception) -> Response:
+        assert isinstance(exc, TrimtabError)
+        return error_response(*raised_error(exc, folders))
+
+    return handle
 
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
@@ -89,9 +96,11 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 # The app --------------------------------------------------------------------------------------------------------------
 
 
-def make_app(pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequence[BaseRoute] = ()) -> Starlette:
-    """Return the application. extra: more routes (the page)."""
-    api = _Api(pool, settings, metrics)
+def make_app(
+    pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequence[BaseRoute] = (), folders: Sequence[str] = ()
+) -> Starlette:
+    """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them."""
+    api = _Api(pool, settings, metrics, folders)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -111,7 +120,7 @@ def make_app(pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequenc
     app = Starlette(
         routes=[*api.routes(), *extra], middleware=middleware, lifespan=lifespan,
         exception_handlers={
-            TrimtabError: _on_trimtab_error, HTTPException: _on_http_error, ClientDisconnect: _on_left,
+            TrimtabError: on_trimtab_error(folders), HTTPException: _on_http_error, ClientDisconnect: _on_left,
             Exception: _on_bug,
         },
     )  # fmt: skip
@@ -121,8 +130,8 @@ def make_app(pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequenc
 
 
 class _Api:
-    def __init__(self, pool: Pool, settings: Settings, metrics: Metrics) -> None:
-        self.pool, self.settings, self.metrics = pool, settings, metrics
+    def __init__(self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str]) -> None:
+        self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
         self.fetcher = Fetcher(settings)
 
     def routes(self) -> list[BaseRoute]:
@@ -144,8 +153,11 @@ class _Api:
 
     async def ready(self, request: Request) -> Response:
         """Whether a model could answer now."""
-        ready = self.pool.is_ready
-        return JSONResponse({"status": "ready" if ready else "loading"}, 200 if ready else 503)
+        if self.pool.is_ready:
+            return JSONResponse({"status": "ready"})
+        states = {model["state"] for model in self.pool.status()["models"]}
+        word = "failed" if states == {"failed"} else "loading" if states & set(ON_THE_WAY) else "stopping"
+        return JSONResponse({"status": word}, 503)
 
     async def prometheus(self, request: Request) -> Response:
         body, kind = self.metrics.text(self.pool.status())
@@ -155,7 +167,8 @@ class _Api:
         return JSONResponse(description(has_key=bool(self.settings.api_keys)))
 
     async def status(self, request: Request) -> Response:
-        return JSONResponse(without_paths({**self.pool.status(), "requests": self.metrics.recent()}))
+        shown = {**self.pool.status(), "requests": self.metrics.recent()}
+        return JSONResponse(without_paths(shown, folders=self.folders))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": list(self.pool.models())})
@@ -210,4 +223,7 @@ class _Api:
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs])
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        return await answer(request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s)
+        return await answer(
+            request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
+            folders=self.folders,
+        )  # fmt: skip

@@ -81,6 +81,8 @@ def generate_request(
     worker, which shortens it.
     """
     wanted = _wanted_tokens(asked)
+    if wanted is not None and wanted > context_tokens:
+        raise RequestError(f"the context has {context_tokens} tokens", field="max_tokens", value=wanted)
     if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:
         raise RequestError(f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=wanted)
     stop = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())

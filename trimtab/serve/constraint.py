@@ -17,7 +17,7 @@ from trimtab.errors import CheckpointError, RequestError
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
 # write newlines until its tokens are used up.
-WHITE_SPACE = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
+WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 
 
 class Grammar:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,16 @@ from typing import Any
 import torch
 
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.model import HeldAdapter, LoadedModel
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
-from trimtab.serve.scheduler import MistakeError
+from trimtab.serve.scheduler import MistakeError, error_event
+
+# What torch's allocator for host memory says, which has no error class of its own.
+HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory")
 
 
 @dataclass(eq=False)
@@ -44,16 +48,17 @@ class AdapterShelf:
     """Every adapter that may be asked for: all in host memory, some of them on the model.
 
     kept: names that are never taken off. resident_limit: how many may be on the model at once (None: what the plan has
-    room for).
+    room for). lost: adapters that an earlier worker had and whose files can be read no more, with the reason.
     """
 
     def __init__(self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None) -> None:
         self.model, self.kept, self._limit = model, set(kept), resident_limit
         self._held: dict[str, HeldAdapter] = {}
+        self.lost: dict[str, str] = {}
         # The one used longest ago comes first.
         self._resident: OrderedDict[str, None] = OrderedDict((name, None) for name in model.adapters)
         for name in model.adapters:
-            self._held[name] = model.read_adapter(model.plan.request.adapters[name])
+            self._held[name] = self.read(model.plan.request.adapters[name])
         self.swaps = 0
         self.swap_s: list[float] = []
 
@@ -68,7 +73,9 @@ class AdapterShelf:
         return tuple(self._resident)
 
     def check(self, name: str | None) -> None:
-        """Raise RequestError for an adapter that is not known."""
+        """Raise RequestError for an adapter that is not known, AdapterError for one that is lost."""
+        if name in self.lost:
+            raise AdapterError(name, [self.lost[name]], hint="Unload it, and load it again once its files are there")
         if name is not None and name not in self._held:
             known = list(self._held)
             raise RequestError(
@@ -76,20 +83,53 @@ class AdapterShelf:
             )
 
     def add(self, name: str, path: str | Path) -> None:
-        """Read an adapter into host memory. Errors: AdapterError, CheckpointError; RequestError for a name in use."""
+        """Read an adapter into host memory. Errors: as `check_new`, `read` and `put`."""
+        self.check_new(name)
+        self.put(name, self.read(path))
+
+    def check_new(self, name: str) -> None:
+        """Raise RequestError for a name in use."""
         if name in self._held:
             raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
+
+    def read(self, path: str | Path) -> HeldAdapter:
+        """Return an adapter's files as they are held; may run beside the batch, on another thread.
+
+        Errors: AdapterError, also for weights that are not numbers; CheckpointError.
+        """
         held = self.model.read_adapter(path)
-        room = self.model.free_adapter_bytes() + sum(self._held[other].device_bytes for other in self._resident)
+        problems = [
+            f"{entry.tensor_name} holds values that are not numbers" for target in held.spec.targets
+            for entry in target.tensors.values() if not _is_finite(held.tensors[entry.file, entry.start])
+        ]  # fmt: skip
+        if problems:
+            raise AdapterError(path, problems)
+        return held
+
+    def put(self, name: str, held: HeldAdapter) -> None:
+        """Know an adapter from now on. Errors: RequestError for a name in use or where every place is kept; DoesNotFitError
+        if what is kept leaves no room for it."""
+        self.check_new(name)
+        kept = [other for other in self._resident if other in self.kept]
+        if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
+            raise RequestError(
+                f"all {self._limit} places for adapters are kept for others", field="lora_name", value=name,
+                hint="Start the server with more --resident-adapters",
+            )  # fmt: skip
+        movable = sum(self._held[other].device_bytes for other in self._resident if other not in kept)
+        room = self.model.free_adapter_bytes() + movable
         if held.device_bytes > room:
             raise DoesNotFitError(
                 "it is larger than all the room that the plan has for adapters", block=f"adapter {name}",
                 device=str(self.model.device), needed_bytes=held.device_bytes, budget_bytes=room,
             )  # fmt: skip
         self._held[name] = held
+        self.lost.pop(name, None)
 
     def remove(self, name: str, in_use: Iterable[str | None]) -> None:
         """Forget an adapter. Errors: RequestError if it is not known or a request needs it."""
+        if self.lost.pop(name, None) is not None:
+            return
         self.check(name)
         if name in set(in_use):
             raise RequestError("requests are being answered with this adapter", field="lora_name", value=name)
@@ -149,7 +189,11 @@ class LoadedEngine:
     # What the scheduler calls -----------------------------------------------------------------------------------------
 
     def begin(self, job: Job) -> Answer:
-        """Check a job, prepare its inputs and return its answer. Errors: RequestError and what `prepare` raises."""
+        """Check a job, prepare its inputs and return its answer. Errors: RequestError and what `prepare` raises; MistakeError."""
+        with self._named("preparing a prompt"):
+            return self._begin(job)
+
+    def _begin(self, job: Job) -> Answer:
         self.shelf.check(job.adapter)
         inputs = self._inputs(job)
         if self.prompt_limit is not None and inputs.prompt_tokens > self.prompt_limit:
@@ -204,33 +248,61 @@ class LoadedEngine:
         """
         assert answer.prompt is not None
         self._prefilling = answer
-        try:
+        with self._named("reading a prompt"):
             self.shelf.bring(answer.job.adapter, self._in_use())
-            with self.model._out_of_memory_named("reading a prompt"):
-                if not answer.prompt.step():
-                    return False
-                drawn = self.batch.join(answer.prompt)
-        except TrimtabError:
-            raise
-        except Exception as exc:
-            self._check_device()
-            traceback.print_exc()  # to the log of the worker, never to a client
-            raise MistakeError from exc
+            if not answer.prompt.step():
+                return False
+            drawn = self.batch.join(answer.prompt)
         self._prefilling, answer.prompt = None, None
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
-        self._take(answer, drawn)
+        self._told(answer, drawn)
         return True
 
-    def _check_device(self) -> None:
-        """Raise what a GPU says to everything after an error that it does not get over."""
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        """Give what goes wrong its name: DeviceError for memory, of the device or the host; MistakeError for what nobody
+        thought of. Only what the device does not get over is raised as it is: the worker has to end."""
+        try:
+            with self.model._out_of_memory_named(what):
+                yield
+        except Exception as exc:
+            named = self._name(exc, what)
+            if named is exc:
+                raise
+            raise named from exc
+
+    def _name(self, exc: Exception, what: str) -> TrimtabError:
+        if isinstance(exc, TrimtabError):
+            return exc
+        if isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS):
+            return DeviceError(f"out of host memory while {what}", device="cpu", hint="Send less, or try again later")
+        if isinstance(exc, torch.OutOfMemoryError):
+            return DeviceError(f"out of memory while {what}", device=str(self.model.device))
+        # After some errors a GPU answers nothing more: this raises what it says then.
         torch.zeros(1, device=self.model.device).item()
+        traceback.print_exception(exc)  # to the log of the worker, never to a client
+        return MistakeError()
 
     def step(self) -> None:
-        with self.model._out_of_memory_named("answering"):
+        with self._named("answering"):
             found = self.batch.step()
         for drawn in found:
-            self._take(self._by_row[drawn.row], drawn)
+            self._told(self._by_row[drawn.row], drawn)
+        for row, answer in self._by_row.items():
+            if row.error is not None and not answer.is_over:
+                self._break(answer, row.error)
+
+    def _told(self, answer: Answer, drawn: Drawn) -> None:
+        try:
+            self._take(answer, drawn)
+        except Exception as exc:
+            self._break(answer, exc)
+
+    def _break(self, answer: Answer, exc: Exception) -> None:
+        """End one answer with an error; the others go on."""
+        answer.is_over = True
+        answer.pending.append(error_event(answer.job.id, self._name(exc, "answering")))
 
     def news(self, answer: Answer) -> Sequence[Event]:
         found, answer.pending = answer.pending, []
@@ -280,6 +352,7 @@ class LoadedEngine:
         }  # fmt: skip
 
 
-def out_of_memory(error: DeviceError) -> bool:
-    """Whether the device only ran out of memory: the engine can go on with less."""
-    return "out of memory" in str(error)
+def _is_finite(tensor: torch.Tensor) -> bool:
+    # The 8-bit kinds have no such question of their own.
+    value = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    return bool(torch.isfinite(value).all())

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.supervisor import WorkerError
 
 # Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
@@ -41,6 +45,8 @@ SHOWN_FIELDS = (
     "retry_after_s", "deadline_s",
 )  # fmt: skip
 MOST_NAMES = 20
+# What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.
+_BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
 # An absolute path of POSIX or Windows: two parts at least, so that "/v1" and "and/or" stay.
 _PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\]+[\\/][^\s'"`,;()<>|]*""")
 
@@ -48,41 +54,58 @@ _PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\
 class UnknownModelError(RequestError):
     """No model or adapter of this name is served."""
 
-    def __init__(self, name: str, known: Sequence[str]) -> None:
+    def __init__(self, name: str, known: Sequence[str], *, field: str = "model") -> None:
         near = near_names(name, list(known)) or list(known)
-        super().__init__("is not served here", field="model", value=name, allowed=near[:MOST_NAMES])
+        super().__init__("is not served here", field=field, value=name, allowed=near[:MOST_NAMES])
 
 
-class StoppingError(DeviceError):
-    """The server has been told to end and takes nothing new."""
+def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
+    """Return every spelling of the server's folders that a message could hold, the longest first.
 
-    def __init__(self) -> None:
-        super().__init__("the server is stopping", device="worker", hint="Send the request again in a moment")
+    paths: those that it was given; where it runs from is added. A path with spaces in it can only be known this way: in the
+    middle of a sentence nothing else says where it ends. What is not on this machine, such as a hub id, is no path.
+    """
+    given = [Path(path) for path in paths if path is not None and Path(path).exists()]
+    around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
+    found = set()
+    for path in [*given, *around]:
+        for one in (Path(os.path.abspath(path)), path.resolve()):
+            if one != one.parent:  # the root alone would be every slash
+                found |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}
+    return tuple(sorted(found, key=lambda text: (-len(text), text)))
 
 
-def without_paths(value: Any, *known: str) -> Any:
-    """Return plain values with every path of this machine taken out of their texts. known: paths to look for first."""
+def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
+    """Return plain values with every path of this machine taken out of their texts. known: paths to look for first.
+
+    folders: as `own_folders` gives them.
+    """
     if isinstance(value, str):
         for path in known:
             value = value.replace(path, "the file") if path else value
+        for folder in folders:
+            if folder in value:
+                value = re.sub(rf"(?<!\w){re.escape(folder)}{_BELOW}", "[path]", value)
         return _PATH.sub("[path]", value)
     if isinstance(value, Mapping):
-        return {name: without_paths(item, *known) for name, item in value.items()}
+        return {name: without_paths(item, *known, folders=folders) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_paths(item, *known) for item in value]
+        return [without_paths(item, *known, folders=folders) for item in value]
     return value
 
 
-def error_json(name: str, message: str, fields: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and OpenAI's error object of one of our errors."""
+def error_json(
+    name: str, message: str, fields: Mapping[str, Any], folders: Sequence[str] = ()
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `own_folders` gives them."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
         name, message, fields = "bug", "The server made a mistake; its log says more", {}
     known = str(fields.get("path") or "")
     shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(
-        without_paths(message, known), kind, code, param=fields.get("field"), name=name,
-        fields=without_paths(shown, known),
+        without_paths(message, known, folders=folders), kind, code, param=fields.get("field"), name=name,
+        fields=without_paths(shown, known, folders=folders),
     )  # fmt: skip
 
 
@@ -97,14 +120,14 @@ def _object(
     }  # fmt: skip
 
 
-def told_error(error: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+def told_error(error: Mapping[str, Any], folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Return status and object of an error that came from the worker."""
-    return error_json(error["class"], error["message"], error["fields"])
+    return error_json(error["class"], error["message"], error["fields"], folders)
 
 
-def raised_error(exc: TrimtabError) -> tuple[int, dict[str, Any]]:
+def raised_error(exc: TrimtabError, folders: Sequence[str] = ()) -> tuple[int, dict[str, Any]]:
     """Return status and object of an error raised in this process."""
-    return told_error(plain_error(exc))
+    return told_error(plain_error(exc), folders)
 
 
 def plain_error(exc: BaseException) -> Mapping[str, Any]:

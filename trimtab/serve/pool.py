@@ -21,12 +21,12 @@ from typing import Any
 
 from trimtab.errors import RequestError
 from trimtab.serve.clock import Clock
-from trimtab.serve.faults import StoppingError, UnknownModelError
+from trimtab.serve.faults import UnknownModelError, own_folders, told_error
 from trimtab.serve.job import Event, Job
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.settings import Settings
-from trimtab.serve.supervisor import ModelFailedError, Supervisor
+from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor
 
 TICK_S = 0.5
 NUMBERS_AFTER_S = 10.0
@@ -81,12 +81,15 @@ class Pool:
         if together < 1 or (together > 1 and together > len(models)):
             raise RequestError(f"must be between 1 and {len(models)}", field="together", value=together)
         self.settings, self._together, self._turn_s = settings, together, turn_s
+        # What no answer may name.
+        self.folders = folders_of(models, settings)
         self._members: dict[str, _Member] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         for served in models:
             told = served.settings(settings.queue_limit, prompt_tokens=settings.limits.prompt_tokens)
             supervisor = make(told, retry=settings.retry, on_change=self._on_change)
             self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
+        self._created = int(time.time())
         self._is_stopping = False
         self._keeper: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
@@ -126,7 +129,10 @@ class Pool:
         found = []
         is_one = len(self._members) == 1
         for name, member in self._members.items():
-            head = {"object": "model", "created": 0, "owned_by": "trimtab"}
+            head = {
+                "object": "model", "created": self._created, "owned_by": "trimtab",
+                "max_model_len": self.context_tokens(name),
+            }  # fmt: skip
             found.append({"id": name, **head, "root": name, "parent": None})
             for adapter in sorted(member.adapters):
                 shown = adapter if is_one else f"{name}{SEPARATOR}{adapter}"
@@ -330,12 +336,10 @@ class Pool:
         member.adapters[name] = path
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
-        """Forget an adapter. Errors: RequestError if it is not loaded or being used."""
+        """Forget an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used."""
         member = self._one(model)
         if name not in member.adapters:
-            raise RequestError(
-                "no adapter of this name is loaded", field="lora_name", value=name, allowed=sorted(member.adapters)
-            )
+            raise UnknownModelError(name, sorted(member.adapters), field="lora_name")
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
 
@@ -353,19 +357,29 @@ class Pool:
             self._leave(member)
 
     def status(self) -> Mapping[str, Any]:
-        """Return what the page and the metrics show of every model."""
+        """Return what the page and the metrics show of every model: what is true now, and no path.
+
+        plan: None until the model was first loaded. numbers: none while no worker answers, whatever the last one said.
+        """
         return {"models": [self._status(name, member) for name, member in self._members.items()]}
 
     def _status(self, name: str, member: _Member) -> dict[str, Any]:
         supervisor = member.supervisor
-        plan = supervisor.plan
+        is_ready, failure = supervisor.state == "ready", supervisor.failure
+        plan = shown_plan(supervisor.plan)
         return {
             "name": name, "state": supervisor.state, "restarts": supervisor.restarts, "loading": supervisor.loading,
             "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
-            "takes": self.takes(name), "numbers": supervisor.numbers, "plan": plan,
-            "error": (supervisor.failure or {}).get("message"), "context_tokens": self.context_tokens(name),
-            "tier_bytes": _tier_bytes(plan or {}),
+            "takes": self.takes(name), "numbers": supervisor.numbers if is_ready else {}, "plan": plan,
+            "error": None if failure is None else told_error(failure, self.folders)[1]["error"]["message"],
+            "context_tokens": self.context_tokens(name), "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),
         }  # fmt: skip
+
+
+def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, ...]:
+    """Return every folder of a server, in every spelling."""
+    given = [path for one in models for path in (one.request.model, one.request.offload_dir, *one.adapters.values())]
+    return own_folders([*given, settings.adapter_root])
 
 
 def _retry_after_s(member: _Member) -> float:
@@ -376,10 +390,32 @@ def _retry_after_s(member: _Member) -> float:
     return min(60.0, max(1.0, counts["step_s"] / counts["steps"] * 64))
 
 
-def _tier_bytes(plan: Mapping[str, Any]) -> dict[str, int]:
-    """Return the bytes of each tier's blocks, wherever they lie."""
+SHOWN = (
+    "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
+    "host_budget_bytes", "disk_bytes",
+)  # fmt: skip
+COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
+
+
+def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return what a plan's picture needs, None for none: bytes by part and tier, budgets, and how it was asked for. What a
+    plan says of folders and of this machine's rates stays here."""
+    if not plan:
+        return None
+    placed: dict[tuple[str, str], dict[str, Any]] = {}
+    for block in plan["placements"]:
+        key = (block["part"], block["tier"])
+        held = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
+        for name in COUNTED:
+            held[name] += block[name]
+    request = {name: plan["request"][name] for name in ("quant", "context_tokens", "batch")}
+    return {**{name: plan[name] for name in SHOWN}, "placements": list(placed.values()), "request": request}
+
+
+def _tier_bytes(plan: Mapping[str, Any] | None, *, is_loaded: bool) -> dict[str, int]:
+    """Return the bytes of each tier's blocks, wherever they lie: zero for a model that is not loaded."""
     found: dict[str, int] = {}
-    for block in plan.get("placements", ()):
-        count = block["gpu_bytes"] + block["host_bytes"] + block["disk_bytes"]
-        found[block["tier"]] = found.get(block["tier"], 0) + count
+    for block in (plan or {}).get("placements", ()):
+        count = sum(block[name] for name in COUNTED)
+        found[block["tier"]] = found.get(block["tier"], 0) + count * is_loaded
     return found

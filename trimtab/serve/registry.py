@@ -20,6 +20,7 @@ Relative paths are relative to the file. `plan` may name a plan that `trimtab pl
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping
@@ -76,8 +77,11 @@ class ServedModel:
 
     def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
         """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
+        # In full, so that what the worker says of a file can be told from the other words of a message.
+        request = replace(self.request, model=_in_full(self.request.model))
+        adapters = {name: _in_full(path) for name, path in self.adapters.items()}
         return {
-            "request": self.request.to_json(), "adapters": dict(self.adapters), "kept": list(self.kept),
+            "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
             "prompt_tokens": prompt_tokens,
         }  # fmt: skip
@@ -213,6 +217,11 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows", 8),
         resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
     )  # fmt: skip
+
+
+def _in_full(path: str) -> str:
+    """Return the absolute path of what is on this machine; a hub id stays one."""
+    return os.path.abspath(path) if Path(path).exists() else path
 
 
 def _path(value: Any, folder: Path) -> str:

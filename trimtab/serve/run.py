@@ -37,9 +37,11 @@ def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 
     pool = Pool(models, settings, together=together)
     listener = listen(settings.host, settings.port)
     for model in models:
-        say(f"{model.name}: {model.request.model}, {len(model.adapters)} adapters, {model.rows} rows")
+        count = len(model.adapters)
+        say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {model.rows} rows")
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
-    app = make_app(pool, settings, Metrics(), extra=[*page_of(settings), *verify_routes(pool)])
+    extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders)]
+    app = make_app(pool, settings, Metrics(), extra=extra, folders=pool.folders)
     server = _Server(app, pool, settings)
     try:
         server.run(sockets=[listener])
@@ -79,6 +81,8 @@ class _Server(uvicorn.Server):
         end = time.monotonic() + self._grace_s
         while self._pool.in_flight and time.monotonic() < end and not self.force_exit:
             await asyncio.sleep(TICK_S)
+        if self._pool.in_flight:  # they are told so; else their connections would only break
+            await asyncio.to_thread(self._pool.stop)
         # What was answered in time is still on its way to its client.
         left_s = 0.0 if self.force_exit else end - time.monotonic()
         self.config.timeout_graceful_shutdown = max(1, math.ceil(left_s))

@@ -28,6 +28,8 @@ from trimtab.serve.scheduler import error_event
 Tell = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
+# A worker that loads says so after every block, but starting Python, planning and reading one block may take this long.
+LOADING_SILENCE_S = 900.0
 STATES = ("stopped", "loading", "ready", "restarting", "failed")
 
 log = logging.getLogger("trimtab.serve")
@@ -49,6 +51,13 @@ class ModelFailedError(DeviceError):
         super().__init__(f"the model cannot be loaded{why}", device="worker")
 
 
+class StoppingError(DeviceError):
+    """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
+
+    def __init__(self) -> None:
+        super().__init__("the server is stopping", device="worker", hint="Send the request again in a moment")
+
+
 class WorkerError(TrimtabError):
     """What the worker answered with an error: its class, message and fields as they came."""
 
@@ -66,10 +75,17 @@ def _how_it_ended(exit_code: int | None) -> str:
 
 @dataclass(eq=False)
 class _Flight:
+    """One job. tries: how many workers have been given it."""
+
     job: Job
     tell: Tell
     has_spoken: bool = False
-    tries: int = 1
+    tries: int = 0
+
+    def message(self) -> dict[str, Any]:
+        """Return what hands it to a worker."""
+        self.tries += 1
+        return {"do": "submit", "job": job_to_message(self.job)}
 
 
 @dataclass(eq=False)
@@ -138,7 +154,7 @@ class Supervisor:
         process.start()
         there.close()
         life = _Life(process, Channel(here))
-        self._life = life
+        self._life, self.loading = life, (0, 0)
         threading.Thread(target=self._hear, args=(life,), name="trimtab-hear", daemon=True).start()
         threading.Thread(target=self._send, args=(life,), name="trimtab-send", daemon=True).start()
 
@@ -169,7 +185,7 @@ class Supervisor:
             life.process.kill()  # it has nothing to put away, and does not hear SIGTERM
             life.process.join()
             life.outbox.put(None)
-        self._end_all(DeviceError("the server is stopping", device="worker"))
+        self._end_all(StoppingError())
         self._become("stopped")
 
     @property
@@ -196,14 +212,14 @@ class Supervisor:
         """
         with self._lock:
             if self._is_stopping or self._life is None:
-                raise DeviceError("the server is stopping", device="worker")
+                raise StoppingError
             if self.state == "failed":
                 raise WorkerError(self.failure or {"class": "DeviceError", "message": "failed", "fields": {}})
-            if not self._flights:
+            if not self._flights and not self._calls:
                 self._life.heard = time.monotonic()  # it had nothing to say while it had nothing to do
-            self._flights[job.id] = _Flight(job, tell)
+            self._flights[job.id] = flight = _Flight(job, tell)
             if self.state == "ready":
-                self._life.outbox.put({"do": "submit", "job": job_to_message(job)})
+                self._life.outbox.put(flight.message())
 
     def cancel(self, job_id: str) -> None:
         """Forget a job; it is told nothing more."""
@@ -218,6 +234,8 @@ class Supervisor:
             if self._life is None or self.state != "ready":
                 future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
                 return future
+            if not self._flights and not self._calls:
+                self._life.heard = time.monotonic()
             self._next_call += 1
             self._calls[self._next_call] = _Call(future, what, arguments)
             self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
@@ -245,7 +263,7 @@ class Supervisor:
                 if life.channel.poll(1.0):
                     life.heard = time.monotonic()
                     self._take(life, life.channel.receive())
-                elif self.state == "ready" and self._flights and time.monotonic() - life.heard > self.hang_s:
+                elif time.monotonic() - life.heard > self._silence_s():
                     life.process.kill()
         except (EOFError, OSError):
             life.process.join(5)
@@ -258,6 +276,12 @@ class Supervisor:
         life.outbox.put(None)
         life.channel.close()
         self._ended(life)
+
+    def _silence_s(self) -> float:
+        """Return how long the worker may say nothing."""
+        if self.state != "ready":
+            return max(self.hang_s, LOADING_SILENCE_S)
+        return self.hang_s if self._flights or self._calls else float("inf")
 
     def _take(self, life: _Life, message: dict[str, Any]) -> None:
         match message["say"]:
@@ -283,7 +307,7 @@ class Supervisor:
             self.failure = None
             self._become("ready")
             for flight in self._flights.values():
-                life.outbox.put({"do": "submit", "job": job_to_message(flight.job)})
+                life.outbox.put(flight.message())
         self._ready.set()
 
     def _pass_on(self, event: Event) -> None:
@@ -317,13 +341,13 @@ class Supervisor:
             calls, self._calls = self._calls, {}
             exit_code = life.process.exitcode
             died = WorkerDiedError(exit_code)
-            kept = {} if not self.retry else {
-                name: flight for name, flight in self._flights.items() if not flight.has_spoken and flight.tries == 1
+            # What no worker has been given yet was not lost with this one, retries or not.
+            kept = {
+                name: flight for name, flight in self._flights.items()
+                if flight.tries == 0 or (self.retry and not flight.has_spoken and flight.tries == 1)
             }  # fmt: skip
             lost = [flight for name, flight in self._flights.items() if name not in kept]
             self._flights = kept
-            for flight in kept.values():
-                flight.tries += 1
             self._failures = 0 if life.answered else self._failures + 1
             never_ready = self.state == "loading" and self.plan is None
             is_over = self._is_stopping or never_ready or self._failures >= len(PAUSES_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
-from trimtab.serve.faults import error_json, raised_error
+from trimtab.serve.faults import error_json, raised_error, without_paths
 
 INSIDE = "trimtab.serve.verifying_inside"
 TIMEOUT_S = 3600.0
@@ -48,14 +48,14 @@ class Served(Protocol):
         """Return a model's name, its plan as JSON (None before it was first loaded) and adapter -> folder."""
 
 
-def verify_routes(pool: Served) -> list[BaseRoute]:
-    """Return the route of comparisons."""
-    return [Route("/api/verify", _Verifying(pool).verify, methods=["POST"])]
+def verify_routes(pool: Served, *, folders: Sequence[str] = ()) -> list[BaseRoute]:
+    """Return the route of comparisons. folders: what no answer may name, as `faults.own_folders` gives them."""
+    return [Route("/api/verify", _Verifying(pool, folders).verify, methods=["POST"])]
 
 
 class _Verifying:
-    def __init__(self, pool: Served) -> None:
-        self._pool, self._is_busy = pool, False
+    def __init__(self, pool: Served, folders: Sequence[str] = ()) -> None:
+        self._pool, self._folders, self._is_busy = pool, folders, False
 
     async def verify(self, request: Request) -> Response:
         # Only what a page of another site cannot send without asking first.
@@ -101,14 +101,16 @@ class _Verifying:
             while not (task.done() and told.empty()):
                 with suppress(TimeoutError, asyncio.TimeoutError):
                     line = await asyncio.wait_for(told.get(), 0.2)
-                    yield {"data": json.dumps({line["event"]: line["value"]})}
+                    shown = without_paths(line["value"], folders=self._folders)
+                    yield {"data": json.dumps({line["event"]: shown})}
             try:
                 task.result()
             except TrimtabError as exc:
-                yield {"event": "error", "data": json.dumps(raised_error(exc)[1])}
+                yield {"event": "error", "data": json.dumps(raised_error(exc, self._folders)[1])}
                 return
             except _ToldError as exc:
-                yield {"event": "error", "data": json.dumps(error_json(exc.kind, exc.text, exc.fields)[1])}
+                told_error = error_json(exc.kind, exc.text, exc.fields, self._folders)[1]
+                yield {"event": "error", "data": json.dumps(told_error)}
                 return
             yield {"data": "[DONE]"}
         finally:

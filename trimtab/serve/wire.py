@@ -201,6 +201,8 @@ class LoadAdapterRequest(_Strict):
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     model: Name | None = None
+    # Accepted at the values that change nothing.
+    load_inplace: Literal[False] | None = None
 
 
 class UnloadAdapterRequest(_Strict):
@@ -208,6 +210,8 @@ class UnloadAdapterRequest(_Strict):
 
     lora_name: Name
     model: Name | None = None
+    # A number of vLLM's own, and unused there too.
+    lora_int_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
 REQUESTS: Mapping[str, type[BaseModel]] = {

@@ -8,12 +8,16 @@ Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", 
 
 from __future__ import annotations
 
+import queue
 import signal
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,6 +30,8 @@ from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
 LOADING_STEP_S = 0.2
 # A worker that is busy without anything to tell, as with one long prompt, says at least so often that it lives.
 ALIVE_S = 10.0
+# How often an idle worker looks whether an adapter's files have been read.
+READING_S = 0.02
 
 
 def main(connection: Connection, settings: dict[str, Any]) -> None:
@@ -66,7 +72,8 @@ class _Worker:
         self.channel = channel
         self.events: list[Event] = []
         before = None if not settings.get("plan") else Plan.from_json(settings["plan"])
-        request, later = _split_adapters(settings, None if before is None else list(before.request.adapters))
+        lost = {} if before is None else _lost_adapters(settings)
+        request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
         is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
         self.plan = before if is_same and before is not None else plan_request(request)
         self._told = 0.0
@@ -77,10 +84,22 @@ class _Worker:
             self.model, rows=settings["rows"], kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
         )  # fmt: skip
+        self.engine.shelf.lost.update(lost)
         for name, path in later.items():
-            self.engine.shelf.add(name, path)
+            self._add_adapter(name, path, is_first=before is None)
+        # Adapters whose files are read on other threads, so that the batch goes on meanwhile: call id -> name.
+        self._reading: dict[int, str] = {}
+        self._read: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
         self.is_draining = False
+
+    def _add_adapter(self, name: str, path: str, *, is_first: bool) -> None:
+        try:
+            self.engine.shelf.add(name, path)
+        except TrimtabError as exc:
+            if is_first:
+                raise
+            self.engine.shelf.lost[name] = str(exc)  # one client's adapter does not keep the model from coming back
 
     def _loading(self, done: int, of: int) -> None:
         now = time.monotonic()
@@ -92,13 +111,20 @@ class _Worker:
         """Answer until the pipe closes, or until the last job is done while draining."""
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         while not (self.is_draining and self.scheduler.is_idle):
-            while self.channel.poll(None if self.scheduler.is_idle and not self.is_draining else 0):
+            while self.channel.poll(self._patience_s()):
                 self._obey(self.channel.receive())
                 if self.is_draining and self.scheduler.is_idle:
                     break
+            self._take_read()
             self.scheduler.turn()
             self._tell()
         self.model.close()
+
+    def _patience_s(self) -> float | None:
+        """Return how long the next message may be waited for."""
+        if self.is_draining or not self.scheduler.is_idle:
+            return 0
+        return READING_S if self._reading else None
 
     def _tell(self) -> None:
         if self.events or time.monotonic() - self._told > ALIVE_S:
@@ -114,30 +140,57 @@ class _Worker:
                     self.scheduler.submit(job)
                 except TrimtabError as exc:
                     self.events.append(error_event(job.id, exc))
-                except Exception:
-                    # Nothing has been computed for it yet, so the others go on.
-                    traceback.print_exc()
-                    self.events.append(error_event(job.id, MistakeError()))
                 self._tell()
             case "cancel":
                 self.scheduler.cancel(message["id"])
             case "drain":
                 self.is_draining = True
+            case "call" if message["what"] == "load_adapter":
+                self._begin_reading(message)
             case "call":
-                self._reply(message)
+                self._reply(message["id"], lambda: self._call(message))
 
-    def _reply(self, message: Mapping[str, Any]) -> None:
-        answer: dict[str, Any] = {"say": "reply", "id": message["id"]}
+    def _reply(self, call_id: int, work: Callable[[], Any]) -> None:
+        answer: dict[str, Any] = {"say": "reply", "id": call_id}
         try:
-            answer["value"] = self._call(message)
+            work()
+            answer["value"] = self.numbers()
         except TrimtabError as exc:
             answer["error"] = error_event("", exc).error
+        except Exception:
+            # Files of a client's can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
+            traceback.print_exc()
+            answer["error"] = error_event("", MistakeError()).error
         self.channel.send(answer)
 
-    def _call(self, message: Mapping[str, Any]) -> Any:
+    def _begin_reading(self, message: Mapping[str, Any]) -> None:
+        call_id, name, path = message["id"], message["name"], message["path"]
+
+        def read() -> None:
+            try:
+                self._read.put((call_id, self.engine.shelf.read(path)))
+            except Exception as exc:
+                self._read.put((call_id, exc))
+
+        if name in self._reading.values():
+            exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
+            self._reply(call_id, lambda: _throw(exc))
+            return
+        self._reading[call_id] = name
+        threading.Thread(target=read, name="trimtab-read", daemon=True).start()
+
+    def _take_read(self) -> None:
+        with suppress(queue.Empty):
+            while self._reading:
+                call_id, held = self._read.get_nowait()
+                name = self._reading.pop(call_id)
+                if isinstance(held, Exception):
+                    self._reply(call_id, partial(_throw, held))
+                else:
+                    self._reply(call_id, partial(self.engine.shelf.put, name, held))
+
+    def _call(self, message: Mapping[str, Any]) -> None:
         match message["what"]:
-            case "load_adapter":
-                self.engine.shelf.add(message["name"], message["path"])
             case "unload_adapter":
                 name = message["name"]
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
@@ -145,7 +198,6 @@ class _Worker:
                 pass
             case what:
                 raise RequestError("no such call", field="what", value=what)
-        return self.numbers()
 
     def numbers(self) -> dict[str, Any]:
         """Return what the page and the metrics show: adapters, rows, bytes, what has been done."""
@@ -153,6 +205,7 @@ class _Worker:
         swap_s = sorted(shelf.swap_s)
         return {
             "adapters": list(shelf.names), "resident": list(shelf.resident), "kept": sorted(shelf.kept),
+            "lost": sorted(shelf.lost),
             "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
             "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
             "memory": self.model.memory(), "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
@@ -161,8 +214,25 @@ class _Worker:
         }  # fmt: skip
 
 
+def _throw(exc: Exception) -> None:
+    raise exc
+
+
+def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the adapters whose files can be read no more, with the reason. settings: of a worker that comes back."""
+    from trimtab.checkpoint.adapter import read_adapter
+
+    lost = {}
+    for name, path in settings.get("adapters", {}).items():
+        try:
+            read_adapter(path)
+        except (TrimtabError, OSError) as exc:
+            lost[name] = str(exc)
+    return lost
+
+
 def _split_adapters(
-    settings: Mapping[str, Any], planned_before: Sequence[str] | None
+    settings: Mapping[str, Any], planned_before: Sequence[str] | None, lost: Collection[str] = ()
 ) -> tuple[LoadRequest, dict[str, str]]:
     """Return the request that is planned, and the adapters that wait in host memory.
 
@@ -170,7 +240,7 @@ def _split_adapters(
     restart they are those that were planned before: what has been loaded since may be more than there is room for.
     """
     request = LoadRequest.from_json(settings["request"])
-    adapters = dict(settings.get("adapters", {}))
+    adapters = {name: path for name, path in settings.get("adapters", {}).items() if name not in lost}
     kept = [name for name in settings.get("kept", ()) if name in adapters]  # one may have been unloaded since
     limit = settings.get("resident_limit")
     order = [*kept, *(name for name in adapters if name not in kept)]

@@ -94,9 +94,13 @@ function showLoading(model) {
 
 function showNote(model) {
   const plan = model.plan;
-  if (!plan) return;
-  const { quant, context_tokens: context, batch } = plan.request;
-  byId("load-note").textContent = `${plan.model_class}, ${quant}, context ${context}, ${counted(batch, "row")}`;
+  let words = "";
+  if (plan) {
+    const { quant, context_tokens: context, batch } = plan.request;
+    words = `${plan.model_class}, ${quant}, context ${context}, ${counted(batch, "row")}`;
+    if (model.state === "stopped") words += "; nothing of it is in memory now";
+  }
+  if (byId("load-note").textContent !== words) byId("load-note").textContent = words;
 }
 
 // Adapters -------------------------------------------------------------------------------------------------------------
@@ -113,12 +117,13 @@ function showVoices(models, model) {
 
 function showAdapters(model) {
   const { resident = [], kept = [], swaps = 0, swap_p50_s: swap } = model.numbers ?? {};
-  const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name)]);
+  const isLoaded = model.state === "ready";
+  const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded]);
   const list = byId("adapters");
   byId("adapters-note").textContent = swaps ? `${counted(swaps, "swap")}, ${seconds(swap)} each` : "";
   renew(list, [model.name, shown], () => {
     const rows = shown.map(([name, isResident, isKept]) => make(
-      "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept),
+      "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept, isLoaded),
       make("button", {
         type: "button", class: "plain", "data-held": name, "aria-label": `Unload ${name}`, onclick: () => unload(model.name, name),
       }, "Unload"),
@@ -127,8 +132,9 @@ function showAdapters(model) {
   });
 }
 
-function whereOf(isResident, isKept) {
-  const words = (isResident ? "on the model" : "in host memory") + (isKept ? ", kept there" : "");
+function whereOf(isResident, isKept, isLoaded) {
+  const place = isResident ? "on the model" : isLoaded ? "in host memory" : "not loaded";
+  const words = place + (isKept ? ", kept there" : "");
   return make(
     "span", { class: "where", "data-where": isResident ? "model" : "host" },
     draw("svg", { viewBox: "0 0 12 12", "aria-hidden": "true", focusable: "false" }, draw("circle", { cx: 6, cy: 6, r: 4.5 })),

@@ -57,7 +57,14 @@ export const sum = (segments) => segments.reduce((total, segment) => total + seg
 /** Draw the picture of a model's status, its legend and its table. */
 export function drawPicture(model) {
   const host = byId("bars");
-  if (!model.plan) return;
+  if (!model.plan) {
+    // Another model's picture, or an older one, would be a lie about this one.
+    const words = "The picture comes with the plan, as soon as the model is loaded.";
+    renew(host, null, () => host.replaceChildren(make("p", { class: "quiet" }, words)));
+    renew(byId("legend"), null, () => byId("legend").replaceChildren());
+    byId("numbers").hidden = true;
+    return;
+  }
   const bars = barsOf(model.plan);
   const live = liveMarks(model);
   const width = Math.max(240, Math.floor(host.clientWidth));

@@ -1,0 +1,374 @@
+"""How fast a loaded model decodes, and what holds it back: stock and trimtab in one run on one GPU.
+
+    python -m bench.decode --work FOLDER --save bench/results/decode.json [--models e4b,e2b] [--cases NAME,...]
+
+Each case is a process; checkpoints are bench.memory's. A row says what was decoded (`model`, `engine`, `placement`,
+`decode`, `adapter_rank`, `adapters`, `batch`, `context`) and `tok_s` of all rows together, `ms` of a step, `limit_tok_s`
+from the bytes that a token has to read and the bandwidth measured in the same process, `ttft_ms` where it was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.memory import LEAN, environment, prepare
+
+CONTEXT = 2048
+PROMPT_TOKENS = 512
+STEPS = 64
+RANKS = (8, 64)
+
+
+def cases_of(size: str) -> list[dict[str, Any]]:
+    """Return the cases of one model size, the most wanted first."""
+    half = {"e2b": range(17, 35), "e4b": range(21, 42)}[size]
+    half_streamed = LEAN | {f"model.language_model.layers.{i}": "stream" for i in half}
+    return [
+        {"name": "resident", "engine": "trimtab", "place": {"*": "resident"}, "full": True},
+        {"name": "resident", "engine": "stock"},
+        {"name": "lean", "engine": "trimtab", "place": LEAN},
+        {"name": "lean+half-decoder", "engine": "trimtab", "place": half_streamed},
+        {"name": "long", "engine": "trimtab", "place": LEAN, "context": 32768, "long": True},
+    ]
+
+
+# What every case measures with --------------------------------------------------------------------------------------------
+
+
+def bandwidth_gbps() -> float:
+    """Return what the device's memory gives: bytes read and written by a large copy, in GB/s."""
+    import torch
+
+    source = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    best = min(timed(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.numel() / best / 1e9
+
+
+def timed(call: Any) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def token_bytes(model: Any) -> int:
+    """Return the bytes that one token has to read: the decoder's and the head's weights as they are packed."""
+    from trimtab.runtime.hf_gemma4 import text_model
+    from trimtab.runtime.tiers import Leaf
+
+    inside = {id(module) for module in text_model(model.hf_model).modules()} | {id(model.hf_model.lm_head)}
+    leaves = [module for module in model.hf_model.modules() if isinstance(module, Leaf) and id(module) in inside]
+    total = sum(leaf.packed().nbytes for leaf in leaves)
+    if not isinstance(model.hf_model.lm_head, Leaf):
+        total += model.hf_model.lm_head.weight.nbytes
+    return total
+
+
+# trimtab ------------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Times steps of batches of one loaded model and collects rows."""
+
+    def __init__(self, model: Any, label: dict[str, Any], names: dict[str, int]) -> None:
+        from bench.checkpoints import text_inputs
+
+        self.model, self.label, self.ranks, self.rows = model, label, names, []
+        self.config = model.hf_model.config
+        self.bandwidth = bandwidth_gbps()
+        self.bytes = token_bytes(model)
+        self.prompt = text_inputs(self.config, PROMPT_TOKENS, device="cuda")["input_ids"][0].tolist()
+
+    def batch(self, decode: str, rows: int, adapters: list[str | None]) -> Any:
+        """Return a batch whose rows have read the prompt."""
+        from trimtab.request import GenerateRequest
+        from trimtab.runtime.batch import Batch
+
+        batch = Batch(self.model, rows=rows, decode=decode)
+        request = GenerateRequest(max_new_tokens=self.model.context_tokens - len(self.prompt) - 8)
+        batch.ends = frozenset()  # random weights may draw an end token at once
+        for name in adapters:
+            prompt = batch.begin(self.model.prepare(self.prompt), request, adapter=name)
+            while not prompt.step():
+                pass
+            batch.join(prompt)
+        return batch
+
+    def row(self, decode: str, adapters: list[str | None], *, at: int | None = None, **more: Any) -> dict[str, Any]:
+        """Time steps and add a row. at: the position that the rows are moved to (what they hold there does not matter)."""
+        import torch
+
+        rank = max((self.ranks[name] for name in adapters if name is not None), default=0)
+        found: dict[str, Any] = {
+            **self.label, "decode": decode, "batch": len(adapters), "adapter_rank": rank,
+            "adapters": len({name for name in adapters if name is not None}), "context": at or PROMPT_TOKENS, **more,
+        }  # fmt: skip
+        self.rows.append(found)
+        try:
+            batch = self.batch(decode, len(adapters), adapters)
+            if at is not None:
+                for row in batch.active:
+                    row.token_ids += [7] * (at - len(row.token_ids))
+                batch.cache.positions[: len(adapters)] = at - 1
+            for _ in range(3):
+                batch.step()
+            captured = {"captures": batch.steps.captures, "capture_s": round(batch.steps.capture_s, 3)}
+            steps = 8 if decode == "eager" else STEPS
+            times = [timed(batch.step) for _ in range(steps)]
+            whole = timed(lambda: [batch.step() for _ in range(steps)])
+            ms = whole / steps * 1000
+            limit = self.bandwidth * 1e9 / self.bytes * len(adapters)
+            found |= {
+                "tok_s": round(len(adapters) / ms * 1000, 1), "ms": round(ms, 3),
+                "ms_p50": round(sorted(times)[len(times) // 2] * 1000, 3), "limit_tok_s": round(limit, 1),
+                "share": round(len(adapters) / ms * 1000 / limit, 3), **captured,
+                "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+                "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
+            }  # fmt: skip
+        except Exception as exc:
+            found["error"] = f"{type(exc).__name__}: {exc}"[:300]
+        return found
+
+
+def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
+    import torch
+
+    import trimtab
+
+    size = case["model"]
+    label = {"model": size, "engine": "trimtab", "placement": case["name"]}
+    adapters = {f"r{rank}": work / f"{size}-r{rank}" for rank in RANKS}
+    adapters |= {f"e{number}": work / f"{size}-r8" for number in range(8)}
+    plan = trimtab.plan(
+        work / size, adapters=adapters, context=case.get("context", CONTEXT), images=1, audio_s=10.0, quant="nf4-dq",
+        place=case["place"], batch=8 if case.get("full") else 1,
+    )  # fmt: skip
+    ranks = dict.fromkeys(adapters, 8) | {"r64": 64}
+    with trimtab.load(plan, decode="eager") as model:
+        bench = Bench(model, label, ranks)
+        if case.get("full"):
+            full(bench)
+        elif case.get("long"):
+            for at in (1024, 4096, 16384, 32000):
+                bench.row("auto", ["r8"], at=at)
+        else:
+            bench.row("auto", [None])
+            bench.row("auto", ["r8"])
+            bench.row("graph", ["r8"])
+        bench.rows[0] |= {"bandwidth_gbps": round(bench.bandwidth), "token_gb": round(bench.bytes / 1e9, 3)}
+        if model.streamer is not None and case["name"] == "lean+half-decoder":
+            from bench.memory import stream_share
+
+            share = stream_share(model)
+            per_token = sum(group.nbytes for group in model.streamer.groups if "language_model" in group.block)
+            for row in bench.rows:
+                if "ms" in row:
+                    rate = per_token / row["ms"] * 1000 / 1e9
+                    row |= {"stream_gbps": round(rate, 1), "stream_share": round(rate / share["pinned_gbps"], 3)}
+        del bench.model
+    torch.cuda.synchronize()
+    return bench.rows
+
+
+def full(bench: Bench) -> None:
+    """The rows of the resident placement: ways to decode, ranks, batches, many adapters, first token, swap."""
+    for decode in ("auto", "graph", "eager"):
+        for name in (None, "r8", "r64"):
+            bench.row(decode, [name])
+    eight = [f"e{number}" for number in range(8)]
+    for count in (2, 4, 8):
+        bench.row("auto", eight[:count])
+    bench.row("auto", [None] * 8)
+    bench.row("graph", eight)
+    bench.rows.append(agreement(bench))
+    bench.rows.append(first_token(bench))
+    bench.rows.append(swap(bench))
+
+
+def agreement(bench: Bench) -> dict[str, Any]:
+    """Compare captured steps with eager ones, token for token and in the first step's scores."""
+    import torch
+
+    found: dict[str, Any] = {**bench.label, "what": "agreement", "steps": 256}
+    try:
+        tokens, scores = {}, {}
+        for decode in ("eager", "graph", "auto"):
+            batch = bench.batch(decode, 2, ["r8", None])
+            scores[decode] = batch.logits().clone()
+            batch.cache.positions[:2] -= 1
+            for _ in range(found["steps"]):
+                batch.step()
+            tokens[decode] = [row.answer_ids for row in batch.active]
+        for decode in ("graph", "auto"):
+            pairs = [zip(a, b, strict=True) for a, b in zip(tokens["eager"], tokens[decode], strict=True)]
+            agreed = [next((i for i, (a, b) in enumerate(pair) if a != b), found["steps"]) for pair in pairs]
+            logs = [torch.log_softmax(scores[name], -1) for name in ("eager", decode)]
+            kl = (logs[0].exp() * (logs[0] - logs[1])).sum(-1)
+            found[decode] = {
+                "tokens_agree": agreed, "kl": [float(f"{value:.2e}") for value in kl.tolist()],
+                "largest_difference": float((scores["eager"] - scores[decode]).abs().max()),
+            }  # fmt: skip
+    except Exception as exc:
+        found["error"] = f"{type(exc).__name__}: {exc}"[:300]
+    return found
+
+
+def first_token(bench: Bench) -> dict[str, Any]:
+    """Time a prompt through the model and into a row."""
+
+    def once() -> None:
+        bench.batch("eager", 1, ["r8"])
+
+    once()
+    taken = sorted(timed(once) for _ in range(5))
+    return {
+        **bench.label, "what": "ttft", "adapter_rank": 8, "batch": 1, "context": PROMPT_TOKENS,
+        "ttft_ms": round(taken[2] * 1000, 1),
+    }  # fmt: skip
+
+
+def swap(bench: Bench) -> dict[str, Any]:
+    """Time putting an adapter that waits in host memory on the model while a row is answering."""
+    import torch
+
+    found: dict[str, Any] = {**bench.label, "what": "swap", "adapter_rank": 8}
+    try:
+        held = bench.model.read_adapter(bench.model.plan.request.adapters["e7"])
+        batch = bench.batch("auto", 2, ["r8", "e1"])
+        for _ in range(3):
+            batch.step()
+        step_ms = sorted(timed(batch.step) for _ in range(20))[10] * 1000
+        taken, after = [], []
+        for _ in range(30):
+            bench.model.unload_adapter("e7")
+            taken.append(timed(lambda: bench.model.load_adapter("e7", held)) * 1000)
+            batch.active[1].adapter = "e7"
+            after.append(timed(batch.step) * 1000)
+            batch.active[1].adapter = "e1"
+            batch.step()
+        taken.sort()
+        found |= {
+            "swap_ms_p50": round(taken[len(taken) // 2], 2), "swap_ms_p99": round(taken[-1], 2),
+            "step_ms": round(step_ms, 2), "step_after_ms_p50": round(sorted(after)[len(after) // 2], 2),
+            "captures": batch.steps.captures,
+        }  # fmt: skip
+    except Exception as exc:
+        found["error"] = f"{type(exc).__name__}: {exc}"[:300]
+    torch.cuda.synchronize()
+    return found
+
+
+# Stock --------------------------------------------------------------------------------------------------------------------
+
+
+def run_stock(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
+    import torch
+    from peft import PeftModel
+    from transformers import BitsAndBytesConfig, Gemma4ForConditionalGeneration
+
+    from bench.checkpoints import text_inputs
+
+    size = case["model"]
+    model = Gemma4ForConditionalGeneration.from_pretrained(
+        work / size, dtype=torch.bfloat16, device_map={"": 0},
+        quantization_config=BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+    )  # fmt: skip
+    rows = []
+    inputs = text_inputs(model.config, PROMPT_TOKENS, device="cuda")
+    for rank in (0, *RANKS):
+        peft_model: Any = PeftModel.from_pretrained(model, work / f"{size}-r{rank}").eval() if rank else model.eval()
+        for batch in (1,) if rank != 8 else (1, 8):
+            several = {name: value.repeat(batch, 1) for name, value in inputs.items()}
+            rows.append({
+                "model": size, "engine": "stock", "placement": "resident", "decode": "eager", "adapter_rank": rank,
+                "adapters": int(rank > 0), "batch": batch, "context": PROMPT_TOKENS, **stock_steps(peft_model, several),
+            })  # fmt: skip
+        if rank:
+            model = peft_model.unload()
+    return rows
+
+
+def stock_steps(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    def answer(count: int) -> None:
+        with torch.no_grad():
+            model.generate(**inputs, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0)
+
+    answer(2)
+    first = sorted(timed(lambda: answer(1)) for _ in range(3))[1]
+    whole = timed(lambda: answer(17))
+    ms = (whole - first) / 16 * 1000
+    return {
+        "tok_s": round(inputs["input_ids"].shape[0] / ms * 1000, 1), "ms": round(ms, 2), "ttft_ms": round(first * 1000, 1),
+        "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+    }  # fmt: skip
+
+
+# One run ------------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--models", default="e4b,e2b")
+    parser.add_argument("--cases", default="")
+    parser.add_argument("--timeout-s", type=float, default=120)
+    parser.add_argument("--case")
+    given = parser.parse_args()
+    if given.case:
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        case = json.loads(given.case)
+        print("ROWS " + json.dumps((run_stock if case["engine"] == "stock" else run_trimtab)(case, given.work)))
+        return
+    rows: list[dict[str, Any]] = []
+    for size in given.models.split(","):
+        prepare(size, given.work)
+        for case in cases_of(size):
+            if not given.cases or f"{case['engine']}:{case['name']}" in given.cases.split(","):
+                rows += run_case({**case, "model": size}, given)
+                if given.save:
+                    save(given.save, rows)
+
+
+def run_case(case: dict[str, Any], given: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "bench.decode", "--work", str(given.work), "--case", json.dumps(case)]
+    label = {"model": case["model"], "engine": case["engine"], "placement": case["name"]}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+    except subprocess.TimeoutExpired:
+        return [{**label, "error": f"longer than {given.timeout_s} s"}]
+    found = [line for line in done.stdout.splitlines() if line.startswith("ROWS ")]
+    if done.returncode or not found:
+        last = (done.stderr.strip().splitlines() or ["?"])[-1][:300]
+        print(json.dumps({**label, "error": last}), done.stderr[-1500:], flush=True)
+        return [{**label, "error": last}]
+    rows: list[dict[str, Any]] = json.loads(found[-1][5:])
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), "context": CONTEXT, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

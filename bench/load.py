@@ -1,0 +1,290 @@
+"""How a server does under load, stock beside it: time to first text, time between pieces, tokens a second, errors.
+
+    python -m bench.load --save bench/results/load_cpu.json                               (the demo model, on a CPU)
+    python -m bench.load --work FOLDER --size e4b --adapters 8 --device cuda --quant nf4-dq --save bench/results/load.json
+                         --seconds 6 --max-tokens 32 --rates 0.5 4                        (random weights; a GPU)
+
+Closed loop: N clients, each asks again as soon as it is answered. Open loop: requests arrive at random at a rate, whether
+the server keeps up or not. Both draw the same questions, text, pictures and sounds in turn, to every adapter. A cell lasts
+`--seconds`; what is unanswered then is cut and counted as `unfinished`, which flatters the times of a server that leaves
+many: theirs are not in the percentiles. Gaps are between pieces of text; stock's streamer holds back the word that may go
+on. Time to first text counts from before the connection is made, queueing included. Adapters of the random checkpoint are
+of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench import client
+from bench.client import Asked
+from bench.served import Served
+from trimtab.demo.line import FOLDER, read_asks
+
+CLIENTS = (1, 8, 32)
+RANK = 8
+STOCK_ADAPTERS = ("style", "rslora-dora")
+
+
+@dataclass
+class Cell:
+    """What one load did. asked: those that ended. cut: those that the end of the cell cut, with what they had got."""
+
+    seconds: float
+    asked: list[Asked] = field(default_factory=list)
+    cut: list[Asked] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, address: str, body: dict[str, Any], end: float) -> None:
+        left_s = end - time.monotonic()
+        if left_s <= 0:
+            return
+        found = client.ask(address, body, timeout_s=left_s + 0.05, on_piece=lambda _: time.monotonic() < end)
+        with self.lock:
+            (self.cut if found.ended in ("left", "hang") else self.asked).append(found)
+
+    def row(self) -> dict[str, Any]:
+        complete = [one for one in self.asked if one.ended == "complete"]
+        begun = complete + self.cut
+        errors = Counter(one.error or one.ended for one in self.asked if one.ended != "complete")
+        tokens = sum(one.completion_tokens for one in complete) + sum(_pieces(one) for one in self.cut)
+        first = [1000 * one.ttft_s for one in begun if one.ttft_s is not None]
+        return {
+            "ttft_ms": client.percentiles(first, digits=1),
+            "between_ms": client.percentiles([1000 * gap for one in begun for gap in one.gaps_s], digits=2),
+            "tok_s": round(tokens / self.seconds, 1), "requests": len(complete), "unfinished": len(self.cut),
+            "errors": dict(sorted(errors.items())),
+        }  # fmt: skip
+
+
+def _pieces(asked: Asked) -> int:
+    return 0 if asked.ttft_s is None else 1 + len(asked.gaps_s)
+
+
+def closed(address: str, bodies: Sequence[dict[str, Any]], *, clients: int, seconds: float) -> Cell:
+    """Return what N clients got that ask one question after the other."""
+    cell, end = Cell(seconds), time.monotonic() + seconds
+
+    def run(number: int) -> None:
+        for body in _shuffled(bodies, number):
+            if time.monotonic() >= end:
+                return
+            cell.ask(address, body, end)
+
+    _join([threading.Thread(target=run, args=(number,), daemon=True) for number in range(clients)])
+    return cell
+
+
+def opened(address: str, bodies: Sequence[dict[str, Any]], *, rate: float, seconds: float) -> Cell:
+    """Return what requests got that arrive at random, `rate` a second, answered or not."""
+    cell, start = Cell(seconds), time.monotonic()
+    chance, asks, at_s = random.Random(0), _shuffled(bodies, 0), 0.0
+    threads = []
+    while (at_s := at_s + chance.expovariate(rate)) < seconds:
+        arguments = (start + at_s, next(asks))
+        threads.append(threading.Thread(target=_later, args=(cell, address, *arguments, start + seconds), daemon=True))
+    _join(threads)
+    return cell
+
+
+def _later(cell: Cell, address: str, at: float, body: dict[str, Any], end: float) -> None:
+    time.sleep(max(0.0, at - time.monotonic()))
+    cell.ask(address, body, end)
+
+
+def _shuffled(bodies: Sequence[dict[str, Any]], seed: int) -> Iterator[dict[str, Any]]:
+    """Yield every question equally often, in an order of this client's own."""
+    chance = random.Random(seed)
+    while True:
+        yield from chance.sample(bodies, len(bodies))
+
+
+def _join(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+# What is served -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Model:
+    """What both servers serve. bodies: the questions. context: tokens."""
+
+    name: str
+    folder: Path
+    adapters: dict[str, Path]
+    context: int
+    audio_s: float
+
+
+def demo() -> Model:
+    """Return the demo model with those of its adapters that stock loads: the third changes a wrapped module of a tower."""
+    return Model("demo", FOLDER / "base", {name: FOLDER / "adapters" / name for name in STOCK_ADAPTERS}, 512, 1.0)
+
+
+def sized(size: str, work: Path, count: int, *, device: str) -> Model:
+    """Return a random checkpoint of a size with `count` adapters, made where it is not there yet."""
+    from bench import checkpoints
+
+    folder = work / f"{size}-talking"
+    if not (folder / "tokenizer.json").exists():
+        checkpoints.write_checkpoint(size, folder, device=device)
+        give_voice(folder)
+    adapters = {f"a{number}": work / f"{size}-a{number}" for number in range(count)}
+    for number, path in enumerate(adapters.values()):
+        if not (path / "adapter_config.json").exists():
+            checkpoints.write_adapter(folder, path, RANK, seed=number + 1)
+    return Model(size, folder, adapters, 1024, 1.0)
+
+
+def give_voice(folder: Path) -> None:
+    """Give a random checkpoint the demo's tokenizer and processor, with a word for every token id that it can draw."""
+    base = FOLDER / "base"
+    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(base / name, folder / name)
+    config = json.loads((folder / "config.json").read_text())
+    known = json.loads((base / "config.json").read_text())
+    config |= {name: value for name, value in known.items() if name.endswith(("_token_id", "_token_index"))}
+    config["text_config"] |= {
+        name: known["text_config"].get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    tokenizer = json.loads((base / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    words |= {f"▁w{number}": number for number in range(len(words), config["text_config"]["vocab_size"])}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    processor = json.loads((base / "processor_config.json").read_text())
+    vision = config["vision_config"]
+    for part in ("image_processor", "video_processor"):
+        processor[part] |= {name: vision[name] for name in ("patch_size", "pooling_kernel_size")}
+    (folder / "processor_config.json").write_text(json.dumps(processor, indent=1))
+
+
+def questions(model: Model, max_tokens: int) -> list[dict[str, Any]]:
+    """Return text, picture and sound, each to the base and to every adapter."""
+    media = {ask.kind: ask for ask in read_asks([])}
+    return [
+        client.chat_body(
+            ask.prompt, model=adapter, max_tokens=max_tokens,
+            **{kind: Path(path) for kind, path in ask.media.items()},
+        )
+        for ask in media.values()
+        for adapter in (model.name, *model.adapters)
+    ]  # fmt: skip
+
+
+def servers(model: Model, given: argparse.Namespace) -> dict[str, Callable[[], Served]]:
+    """Return how each engine's server is started."""
+    adapters = [word for name, path in model.adapters.items() for word in ("--adapter", f"{name}={path}")]
+    shared = [str(model.folder), *adapters, "--device", given.device, "--quant", given.quant, "--dtype", given.dtype]
+    ours = [
+        *shared, "--name", model.name, "--context", str(model.context), "--audio-s", str(model.audio_s),
+        "--rows", str(given.rows), "--queue", "256", *given.serve,
+    ]  # fmt: skip
+    return {
+        "trimtab": lambda: Served(ours),
+        "stock": lambda: Served(shared, command=("-m", "bench.stock_server")),
+    }
+
+
+def measure(
+    server: Served, bodies: Sequence[dict[str, Any]], given: argparse.Namespace, rows: list[dict[str, Any]], about: Any
+) -> None:
+    for body in bodies[:: max(1, len(bodies) // 3)]:  # warm: one of each kind
+        first = client.ask(server.address, body, timeout_s=120)
+        if first.ended != "complete":
+            raise RuntimeError(f"not answered: {first}\n{server.log[-3000:]}")
+    cells: list[tuple[dict[str, Any], Callable[[], Cell]]] = [
+        ({"loop": "closed", "clients": count}, lambda count=count: closed(  # type: ignore[misc]
+            server.address, bodies, clients=count, seconds=given.seconds))
+        for count in given.clients
+    ] + [
+        ({"loop": "open", "rate": rate}, lambda rate=rate: opened(  # type: ignore[misc]
+            server.address, bodies, rate=rate, seconds=given.seconds))
+        for rate in given.rates
+    ]  # fmt: skip
+    for what, run in cells:
+        load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+        row = {**about, **what, **run().row(), "load_before": load_before}
+        server.wait_quiet(60.0)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+
+
+def environment(device: str) -> dict[str, Any]:
+    import torch
+
+    names = ("transformers", "bitsandbytes", "peft", "starlette", "uvicorn")
+    gpu = torch.cuda.get_device_name(0) if device.startswith("cuda") else None
+    return {
+        "gpu": gpu, "cpu_count": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__,
+        **{name: version(name) for name in names},
+    }  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
+    parser.add_argument("--size", choices=["e2b", "e4b"], help="a random checkpoint in place of the demo model")
+    parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])
+    parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS)
+    parser.add_argument(
+        "--rates", type=float, nargs="*", default=[3.0, 10.0], help="requests a second of the open loop"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
+    parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args(arguments)
+    if given.dtype is None:
+        given.dtype = "float32" if given.device == "cpu" else "bfloat16"
+    if given.size and not given.work:
+        parser.error("--size needs --work")
+    model = sized(given.size, given.work, given.adapters, device=given.device) if given.size else demo()
+    bodies = questions(model, given.max_tokens)
+    rows: list[dict[str, Any]] = []
+    for engine in given.engines:
+        about = {"engine": engine, "model": model.name, "adapters": len(model.adapters), "quant": given.quant}
+        start = time.monotonic()
+        try:
+            with servers(model, given)[engine]() as server:
+                about["ready_s"] = round(time.monotonic() - start, 1)
+                measure(server, bodies, given, rows, about)
+        except Exception as exc:
+            rows.append({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
+            print(rows[-1]["failed"], file=sys.stderr, flush=True)
+        if given.save:
+            settings = {
+                "seconds": given.seconds,
+                "max_tokens": given.max_tokens,
+                "rows": given.rows,
+                "dtype": given.dtype,
+            }
+            found = {"environment": environment(given.device), "settings": settings, "rows": rows}
+            given.save.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""Captured and fused steps say what transformers' own modules say, whatever the tier, the rows and their adapters.
+
+On a CPU nothing is captured and the fused step runs on plain torch: that proves its wiring. tests/gpu runs the same tests
+with the kernels, as graphs.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from trimtab.demo.line import ADAPTERS
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import DeviceError, RequestError
+from trimtab.request import GenerateRequest
+from trimtab.runtime import graphs
+from trimtab.runtime.batch import Batch
+
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
+ON_GPU = DEVICE != "cpu"
+MODES = ["graph", "fused"] if ON_GPU else ["fused"]
+# The demo model in bfloat16: kernels that add in another order move a score by a few rounding steps of 2^-8 of the largest.
+STEP_TOLERANCE = 2**-5
+GEMMA = ["gemma4"]
+LEAN = {"table": "gather", "vision": "stream", "audio": "stream", "connector": "stream"}
+PLACES = {
+    "resident": {"*": "resident"},
+    "lean": LEAN,
+    "streamed": LEAN | {f"model.language_model.layers.{number}": "stream" for number in range(2, 6)},
+}
+
+
+def demo(place="resident", **options):
+    adapters = {name: DEMO / "adapters" / name for name in ADAPTERS}
+    plan = trimtab.plan(
+        DEMO / "base", quant="nf4-dq", adapters=adapters, context=384, audio_s=1.0, device=DEVICE, place=PLACES[place],
+        **options,
+    )  # fmt: skip
+    return trimtab.load(plan)
+
+
+@pytest.fixture(scope="module")
+def model():
+    with demo() as loaded:
+        yield loaded
+
+
+def through(batch, inputs, request, **options):
+    prompt = batch.begin(inputs, request, **options)
+    while not prompt.step():
+        pass
+    return batch.join(prompt).row
+
+
+def joined(model, decode, asked, *, tokens=48, rows=None):
+    """Return a batch whose rows have read their prompts. asked: (adapter, prompt, media) a row."""
+    batch = Batch(model, rows=rows or len(asked), decode=decode)
+    request = GenerateRequest(max_new_tokens=tokens)
+    for name, prompt, media in asked:
+        through(batch, model.prepare(prompt, **media), request, adapter=name)
+    return batch
+
+
+def answers(batch):
+    rows = list(batch.active)
+    while batch.active:
+        batch.step()
+        for row in [row for row in batch.active if row.finish is not None]:
+            assert row.error is None
+            batch.leave(row)
+    return [tuple(row.answer_ids) for row in rows]
+
+
+LOOK = {"image": DEMO / "images" / "image_1.png"}
+HEAR = {"audio": DEMO / "sounds" / "audio_1.wav"}
+ASKED = [
+    ("style", "What do you see?", LOOK),
+    (None, "What do you hear?", HEAR),
+    ("specialist", "What do you see?", LOOK),
+    ("style", "Hello", {}),
+    (None, "What is red?", {}),
+    ("specialist", "What do you hear?", HEAR),
+    ("style", "What is red?", {}),
+    (None, "What do you see?", LOOK),
+]
+
+
+def test_an_unknown_way_to_decode_is_refused(model):
+    with pytest.raises(RequestError) as caught:
+        Batch(model, rows=1, decode="fast")
+    assert caught.value.field == "decode" and "graph" in caught.value.allowed
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_graphs_asked_for_on_a_cpu_are_refused_and_not_taken_by_themselves(model):
+    with pytest.raises(DeviceError, match="on a GPU only"):
+        Batch(model, rows=1, decode="graph")
+    steps = Batch(model, rows=1).steps
+    assert not steps.is_captured and steps.fallbacks == []
+
+
+def test_fused_steps_asked_for_a_family_without_them_are_refused(tmp_path):
+    plan = trimtab.plan(pico.build("llama", tmp_path), quant="none", dtype="float32", context=32, device=DEVICE)
+    with trimtab.load(plan) as other, pytest.raises(DeviceError, match="no fused kernels for LlamaForCausalLM"):
+        Batch(other, rows=1, decode="fused")
+
+
+@pytest.mark.parametrize("decode", MODES)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_scores_of_one_step_are_those_of_the_modules(model, decode, count):
+    found = {}
+    for way in ("eager", decode):
+        batch = joined(model, way, ASKED[:count])
+        found[way] = batch.logits().clone()
+        positions = batch.cache.positions[:count].tolist()
+        assert positions == [row.prompt_tokens + 1 for row in batch.active]
+    assert decode != "fused" or batch.steps._fused is not None
+    largest = found["eager"].abs().max()
+    assert (found[decode] - found["eager"]).abs().max() <= STEP_TOLERANCE * largest
+    assert found[decode].argmax(-1).tolist() == found["eager"].argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("decode", MODES)
+@pytest.mark.parametrize("place", PLACES)
+def test_answers_of_mixed_rows_are_the_modules_in_every_tier(decode, place):
+    with demo(place) as loaded:
+        expected = answers(joined(loaded, "eager", ASKED))
+        batch = joined(loaded, decode, ASKED)
+        assert answers(batch) == expected
+        assert [fall for fall in batch.steps.fallbacks if fall.what in ("graph", "fused step")] == []
+
+
+@pytest.mark.parametrize("decode", MODES)
+def test_an_adapter_beyond_plain_lora_answers_too(model, decode):
+    asked = [("rslora-dora", "What do you see?", LOOK), ("style", "What do you see?", LOOK)]
+    assert answers(joined(model, decode, asked)) == answers(joined(model, "eager", asked))
+
+
+@pytest.mark.parametrize("decode", MODES)
+def test_rows_that_come_and_go_and_an_adapter_swapped_in_the_middle_change_no_other(model, decode):
+    expected = {ask: answers(joined(model, "eager", [ask_of(ask)]))[0] for ask in range(4)}
+    batch = joined(model, decode, [ask_of(0), ask_of(1)], rows=4)
+    first, second = batch.active
+    batch.step()
+    third = through(batch, prepared(model, 2), GenerateRequest(max_new_tokens=48), adapter=ASKED[2][0])
+    batch.step()
+    batch.leave(second)
+    held = model.read_adapter(DEMO / "adapters" / "rslora-dora")
+    model.unload_adapter("rslora-dora")
+    model.load_adapter("rslora-dora", held)
+    fourth = through(batch, prepared(model, 3), GenerateRequest(max_new_tokens=48), adapter=ASKED[3][0])
+    answers(batch)
+    assert tuple(first.answer_ids) == expected[0] and tuple(third.answer_ids) == expected[2]
+    assert tuple(fourth.answer_ids) == expected[3] and expected[1][:3] == tuple(second.answer_ids)
+
+
+def ask_of(number):
+    return ASKED[number]
+
+
+def prepared(model, number):
+    _, prompt, media = ASKED[number]
+    return model.prepare(prompt, **media)
+
+
+@pytest.mark.parametrize("decode", MODES)
+@pytest.mark.parametrize("family", GEMMA)
+def test_teacher_forced_scores_agree_past_the_sliding_window(decode, family, tmp_path):
+    """Random float32 weights; 40 steps of the same tokens, the window is 8."""
+    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=96, device=DEVICE)
+    with trimtab.load(plan) as loaded:
+        prompt = list(range(5, 12))
+        seen = {}
+        for way in ("eager", decode):
+            batch = joined(loaded, way, [(None, prompt, {}), (None, prompt[:3], {})], tokens=60)
+            batch.ends = frozenset()
+            scores = []
+            for number in range(40):
+                for row in batch.active:
+                    row.token_ids[-1] = 20 + number
+                batch.tell_tokens()
+                scores.append(batch.logits().clone())
+                for row in batch.active:
+                    row.token_ids.append(0)
+            seen[way] = torch.stack(scores)
+        largest = seen["eager"].abs().max()
+        # float32: sums in another order, over 40 positions (largest seen on a CPU: 2e-6 of the largest score).
+        assert (seen[decode] - seen["eager"]).abs().max() <= 1e-4 * largest
+
+
+@pytest.mark.parametrize("decode", MODES)
+def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
+    token = next(iter(graphs.hf_slots.placeholder_ids(model.hf_model)))
+    found = {}
+    for way in ("eager", decode):
+        batch = joined(model, way, ASKED[:1])
+        batch.active[0].token_ids[-1] = token
+        batch.tell_tokens()
+        found[way] = batch.logits().clone()
+    assert torch.equal(found["eager"], found[decode])
+
+
+@pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
+def test_switching_adapters_captures_nothing_anew(model):
+    batch = joined(model, "auto", [ASKED[0], ASKED[1]], rows=2)
+    batch.step()
+    captured = batch.steps.captures
+    for names in (["specialist", "style"], ["style", "style"], ["specialist", None]):
+        for row, name in zip(batch.active, names, strict=True):
+            row.adapter = name
+        batch.step()
+    assert batch.steps.captures == captured
+
+
+@pytest.mark.skipif(not ON_GPU, reason="on a CPU transformers' generation answers")
+def test_one_answer_is_decoded_from_captured_steps_within_what_was_counted(model):
+    with demo() as loaded:
+        loaded.decode = "auto"
+        answer = loaded.answer("What do you see?", **LOOK, adapter="style", max_new_tokens=32)
+        assert loaded._single is not None and loaded._single.steps.captures > 0 and loaded.fallbacks == ()
+        memory = loaded.memory()
+        assert memory["gpu_peak_bytes"] <= loaded.plan.gpu_peak_bytes + memory["gpu_decode_bytes"]
+    assert answer.token_ids == model.answer("What do you see?", **LOOK, adapter="style", max_new_tokens=32).token_ids

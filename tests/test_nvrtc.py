@@ -1,0 +1,139 @@
+"""Compiling CUDA sources at load: what is cached, what is refused and said. Needs NVRTC, but no GPU."""
+
+import hashlib
+import os
+
+import pytest
+import torch
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import nvrtc
+
+SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
+
+
+@pytest.fixture(scope="module")
+def compiler():
+    found = nvrtc.find_compiler()
+    if found is None:
+        pytest.skip(f"NVRTC is not installed (its library may be named in {nvrtc.LIBRARY_VARIABLE})")
+    return found
+
+
+class Counting:
+    """Stands for a compiler: counts, and gives back what it was asked for."""
+
+    version = (13, 0)
+
+    def __init__(self):
+        self.asked = []
+
+    def compile(self, source, target, options=(), *, name=""):
+        self.asked.append((source, target, tuple(options)))
+        return f"{source} {target} {options}".encode()
+
+
+def test_what_was_compiled_once_is_read_from_the_cache(tmp_path):
+    compiler = Counting()
+    first = nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
+    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path) == first
+    assert len(compiler.asked) == 1
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize("other", [("b", "sm_90", ()), ("a", "sm_80", ()), ("a", "sm_90", ("-DX",))])
+def test_another_source_card_or_option_is_compiled_for_itself(tmp_path, other):
+    compiler = Counting()
+    nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
+    source, target, options = other
+    assert nvrtc.compiled(compiler, source, target, options, folder=tmp_path) == f"{source} {target} {options}".encode()
+    assert len(compiler.asked) == 2
+
+
+def test_another_release_of_the_compiler_does_not_take_the_old_code(tmp_path):
+    compiler, newer = Counting(), Counting()
+    newer.version = (13, 1)
+    nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
+    nvrtc.compiled(newer, "a", "sm_90", folder=tmp_path)
+    assert len(newer.asked) == 1
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut off", "empty"])
+def test_a_damaged_cache_file_is_compiled_anew(tmp_path, damage):
+    compiler = Counting()
+    right = nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes({"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b""}[damage])
+    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path) == right
+    assert len(compiler.asked) == 2
+    assert path.read_bytes() == whole == hashlib.sha256(right).digest() + right
+
+
+def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    compiler = Counting()
+    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path / "file") == b"a sm_90 ()"
+
+
+def test_nothing_half_written_stays_in_the_cache(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no rename")
+
+    monkeypatch.setattr(os, "replace", refuse)
+    nvrtc.compiled(Counting(), "a", "sm_90", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cpu_says_why_it_runs_no_kernels():
+    assert nvrtc.why_not("cpu") == "cpu is not a CUDA device"
+    if not torch.cuda.is_available():
+        assert nvrtc.why_not("cuda:0") == "torch has no CUDA here"
+    with pytest.raises(DeviceError) as caught:
+        nvrtc.Module(SOURCE, device="cpu")
+    assert caught.value.device == "cpu"
+
+
+def test_every_kind_of_argument_has_its_c_type():
+    tensor = torch.zeros(3)
+    values = [nvrtc._c_argument(value) for value in (tensor, None, -7, nvrtc.Long(2**40), 0.5)]
+    assert [type(value).__name__ for value in values] == ["c_void_p", "c_void_p", "c_int", "c_long", "c_float"] or (
+        type(values[3]).__name__ == "c_longlong"
+    )
+    assert [values[0].value, values[2].value, values[3].value, values[4].value] == [tensor.data_ptr(), -7, 2**40, 0.5]
+    assert values[1].value is None
+
+
+def test_structures_of_the_driver_have_their_documented_sizes():
+    # cuda.h: CUlaunchConfig is 7 unsigned, a stream, attributes and their count; CUlaunchAttribute 8 + 64 bytes.
+    import ctypes
+
+    assert ctypes.sizeof(nvrtc._Config) == 56
+    assert ctypes.sizeof(nvrtc._Attribute) == 72
+    assert nvrtc._Attribute.value.offset == 8
+
+
+def test_a_source_becomes_machine_code(compiler, tmp_path):
+    code = nvrtc.compiled(compiler, SOURCE, "sm_90", folder=tmp_path)
+    assert code.startswith(b"\x7fELF") and b"fill" in code
+    ptx = compiler.compile(SOURCE, "compute_80")
+    assert b".target sm_80" in ptx and b".entry fill" in ptx
+
+
+def test_a_source_that_does_not_compile_gives_the_compilers_words(compiler):
+    with pytest.raises(DeviceError) as caught:
+        compiler.compile("void f() { undeclared(); }", "sm_90", name="broken.cu")
+    assert "broken.cu does not compile for sm_90" in str(caught.value)
+    assert "undeclared" in str(caught.value)
+
+
+def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
+    assert compiler.target((9, 0)) == "sm_90"
+    assert compiler.target((99, 0)) == f"compute_{compiler.archs[-1]}"
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_the_kernels_of_the_package_compile(compiler, target):
+    code = compiler.compile(nvrtc.source("matvec4.cu"), target, name="matvec4.cu")
+    for name in (b"matvec_1_4", b"matvec_2_2", b"lora_shrink", b"lora_add"):
+        assert name in code

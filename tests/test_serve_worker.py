@@ -1,0 +1,150 @@
+"""The worker's own loop on a real model: adapters read while it answers, bad ones refused, and what it comes back with."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import threading
+
+import pytest
+
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import AdapterError
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.serve.channel import Channel, event_from_message, job_to_message
+from trimtab.serve.job import Job
+from trimtab.serve.worker import _Worker
+
+WAIT_S = 60
+REQUEST = LoadRequest(
+    model=str(DEMO / "base"), quant="none", dtype="float32", context_tokens=384, audio_s=1.0, device="cpu"
+)
+
+
+def settings_of(adapters, **more):
+    return {
+        "request": REQUEST.to_json(), "adapters": {name: str(path) for name, path in adapters.items()}, "rows": 2,
+        "queue_limit": 8, **more,
+    }  # fmt: skip
+
+
+class Running:
+    """A worker on a thread of this process, and the other end of its pipe."""
+
+    def __init__(self, settings):
+        here, there = multiprocessing.Pipe()
+        self.channel, self.worker = Channel(here), _Worker(Channel(there), settings)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+        self.ready = self.hear("ready")
+        self.events, self.calls = [], 0
+
+    def _run(self):
+        try:
+            self.worker.run()
+        except EOFError:
+            self.worker.model.close()
+
+    def hear(self, kind):
+        while self.channel.poll(WAIT_S):
+            message = self.channel.receive()
+            if message["say"] == kind:
+                return message
+            if message["say"] == "events":
+                self.events += [event_from_message(found) for found in message["events"]]
+        raise AssertionError(f"no {kind} came")
+
+    def call(self, what, **arguments):
+        self.calls += 1
+        self.channel.send({"do": "call", "id": self.calls, "what": what, **arguments})
+
+    def ask(self, name, tokens=20, **options):
+        job = Job(name, {"text": "three orange"}, GenerateRequest(max_new_tokens=tokens), **options)
+        self.channel.send({"do": "submit", "job": job_to_message(job)})
+
+    def end_of(self, name):
+        while True:
+            for event in self.events:
+                if event.job_id == name and event.kind in ("done", "error"):
+                    return event
+            message = self.hear("events")
+            self.events += [event_from_message(found) for found in message["events"]]
+
+    def close(self):
+        self.channel.close()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    found = Running(settings_of({"style": DEMO / "adapters" / "style"}))
+    yield found
+    found.close()
+
+
+def test_an_adapter_is_read_beside_the_batch(running, monkeypatch):
+    shelf, may_go_on = running.worker.engine.shelf, threading.Event()
+    read = shelf.read
+
+    def slow(path):
+        assert may_go_on.wait(WAIT_S)
+        return read(path)
+
+    monkeypatch.setattr(shelf, "read", slow)
+    running.call("load_adapter", name="specialist", path=str(DEMO / "adapters" / "specialist"))
+    running.call("load_adapter", name="specialist", path=str(DEMO / "adapters" / "specialist"))
+    assert "being loaded" in running.hear("reply")["error"]["message"]
+    running.ask("meanwhile")
+    assert running.end_of("meanwhile").kind == "done"  # while the files are still being read
+    may_go_on.set()
+    assert running.hear("reply")["value"]["adapters"] == ["specialist", "style"]
+    running.ask("with it", adapter="specialist")
+    assert running.end_of("with it").kind == "done"
+    running.call("unload_adapter", name="specialist")
+    assert running.hear("reply")["value"]["adapters"] == ["style"]
+
+
+def test_what_cannot_be_loaded_is_refused_and_the_worker_goes_on(running, monkeypatch, tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{")
+    running.call("load_adapter", name="bad", path=str(tmp_path))
+    assert running.hear("reply")["error"]["class"] in ("AdapterError", "CheckpointError")
+    shelf = running.worker.engine.shelf
+    monkeypatch.setattr(shelf, "read", lambda path: {}["nobody thought of this"])
+    running.call("load_adapter", name="odd", path=str(tmp_path))
+    assert running.hear("reply")["error"]["class"] == "MistakeError"
+    running.call("no such call")
+    assert running.hear("reply")["error"]["fields"]["field"] == "what"
+    running.call("numbers")
+    assert running.hear("reply")["value"]["adapters"] == ["style"]
+    running.ask("after", adapter="style")
+    assert running.end_of("after").kind == "done"
+
+
+def test_a_worker_comes_back_with_its_plan_and_without_adapters_whose_files_are_gone(tmp_path):
+    for name in ("style", "specialist", "rslora-dora"):
+        shutil.copytree(DEMO / "adapters" / name, tmp_path / name)
+    adapters = {name: tmp_path / name for name in ("style", "rslora-dora")}
+    first = Running(settings_of(adapters, resident_limit=2))
+    plan = first.ready["plan"]
+    first.close()
+    later = {**adapters, "specialist": tmp_path / "specialist"}
+    second = Running(settings_of(later, resident_limit=2, plan=plan))
+    assert second.ready["plan"] == plan
+    assert second.ready["adapters"] == ["rslora-dora", "specialist", "style"] and second.ready["lost"] == []
+    second.close()
+    shutil.rmtree(tmp_path / "rslora-dora")
+    (tmp_path / "specialist" / "adapter_model.safetensors").write_bytes(b"cut")
+    third = Running(settings_of(later, resident_limit=2, plan=plan))
+    assert third.ready["adapters"] == ["style"] and third.ready["lost"] == ["rslora-dora", "specialist"]
+    third.ask("a", adapter="specialist")
+    third.ask("b", adapter="style")
+    assert third.end_of("a").error["class"] == "AdapterError" and third.end_of("b").kind == "done"
+    third.close()
+
+
+def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    with pytest.raises(AdapterError):
+        _Worker(Channel(multiprocessing.Pipe()[0]), settings_of({"bad": tmp_path}))

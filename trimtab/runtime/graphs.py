@@ -1,0 +1,365 @@
+"""How a decode step of all rows is computed: by transformers' modules, or from few kernels, launched as one CUDA graph.
+
+    steps = Steps(batch, mode="auto")
+    logits, greedy = steps.run()      # [count, V] float32 and the likeliest token of each row, on the device
+
+A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
+repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
+that stay where they are: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
+one for each bucket of rows. What cannot be captured runs as before, and `fallbacks` says what and why.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError, TrimtabError, gib
+from trimtab.request import DECODE_MODES, check_choice
+from trimtab.runtime import hf_slots, tiers
+from trimtab.runtime.kernels import Kernels
+
+if TYPE_CHECKING:
+    from trimtab.runtime import hf_gemma4
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.slots import AdapterSlots
+
+BUCKETS = (1, 2, 4, 8)
+# Each graph of transformers' modules is a few thousand nodes, some MiB of the driver's memory.
+MOST_GRAPHS = 16
+# What a graph's nodes and buffers took on an H200: 10 MiB of a fused step, 30 of the modules'.
+NODES_BYTES = 48 * 2**20
+# Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
+SMALLEST_PLACES = 256
+
+
+def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores [..., V] and the likeliest token of each row [...], -1 where a score is not a number."""
+    best, token = logits.max(dim=-1)
+    # The largest of scores of which one is not a number is not a number.
+    return logits, torch.where(best.isnan(), -1, token)
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """Something that runs the slower way. what: "graph", "fused step", a kernel's name; why: in words, with numbers."""
+
+    what: str
+    why: str
+
+
+def extra_bytes(model: Any, rows: int) -> int:
+    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts.
+
+    Scores in the model's dtype, the softcap's three temporaries and float32 copies; buckets share one pool, so the
+    largest counts. The driver keeps the nodes, a few KiB each. A plan for one row counts its keys and values once, here
+    a prompt has a cache of its own beside them.
+    """
+    vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
+    planned = model.plan.request.batch
+    counted = planned + 1 if planned > 1 else 1
+    row_bytes = model.plan.gpu.get("kv_cache", 0) // counted
+    return NODES_BYTES + rows * vocabulary * 16 + max(rows + 1 - counted, 0) * row_bytes
+
+
+@dataclass(eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, Tensor]
+    keep: Any  # tensors that the graph reads by address
+
+
+@dataclass(eq=False)
+class Steps:
+    """The steps of one batch. mode: "auto" takes the fastest that works, the others exactly what they say.
+
+    "eager": transformers' modules, one kernel after the other. "graph": the same, captured. "fused": few kernels of our
+    own, captured; on a CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that
+    was asked for by name cannot be had.
+    """
+
+    batch: Batch
+    mode: str = "auto"
+    fallbacks: list[Fallback] = field(default_factory=list)
+    capture_s: float = 0.0
+    captures: int = 0
+
+    def __post_init__(self) -> None:
+        check_choice(self.mode, DECODE_MODES, field_name="decode")
+        self.model = self.batch.model
+        self.device: torch.device = self.model.device
+        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._pool: Any = None
+        self._slots: AdapterSlots | None = None
+        self._fused: hf_gemma4.FusedStep | None = None
+        self._order: list[tiers.Group] = []
+        self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tiers.GatheredTable)]
+        self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        self.is_captured = self.mode != "eager" and self._may_capture()
+        self.kernels = Kernels.none()
+        if self.mode in ("auto", "fused"):
+            self._choose_kernels()
+
+    # What can be had ---------------------------------------------------------------------------------------------------
+
+    def _may_capture(self) -> bool:
+        why = self._why_no_graph()
+        if why is None:
+            return True
+        if self.device.type == "cuda":
+            self._fall_back("graph", why, asked=self.mode in ("graph", "fused"))
+        elif self.mode == "graph":
+            raise DeviceError("there are CUDA graphs on a GPU only", device=str(self.device), hint="Leave the mode out")
+        return False
+
+    def _why_no_graph(self) -> str | None:
+        if self.device.type != "cuda":
+            return "there is no GPU"
+        found = hf_slots.why_not(self.model.hf_model)
+        if found is not None:
+            return found
+        for row in self.model.plan.placements:
+            if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
+                return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
+        plan = self.model.plan
+        needed = extra_bytes(self.model, self.batch.rows)
+        left = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
+        if needed > left:
+            return f"captured steps need {gib(needed)} more than the plan, the budget leaves {gib(left)}"
+        return None
+
+    def _fall_back(self, what: str, why: str, *, asked: bool) -> None:
+        if asked:
+            raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Leave the mode out to take what works")
+        found = Fallback(what, why)
+        if found not in self.fallbacks:
+            self.fallbacks.append(found)
+
+    def _choose_kernels(self) -> None:
+        if self.device.type != "cuda" and self.mode != "fused":
+            return
+        from trimtab.runtime import hf_gemma4
+
+        why = hf_gemma4.why_not(self.model.hf_model)
+        if why is not None:
+            self._fall_back("fused step", why, asked=self.mode == "fused")
+            return
+        self._is_fusable = True
+        if self.device.type == "cuda":
+            self.kernels = Kernels.choose(self.device, hf_gemma4.shapes(self.model.hf_model), dtype=self.model.dtype)
+            for name, reason in self.kernels.left_out.items():
+                self._fall_back(name, reason, asked=False)
+
+    # One step ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> tuple[Tensor, Tensor]:
+        """Return the logits [count, V] float32 of one step of the active rows, and each row's likeliest token [count],
+        -1 where the scores are not numbers. Both are overwritten by the next step.
+
+        Keys and values are written; positions are the caller's to advance.
+        """
+        count = len(self.batch.active)
+        names = [row.adapter for row in self.batch.active]
+        if not self._has_placeholder():
+            found = self._run_graph(count, names) if self.is_captured else None
+            if found is not None:
+                return found[0][:count], found[1][:count]
+            if self.mode == "fused":
+                return self._eager(count, names, self._fused_step())
+        return self._eager(count, names, None)
+
+    def _has_placeholder(self) -> bool:
+        # For a drawn picture token transformers embeds another one in its place.
+        return any(row.token_ids[-1] in self._placeholders for row in self.batch.active)
+
+    def _eager(
+        self, count: int, names: Sequence[str | None], step: hf_gemma4.FusedStep | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self.batch.cache.seen_places = self._places()
+        self.model.route.set_rows(names)
+        if step is not None and step.why_not_rows() is None:
+            return self._finish(step, count)
+        return self._finish(self._modules, count)
+
+    def _modules(self, count: int) -> Tensor:
+        """Return the logits [count, V] of transformers' own forward pass."""
+        batch, cache = self.batch, self.batch.cache
+        cache.begin()
+        found = self.model.hf_model(
+            input_ids=batch.tokens[:count], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
+            attention_mask=hf_slots.step_masks(self.model.hf_model, cache, count), past_key_values=cache,
+            use_cache=True, logits_to_keep=1, return_dict=True,
+        )  # fmt: skip
+        logits: Tensor = found.logits[:, -1]
+        return logits
+
+    @staticmethod
+    def _finish(step: Any, count: int) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return with_likeliest(step(count).float())
+
+    def _places(self) -> int:
+        longest = max(len(row.token_ids) for row in self.batch.active)
+        places = SMALLEST_PLACES
+        while places < longest:
+            places *= 2
+        return min(places, self.batch.context_tokens or places)
+
+    # Graphs ------------------------------------------------------------------------------------------------------------
+
+    def _fused_step(self) -> hf_gemma4.FusedStep | None:
+        if not getattr(self, "_is_fusable", False):
+            return None
+        from trimtab.runtime import hf_gemma4
+
+        if self._fused is None or self._fused.is_stale():
+            self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels)
+            self._graphs.clear()
+        return self._fused
+
+    def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
+        bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
+        padded = [*names, *[None] * (bucket - count)]
+        step: Callable[[int], Tensor] = self._modules
+        kind = "modules"
+        slots = self._slots_for(names)
+        if self.mode != "graph" and bucket <= self.kernels.most_rows:
+            fused = self._fused_step()
+            if fused is not None and fused.why_not_rows() is None:
+                step, kind = fused, "fused"
+        self.batch.cache.seen_places = self._places()
+        has_adapters = any(names)
+        key: tuple[Hashable, ...] = (kind, bucket)
+        if kind == "modules":
+            key = (*key, self.batch.cache.seen_places)
+        if slots is not None:
+            slots.set_rows(padded)
+            key = (*key, slots.shape_key)
+        elif has_adapters:  # captured with the adapters' own addresses
+            key = (*key, *((name, self.model.route.serials[name]) if name is not None else None for name in padded))
+        self._stage(bucket)
+        found = self._graphs.get(key)
+        if found is None:
+            found = self._capture(key, step, bucket, padded, slots if has_adapters else None)
+            if found is None:
+                return None
+        self._graphs.move_to_end(key)
+        with self._streamed():
+            found.graph.replay()
+        return found.outputs
+
+    def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
+        """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
+        if not self.kernels.has_lora or not any(names):
+            return None
+        from trimtab.runtime.slots import AdapterSlots
+
+        if self._slots is None:
+            self._slots = AdapterSlots(
+                self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec
+            )
+        for name in dict.fromkeys(names):
+            why = self._slots.why_not(name)
+            if why is not None:
+                self._fall_back("adapters by table", why, asked=False)
+                return None
+        return self._slots
+
+    def _stage(self, bucket: int) -> None:
+        if self._tables:
+            ids = torch.tensor([row.token_ids[-1] for row in self.batch.active])
+            for table in self._tables:
+                table.stage(ids, max(self.batch.rows, bucket))
+
+    def _capture(
+        self, key: Hashable, step: Callable[[int], Tensor], bucket: int, names: Sequence[str | None],
+        slots: AdapterSlots | None,
+    ) -> _Captured | None:  # fmt: skip
+        start = time.perf_counter()
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+        route = self.model.route
+        if slots is None:
+            route.set_rows(names)
+        else:
+            route.none()
+        route.slots = slots
+        for table in self._tables:
+            table.reads_staged = True
+        try:
+            found = self._captured(lambda: self._finish(step, bucket), slots)
+        except TrimtabError:
+            raise
+        except Exception as exc:
+            # The device says itself whether it got over it.
+            torch.zeros(1, device=self.device).item()
+            what = "fused step" if step is not self._modules else "graph"
+            self._fall_back(what, f"capturing failed: {type(exc).__name__}: {exc}", asked=self.mode != "auto")
+            if what == "graph":
+                self.is_captured = False
+                return None
+            self._is_fusable = False
+            return None
+        finally:
+            route.slots = None
+            for table in self._tables:
+                table.reads_staged = False
+        self._graphs[key] = found
+        self.captures += 1
+        self.capture_s += time.perf_counter() - start
+        return found
+
+    def _captured(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> _Captured:
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        # Once for whatever is made on first use; what it writes, the replay writes again.
+        with torch.cuda.stream(side), self._pass(()):
+            run()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.stream(side):
+            # Other threads (a reader of the disk) may use the device meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                with self._pass(self._order):
+                    outputs = run()
+            except BaseException:
+                with suppress(Exception):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return _Captured(graph, outputs, keep)
+
+    @contextmanager
+    def _pass(self, order: Sequence[tiers.Group]) -> Iterator[None]:
+        """A pass through the model that begins with empty staging buffers, as every replay of it will."""
+        streamer = self.model.streamer
+        if streamer is None:
+            yield
+            return
+        streamer.begin_pass(order)
+        try:
+            yield
+        finally:
+            self._order = streamer.end_pass()
+
+    @contextmanager
+    def _streamed(self) -> Iterator[None]:
+        """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
+        streamer = self.model.streamer
+        if streamer is None:
+            yield
+            return
+        streamer.begin_pass()
+        yield
+        streamer.end_pass()

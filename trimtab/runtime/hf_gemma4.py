@@ -1,0 +1,290 @@
+"""One decode step of Gemma 4's text model from few kernels, on transformers' own modules and weights.
+
+What transformers' layer does in forty operations on one token is done here in about sixteen: products that read the same
+input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it
+rounds to the model's dtype is rounded here. Prompts, towers and layers with experts stay with transformers' modules.
+Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trimtab.runtime import fused, matvec
+from trimtab.runtime.hf_slots import SlotCache
+from trimtab.runtime.lora import SavedModule
+from trimtab.runtime.tiers import Leaf
+
+if TYPE_CHECKING:
+    from trimtab.runtime.kernels import Kernels
+
+ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
+
+
+def text_model(hf_model: Any) -> Any:
+    """Return the decoder of a Gemma 4, None for another family."""
+    for module in hf_model.modules():
+        if type(module).__name__ == "Gemma4TextModel":
+            return module
+    return None
+
+
+def why_not(hf_model: Any) -> str | None:
+    """Return why this model's step cannot be made of these kernels, None if it can."""
+    text = text_model(hf_model)
+    if text is None:
+        return f"there are no fused kernels for {type(hf_model).__name__}"
+    config = text.config
+    if getattr(config, "enable_moe_block", False):
+        return "its layers have experts"
+    if config.hidden_activation not in ACTIVATIONS:
+        return f"its activation is {config.hidden_activation}"
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        return "its attention looks ahead"
+    return None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the kernels of one kind of layer work on. products: (D_in, each member's D_out) of every launch."""
+
+    products: tuple[tuple[int, tuple[int, ...]], ...]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    mlp: int
+
+
+def shapes(hf_model: Any) -> tuple[Shape, ...]:
+    """Return the distinct shapes of the decoder's layers."""
+    found = []
+    for layer in text_model(hf_model).layers:
+        groups = _products(layer)
+        products = tuple((group[0].in_features, tuple(leaf.out_features for leaf in group)) for group in groups)
+        heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
+        kv_heads = heads // layer.self_attn.num_key_value_groups
+        mlp = layer.mlp.gate_proj.out_features
+        found.append(Shape(products, heads, kv_heads, layer.self_attn.head_dim, layer.hidden_size, mlp))
+    return tuple(dict.fromkeys(found))
+
+
+def _products(layer: Any) -> list[list[Leaf]]:
+    """Return the layer's linear modules, those that read one input together, in the order they run."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = [_projections(attention), [attention.o_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
+    if getattr(layer, "hidden_size_per_layer_input", 0):
+        groups += [[layer.per_layer_input_gate], [layer.per_layer_projection]]
+    return groups
+
+
+def _projections(attention: Any) -> list[Leaf]:
+    if attention.is_kv_shared_layer:
+        return [attention.q_proj]
+    return [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
+
+
+class FusedStep:
+    """A step of the rows of a cache: `step(count)` gives the logits [count, V] of tokens[:count] at the cache's positions.
+
+    tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache.
+    """
+
+    def __init__(self, hf_model: Any, cache: SlotCache, tokens: Tensor, kernels: Kernels) -> None:
+        self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
+        self.text = text_model(hf_model)
+        self.config = self.text.config
+        self.kind = ACTIVATIONS[self.config.hidden_activation]
+        self.pad_token_id = getattr(hf_model.config.get_text_config(), "pad_token_id", None)
+        self._layers = list(self.text.layers)
+        self._keys = self._place_keys()
+        self._norms = [module for layer in self._layers for module in layer.modules() if _is_norm(module)]
+        self._buffers: dict[tuple[Any, ...], Tensor] = {}
+        # Asked before anything is captured: the answer reads a table on the device.
+        self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
+
+    def _can_multiply(self, group: Sequence[Leaf]) -> bool:
+        if self.kernels.matvec is None:
+            return False
+        return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
+
+    def is_stale(self) -> bool:
+        """Whether the cache's buffers were made anew since."""
+        return self._keys != self._place_keys()
+
+    def _place_keys(self) -> list[int | None]:
+        held = (getattr(layer, "keys", None) for layer in self.cache.layers)
+        return [None if keys is None else keys.data_ptr() for keys in held]
+
+    def why_not_rows(self) -> str | None:
+        """Return why a step cannot be made of kernels now, None if it can."""
+        if not self.cache.layers:
+            return "no prompt has gone through yet"
+        if not self.cache.has_rings and "sliding_attention" in self.config.layer_types:
+            return "this release of transformers keeps sliding layers whole"
+        if any(isinstance(module, SavedModule) for module in self.text.modules()):
+            return "an adapter replaces the weights of a norm"
+        return None
+
+    # The step ----------------------------------------------------------------------------------------------------------
+
+    def __call__(self, count: int) -> Tensor:
+        positions = self.cache.positions[:count]
+        torch.remainder(positions, self.ring, out=self._buffer("ring", (count,), torch.long))
+        ids = self.tokens[:count]
+        hidden = self.text.embed_tokens(ids)
+        extra = self._per_layer(ids, hidden)
+        turns = {
+            kind: tuple(turn[:, 0] for turn in self.text.rotary_emb(hidden, positions[:, None], kind))
+            for kind in dict.fromkeys(self.config.layer_types)
+        }
+        h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
+        h.copy_(hidden[:, 0])
+        x = self._buffer("x", h.shape, h.dtype)
+        self._add_norm(None, h, None, self._layers[0].input_layernorm, None, None, x)
+        shared: dict[str, tuple[Tensor, Tensor]] = {}
+        for number, layer in enumerate(self._layers):
+            following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
+            kind = self.config.layer_types[number]
+            h, x = self._layer(layer, number, kind, turns[kind], shared, h, x, extra, following)
+        return self._head(x)
+
+    @property
+    def ring(self) -> int:
+        """The sliding layers' number of places."""
+        return next(iter(self.cache.ring_places), self.cache.context_tokens)
+
+    def _layer(
+        self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
+        h: Tensor, x: Tensor, extra: Tensor | None, following: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        count = h.shape[0]
+        attention = layer.self_attn
+        looked = self._attend(attention, number, kind, turn, shared, x)
+        y = self._products([attention.o_proj], looked)
+        middle = self._buffer("middle", h.shape, h.dtype)
+        self._add_norm(y, h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle, x)
+        wide = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], x)
+        half = wide.shape[1] // 2
+        gated = self._buffer("gated", (count, half), h.dtype)
+        fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+        y = self._products([layer.mlp.down_proj], gated)
+        after = self._buffer("after", h.shape, h.dtype)
+        if extra is None:
+            self._add_norm(y, middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h, x)
+            return h, x
+        self._add_norm(y, middle, layer.post_feedforward_layernorm, None, None, after, None)
+        small = self._products([layer.per_layer_input_gate], after)
+        mixed = self._buffer("mixed", small.shape, h.dtype)
+        fused.gated(small, extra[:, number], mixed, self.kind, self.kernels.small)
+        y = self._products([layer.per_layer_projection], mixed)
+        self._add_norm(y, after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h, x)
+        return h, x
+
+    def _attend(
+        self, attention: Any, number: int, kind: str, turn: tuple[Tensor, ...],
+        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor,
+    ) -> Tensor:  # fmt: skip
+        count, dim = x.shape[0], attention.head_dim
+        cos, sin = turn
+        heads = attention.q_proj.out_features // dim
+        kv_heads = heads // attention.num_key_value_groups
+        joined = self._products(_projections(attention), x)
+        queries = self._buffer("queries", (count, heads, dim), x.dtype)
+        is_ring = kind == "sliding_attention"
+        places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
+        mode, keys, values = "shared", None, None
+        if not attention.is_kv_shared_layer:
+            mode = "own" if attention.v_proj is not None else "k_is_v"
+            own = self.cache.layers[number]
+            keys, values = own.keys, own.values
+            if attention.store_full_length_kv:
+                shared[kind] = (keys, values)
+        fused.rope_write(
+            joined, heads, kv_heads, dim, attention.q_norm.weight,
+            None if keys is None else attention.k_norm.weight, attention.q_norm.eps, cos, sin, keys, values, places,
+            queries, module=self.kernels.small, mode=mode,
+        )  # fmt: skip
+        if keys is None or values is None:
+            keys, values = shared[kind]
+        looked = self._buffer("looked", (count, heads * dim), x.dtype)
+        fused.attend(
+            queries, keys, values, self.cache.positions[:count], attention.scaling, None, looked,
+            self._scratch(count, heads, dim), self.kernels.small,
+        )  # fmt: skip
+        return looked
+
+    def _products(self, leaves: Sequence[Leaf], x: Tensor) -> Tensor:
+        """Return [n, all D_out] of linears that read one input, with each row's adapter."""
+        slots = leaves[0].route.slots
+        out = self._buffer("out", (x.shape[0], sum(leaf.out_features for leaf in leaves)), x.dtype)
+        module = self.kernels.matvec
+        if not self._is_ours[leaves[0]]:
+            start = 0
+            for leaf in leaves:
+                out[:, start : start + leaf.out_features] = leaf(x)
+                start += leaf.out_features
+            return out
+        args = None if slots is None else slots.args(leaves, x.shape[0])
+        if args is not None:
+            matvec.lora_shrink(x, args, module)
+        packed = [leaf.packed() for leaf in leaves]
+        matvec.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=args, module=module)
+        if slots is None and any(leaf.adapters for leaf in leaves):
+            from trimtab.runtime import lora
+
+            start = 0
+            for leaf in leaves:
+                part = out[:, start : start + leaf.out_features]
+                part.copy_(lora.apply_linear(leaf, x, part.clone()))
+                start += leaf.out_features
+        return out
+
+    def _add_norm(
+        self, y: Tensor | None, residual: Tensor, post: Any, following: Any, scalar: Tensor | None,
+        out_h: Tensor | None, out_x: Tensor | None,
+    ) -> None:  # fmt: skip
+        fused.add_norm(
+            y, residual, None if post is None else post.weight, None if following is None else following.weight,
+            (post or following).eps, scalar, out_h, out_x, self.kernels.small,
+        )  # fmt: skip
+
+    def _per_layer(self, ids: Tensor, hidden: Tensor) -> Tensor | None:
+        """Return each layer's own input of the tokens: [n, layers, P]."""
+        if not self.text.hidden_size_per_layer_input:
+            return None
+        own = self.text.get_per_layer_inputs(ids, hidden)
+        extra: Tensor = self.text.project_per_layer_inputs(hidden, own)
+        return extra[:, 0]
+
+    def _head(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.hf_model.lm_head(x)
+        cap = self.config.final_logit_softcapping
+        if cap is None:
+            return logits
+        return torch.tanh(logits / cap) * cap
+
+    # Buffers -----------------------------------------------------------------------------------------------------------
+
+    def _buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the buffer of this name and shape, the same in every step."""
+        key = (name, tuple(shape), dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(tuple(shape), dtype=dtype, device=self.cache.device)
+        return self._buffers[key]
+
+    def _scratch(self, count: int, heads: int, dim: int) -> Tensor | None:
+        size = fused.scratch_values(count, heads, dim, self.cache.context_tokens)
+        return self._buffer("scratch", (size,), torch.float32) if size else None
+
+
+def _is_norm(module: Any) -> bool:
+    return type(module).__name__.endswith("RMSNorm")
+
+
+Step = Callable[[int], Tensor]

@@ -1,0 +1,577 @@
+"""4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters chosen by each row: CUDA kernels and the same in torch.
+
+    y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
+
+W is what `Packed` stands for, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
+scales and sums are float32. x is exact: bf16 rows times a power of two are float16 numbers. What is left is the rounding
+of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16, where
+bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
+
+A launch is cut into units of 16 or 32 rows of W (`Cut`): row_warps units a block, k_warps warps a unit, and where x does
+not fit a block's memory or blocks are few, `splits` blocks along K, the last of which adds the parts in a fixed order.
+So the same input gives the same bits on one device; another cut sums in another order.
+
+A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
+is faster here (bench/kernels.py measures, the caller decides).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import nvrtc
+from trimtab.runtime.quant import Packed
+
+MAX_ROWS = 8
+MAX_MEMBERS = 3
+BLOCK = 64
+NESTED = 256
+MAX_THREADS = 640
+# As the kernel lays out its shared memory: table, nested codes, LoRA entries, units, largest values.
+_TABLE_BYTES = 65536
+_FIXED_BYTES = _TABLE_BYTES + 1024 + 16 * 24 + 8 * 32 + 4 * 8 + 16
+_PARTS = 2**21
+_COUNTERS = 8192
+_TYPES = (torch.bfloat16, torch.float16)
+# Tiles of 16 rows a unit, blocks of 64 a batch.
+_VARIANTS = ((1, 4), (2, 2))
+
+
+@dataclass(frozen=True)
+class LoraArgs:
+    """The adapters of a group of M layers over the same input, in S slots, for n rows.
+
+    Shapes: A_ptr, B_ptr [M, S] int64 (addresses of float32 [R, D_in] and [D_out, R], contiguous), rank [M, S] int32 (0:
+    this member is not adapted), scale [M, S] float32; each contiguous along S. row_slots [n] int32 (-1: no adapter). low
+    [n, M, R] float32 scratch, R at least the largest rank. adapters: the same as tensors, [M][S] of (A, B, scale) or
+    None, for the torch path alone.
+    """
+
+    A_ptr: Tensor
+    B_ptr: Tensor
+    rank: Tensor
+    scale: Tensor
+    row_slots: Tensor
+    low: Tensor
+    adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]] | None = None
+
+    def member(self, index: int) -> LoraArgs:
+        """Return the adapters of one layer of the group; `low` is that layer's part, still strided over the group."""
+        part = slice(index, index + 1)
+        adapters = None if self.adapters is None else self.adapters[part]
+        return LoraArgs(
+            self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
+            adapters,
+        )  # fmt: skip
+
+
+# Torch: the same mathematics -----------------------------------------------------------------------------------------
+
+
+def decoded(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the weight [D_out, D_in] that a 4-bit Packed stands for, scaled in float32 and not rounded further."""
+    values = packed.parts["weight"].reshape(-1).view(torch.uint8)
+    code = packed.codes["code"].to(values.device)
+    pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
+    absmax = packed.parts["absmax"].reshape(-1)
+    if "nested_absmax" in packed.parts:
+        outer = packed.parts["nested_absmax"].repeat_interleave(packed.nested_blocksize)[: absmax.numel()]
+        absmax = torch.addcmul(
+            packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer
+        )
+    return (pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)).view(packed.shape)
+
+
+def lora_shrink_torch(x: Tensor, lora: LoraArgs) -> None:
+    """Write low[i, m, :rank] = A x_i for every row and member that has an adapter."""
+    assert lora.adapters is not None
+    for i, slot in enumerate(lora.row_slots.tolist()):
+        for m, slots in enumerate(lora.adapters):
+            if slot >= 0 and (adapter := slots[slot]) is not None:
+                lora.low[i, m, : adapter[0].shape[0]] = torch.nn.functional.linear(x[i].float(), adapter[0])
+
+
+def _changes(lora: LoraArgs, i: int, m: int) -> Tensor | None:
+    assert lora.adapters is not None
+    slot = int(lora.row_slots[i])
+    adapter = lora.adapters[m][slot] if slot >= 0 else None
+    if adapter is None:
+        return None
+    A, B, scale = adapter
+    return torch.nn.functional.linear(lora.low[i, m, : A.shape[0]], B) * scale
+
+
+def matvec4_torch(
+    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None
+) -> None:  # fmt: skip
+    """Write what `matvec4` writes, in torch: products and sums in float32, rounded where the kernel rounds."""
+    start = 0
+    for m, packed in enumerate(weights):
+        y = torch.nn.functional.linear(x.float(), decoded(packed))
+        if m < len(bias) and (added := bias[m]) is not None:
+            y += added.float()
+        part = out[:, start : start + packed.shape[0]]
+        part.copy_(y.to(out.dtype))
+        for i in range(x.shape[0]):
+            if lora is not None and (change := _changes(lora, i, m)) is not None:
+                part[i] += change.to(out.dtype)
+        start += packed.shape[0]
+
+
+def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
+    """Add scale * (B low) to y [n, N] of one layer in place; round_change: rounded before the addition."""
+    for i in range(y.shape[0]):
+        if (change := _changes(lora, i, 0)) is not None:
+            y[i] = y[i] + change.to(y.dtype) if round_change else (y[i].float() + change).to(y.dtype)
+
+
+# How a launch is cut --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a launch: tiles (of 16 rows) a unit, units and warps a unit in a block, blocks along K."""
+
+    tiles: int
+    batch: int
+    row_warps: int
+    k_warps: int
+    splits: int
+    chunk: int
+    grid: int
+    shared_bytes: int
+    estimated_us: float
+
+    @property
+    def kernel(self) -> str:
+        return f"matvec_{self.tiles}_{self.batch}"
+
+    def __str__(self) -> str:
+        return f"{self.kernel} rows x{self.row_warps} k x{self.k_warps} splits {self.splits} grid {self.grid}"
+
+
+def cuts(
+    rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, bandwidth: float = 4.2e12
+) -> list[Cut]:
+    """Return the ways to cut a product, the one that should be fastest first; empty if none fits.
+
+    rows: D_out of each member. shared_bytes: what a block may have. The estimate (µs) is a model made of what was
+    measured on an H200: bytes over bandwidth, one shared-memory access a cycle at 1.75 GHz, 0.8 µs from memory.
+    """
+    blocks = columns // BLOCK
+    found = []
+    for tiles, batch in _VARIANTS:
+        units = sum(-(-count // (16 * tiles)) for count in rows)
+        for splits in (1, 2, 3, 4, 6, 8):
+            chunk = math.ceil(blocks / splits / 4) * 4
+            if splits > 1 and (chunk * (splits - 1) >= blocks or splits * n * sum(rows) > _PARTS):
+                continue
+            batches = -(-min(chunk, blocks) // batch)
+            for row_warps in range(1, min(MAX_THREADS // 32, units) + 1):
+                grid = -(-units // row_warps)
+                if splits > 1 and grid > _COUNTERS:
+                    continue
+                shared = _FIXED_BYTES + n * (chunk * 128 + 16) + row_warps * tiles * 16 * ((chunk // 4) | 1) * 16
+                # The sums of all warps lie where the table was.
+                if shared > shared_bytes:
+                    continue
+                for k_warps in sorted({min(k, batches) for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)}):
+                    warps = row_warps * k_warps
+                    if warps * 32 > MAX_THREADS or warps * 8 * (tiles * 16 + 4) * 4 > _TABLE_BYTES:
+                        continue
+                    cost = _estimate(
+                        n, tiles, batches, batch, warps, k_warps, row_warps, grid * splits, splits, shared, shared_bytes,
+                        multiprocessors, columns * sum(rows) * 0.516, bandwidth,
+                    )  # fmt: skip
+                    found.append(Cut(tiles, batch, row_warps, k_warps, splits, chunk, grid, shared, cost))
+    return sorted(found, key=lambda cut: cut.estimated_us)
+
+
+def _estimate(
+    n: int, tiles: int, batches: int, batch: int, warps: int, k_warps: int, row_warps: int, count: int, splits: int,
+    shared: int, shared_limit: int, multiprocessors: int, nbytes: float, bandwidth: float,
+) -> float:  # fmt: skip
+    resident = max(1, min(65536 // (warps * 32 * 96), (shared_limit + 1024) // (shared + 1024)))
+    waves = -(-count // (resident * multiprocessors))
+    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
+    blocks = row_warps * batches * batch * each
+    # Shared memory: 16 look-ups and 2 scales a tile and block of 64, x once for all tiles of a unit; the table's making.
+    shared_us = (blocks * (18 * tiles + 2 * -(-n // 2)) + 400 * each) / 1750
+    issue_us = blocks * tiles * 57 / 4 / 1750
+    # A warp's own pace, and every batch after the first two waits for memory.
+    own = -(-batches // k_warps)
+    alone_us = waves * (own * batch * tiles * 160 / 1750 + 0.8 + 0.3 * max(0, own - 2))
+    # Memory is kept busy by about 30 KiB a multiprocessor under way, and by most multiprocessors.
+    busy = min(1, 1.2 * count / multiprocessors)
+    under_way = min(each, resident) * warps * 32 * 16 * tiles * batch * min(2, own)
+    memory_us = nbytes / (bandwidth * busy * min(1, under_way / 30e3)) * 1e6
+    # x: every block reads its chunk from L2 and turns it into float16.
+    prepare_us = waves * (1.2 + 0.1 * min(each, resident)) + count * n * batches * batch * 128 / 5e12 * 1e6
+    return prepare_us + max(shared_us, issue_us, alone_us, memory_us) + (1.3 if splits > 1 else 0.0)
+
+
+# Launches -------------------------------------------------------------------------------------------------------------
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
+    module = nvrtc.Module(nvrtc.source("matvec4.cu"), device=device, name="matvec4.cu")
+    module.kept["parts"] = torch.empty(_PARTS, dtype=torch.float32, device=module.device)
+    module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
+    module.kept |= read_cuts(cuts_file(module))
+    return module
+
+
+def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
+    """Return why the kernel cannot compute with this weight, or None. Reads one small table: not for the inner loop."""
+    if packed.kind not in ("nf4", "fp4"):
+        return f"the weight is {packed.kind}, not 4-bit"
+    if dtype not in _TYPES:
+        return f"the activation is {dtype}, not bfloat16 or float16"
+    if len(packed.shape) != 2 or packed.shape[1] % BLOCK:
+        return f"the rows of a weight of shape {list(packed.shape)} are not whole blocks of {BLOCK}"
+    if packed.blocksize != BLOCK:
+        return f"blocks of {packed.blocksize}, not {BLOCK}"
+    if "nested_absmax" in packed.parts and packed.nested_blocksize != NESTED:
+        return f"nested blocks of {packed.nested_blocksize}, not {NESTED}"
+    if not 1 <= n <= MAX_ROWS:
+        return f"{n} rows, not 1 to {MAX_ROWS}"
+    if float(packed.codes["code"].abs().max()) > 2:
+        return "codes beyond 2"
+    for name, part in packed.parts.items():
+        if not part.is_contiguous() or part.data_ptr() % (4 if part.numel() == 1 else 16):
+            return f"{name} is not contiguous or not aligned to 16 bytes"
+    return nvrtc.why_not(device)
+
+
+def _lora_arguments(lora: LoraArgs | None) -> list[nvrtc.Argument]:
+    if lora is None:
+        return [None, 0, None, 0, None, 0, None, None, 0, 0]
+    return [
+        lora.B_ptr, lora.B_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.scale, lora.scale.stride(0),
+        lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1),
+    ]  # fmt: skip
+
+
+def _check_lora(lora: LoraArgs, members: int, n: int) -> None:
+    assert lora.row_slots.shape == (n,) and lora.row_slots.dtype == torch.int32 and lora.row_slots.is_contiguous()
+    assert lora.low.dtype == torch.float32 and lora.low.shape[:2] == (n, members) and lora.low.stride(2) == 1
+    for table, dtype in (
+        (lora.A_ptr, torch.int64),
+        (lora.B_ptr, torch.int64),
+        (lora.rank, torch.int32),
+        (lora.scale, torch.float32),
+    ):
+        assert table.dtype == dtype and table.shape[0] == members and table.stride(1) == 1
+
+
+def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
+    return [*values, *[empty] * (MAX_MEMBERS - len(values))]
+
+
+def arguments(
+    x: Tensor, weights: Sequence[Packed], out: Tensor, cut: Cut, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
+    parts: Tensor, arrived: Tensor, late_wait: bool,
+) -> list[nvrtc.Argument]:  # fmt: skip
+    """Return the kernel's arguments in its order; no part is read."""
+    offsets = [packed.parts.get("offset") for packed in weights]
+    bias = [*bias, *[None] * (len(weights) - len(bias))]
+    nested_code = next((p.codes["nested_code"] for p in weights if "nested_code" in p.codes), None)
+    return [
+        x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0), int(x.dtype == torch.float16),
+        *_three([packed.parts["weight"] for packed in weights]),
+        *_three([packed.parts["absmax"] for packed in weights]),
+        *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
+        *_three([packed.shape[0] for packed in weights], 0), weights[0].codes["code"], nested_code,
+        *_lora_arguments(lora), parts, arrived, cut.row_warps, cut.k_warps, cut.chunk, int(late_wait),
+    ]  # fmt: skip
+
+
+def _same_codes(weights: Sequence[Packed]) -> bool:
+    for name in ("code", "nested_code"):
+        if len({packed.codes[name].data_ptr() for packed in weights if name in packed.codes}) > 1:
+            return False
+    return True
+
+
+CutKey = tuple[str, tuple[int, ...], int, int]
+
+
+def cut_key(weights: Sequence[Packed], n: int) -> CutKey:
+    """Return under which name a module keeps the cut of a product."""
+    return ("cut", tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n)
+
+
+def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> Cut:
+    """Return the cut of this product: what `tune` found on this card, or the best estimate."""
+    key = cut_key(weights, n)
+    if key not in module.kept:
+        _, rows, columns, _ = key
+        found = cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
+        if not found:
+            raise DeviceError(
+                f"no cut of {list(rows)} x {columns} for {n} rows fits {module.shared_bytes} B of shared memory",
+                device=str(module.device),
+            )
+        module.kept[key] = found[0]
+    return module.kept[key]
+
+
+def matvec4(
+    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (),
+    lora: LoraArgs | None = None, module: nvrtc.Module | None, dependent: str = "", cut: Cut | None = None,
+) -> None:  # fmt: skip
+    """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
+
+    bias: one a layer ([D_out], x's dtype) or nothing. lora: `low` must hold what `lora_shrink` writes. dependent: start
+    before the kernel in front ends (9.0 and newer): "x" if that kernel makes x, "low" if it is `lora_shrink`, whose x is
+    complete by then. module None: in torch. Ask `why_not` about each weight first.
+    """
+    assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and dependent in ("", "x", "low")
+    assert out.shape == (x.shape[0], sum(packed.shape[0] for packed in weights)) and out.dtype == x.dtype
+    if module is None or not x.is_cuda:
+        matvec4_torch(x, weights, out, bias=bias, lora=lora)
+        return
+    assert x.stride(1) == 1 and out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    if not _same_codes(weights):
+        start = 0
+        for m, packed in enumerate(weights):
+            part = out[:, start : start + packed.shape[0]]
+            one = None if lora is None else lora.member(m)
+            # Only the first of these launches has the named kernel in front of it.
+            waits = dependent if m == 0 else ""
+            matvec4(x, [packed], part, bias=bias[m : m + 1], lora=one, module=module, dependent=waits)
+            start += packed.shape[0]
+        return
+    if lora is not None:
+        _check_lora(lora, len(weights), x.shape[0])
+    cut = cut or choose(weights, x.shape[0], module)
+    module.launch(
+        cut.kernel, (cut.grid, cut.splits), (cut.row_warps * cut.k_warps * 32,),
+        arguments(
+            x, weights, out, cut, bias=bias, lora=lora, parts=module.kept["parts"], arrived=module.kept["arrived"],
+            late_wait=dependent == "low",
+        ),
+        shared_bytes=cut.shared_bytes, dependent=bool(dependent),
+    )  # fmt: skip
+
+
+def shrink_threads(columns: int) -> int:
+    """Return the threads of one `lora_shrink` block: about five loads of four values each."""
+    return min(512, max(64, -(-columns // (20 * 32)) * 32))
+
+
+def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, dependent: bool = False) -> None:
+    """Write low[i, m, :rank] = A_m x_i for every row with an adapter; other entries stay as they are. x [n, D_in]."""
+    if module is None or not x.is_cuda:
+        lora_shrink_torch(x, lora)
+        return
+    _check_lora(lora, lora.low.shape[1], x.shape[0])
+    n, members, width = lora.low.shape
+    assert x.stride(1) == 1
+    module.launch(
+        "lora_shrink", (width, members, n), (shrink_threads(x.shape[1]),),
+        [
+            x, x.stride(0), x.shape[1], int(x.dtype == torch.float16), lora.A_ptr, lora.A_ptr.stride(0), lora.rank,
+            lora.rank.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def lora_add(
+    y: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, round_change: bool = False, dependent: bool = False
+) -> None:
+    """Add scale * (B low) to y [n, D_out] of one layer in place, where the layer itself was computed elsewhere.
+
+    round_change: the change is rounded before it is added, as over a quantized (int8) layer; else the sum alone is.
+    """
+    if module is None or not y.is_cuda:
+        lora_add_torch(y, lora, round_change=round_change)
+        return
+    _check_lora(lora, 1, y.shape[0])
+    assert y.stride(1) == 1
+    module.launch(
+        "lora_add", (-(-y.shape[1] // 128), y.shape[0]), (128,),
+        [
+            y, y.stride(0), y.shape[1], int(y.dtype == torch.float16), int(round_change), lora.B_ptr, lora.rank,
+            lora.scale, lora.row_slots, lora.low, lora.low.stride(0),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+# At load: is it right, and which cut is fastest -----------------------------------------------------------------------
+
+
+def relative_error(y: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if y is not finite)."""
+    difference = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+    return difference if math.isfinite(difference) else math.inf
+
+
+LARGEST_ERROR = 3e-3
+
+
+def check(
+    weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+    cut: Cut | None = None, rank: int = 8,
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
+
+    Random inputs with and without adapters, against float64; needs memory for the weights as float64, once.
+    """
+    device = module.device
+    generator = torch.Generator(device=device).manual_seed(1)
+    dense = torch.cat([decoded(packed, torch.float64) for packed in weights])
+    counts, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
+    slots: list[list[tuple[Tensor, Tensor, float] | None]] = []
+    for count in counts:
+        A = torch.randn(rank, columns, device=device, generator=generator) / columns**0.5
+        B = torch.randn(count, rank, device=device, generator=generator)
+        slots.append([None, (A, B, 0.5)])
+    for n in rows:
+        if cut is not None and cut.shared_bytes < _FIXED_BYTES + n * (cut.chunk * 128 + 16):
+            continue
+        x = torch.randn(n, columns, device=device, generator=generator).to(dtype)
+        out = torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
+        matvec4(x, weights, out, module=module, cut=cut)
+        base = x.double() @ dense.T
+        if (error := relative_error(out, base)) > LARGEST_ERROR:
+            return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
+        lora = lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
+        out.fill_(math.nan)
+        lora.low.fill_(math.nan)
+        lora_shrink(x, lora, module)
+        matvec4(x, weights, out, lora=lora, module=module, cut=cut)
+        wanted = torch.empty_like(base)
+        start = 0
+        for count, (_, adapter) in zip(counts, slots):
+            assert adapter is not None
+            change = adapter[2] * (x.double() @ adapter[0].double().T @ adapter[1].double().T)
+            change[1::2] = 0
+            wanted[:, start : start + count] = base[:, start : start + count] + change
+            start += count
+        # Rounded three times instead of once.
+        if (error := relative_error(out, wanted)) > 1.5 * LARGEST_ERROR:
+            return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
+    return None
+
+
+def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
+    """Return the best estimates that differ in more than a warp here or there, at most `limit` of them."""
+    kept: dict[tuple[int, ...], Cut] = {}
+    for cut in found:
+        kept.setdefault((cut.tiles, cut.splits, cut.row_warps // 3, cut.k_warps // 3), cut)
+    return list(kept.values())[:limit]
+
+
+def tune(
+    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
+    limit: int = 6, repeat: int = 3,
+) -> dict[Cut, float]:  # fmt: skip
+    """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
+
+    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
+    Each cut runs over all groups in a CUDA graph. Call `save_cuts` to keep what was found for the next process.
+    """
+    weights = groups[0]
+    rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
+    x = torch.randn(n, columns, device=module.device).to(dtype)
+    out = torch.empty(n, sum(rows), dtype=dtype, device=module.device)
+    found = cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
+    taken: dict[Cut, float] = {}
+    for cut in unlike(found, limit):
+
+        def run(cut: Cut = cut) -> None:
+            for group in groups:
+                matvec4(x, group, out, module=module, cut=cut)
+
+        taken[cut] = graph_us(run, module.device, repeat=repeat) / len(groups)
+    if taken:
+        module.kept[cut_key(weights, n)] = min(taken, key=lambda cut: taken[cut])
+    return taken
+
+
+def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) -> float:
+    """Return the shortest of a few replays of what `run` queues, captured in a CUDA graph, in microseconds."""
+    with torch.cuda.device(device):
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        graph.replay()
+        times = []
+        for _ in range(repeat):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    return min(times)
+
+
+def cuts_file(module: nvrtc.Module) -> Path:
+    """Return where the cuts that were fastest on this card are kept between processes, for this source of the kernels."""
+    facts = f"{torch.cuda.get_device_name(module.device)}\0{nvrtc.source('matvec4.cu')}\0{_VARIANTS}"
+    return nvrtc.cache_folder() / f"cuts-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
+
+
+def save_cuts(kept: dict[Any, Any], path: Path) -> None:
+    """Write a module's cuts to a file; a folder that cannot be written is no error."""
+    rows = [{"rows": key[1], "columns": key[2], "n": key[3], **asdict(cut)} for key, cut in _cuts_of(kept)]
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+        os.replace(temporary, path)
+
+
+def read_cuts(path: Path) -> dict[CutKey, Cut]:
+    """Return the cuts of a file, none if it is missing; one that this code would not make itself is left out."""
+    found: dict[CutKey, Cut] = {}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            key: CutKey = ("cut", tuple(row.pop("rows")), row.pop("columns"), row.pop("n"))
+            cut = Cut(**row)
+            able = cuts(key[1], key[2], key[3], multiprocessors=1, shared_bytes=cut.shared_bytes)
+            if replace(cut, estimated_us=0.0) in {replace(one, estimated_us=0.0) for one in able}:
+                found[key] = cut
+    return found
+
+
+def _cuts_of(kept: dict[Any, Any]) -> Iterable[tuple[CutKey, Cut]]:
+    return ((key, cut) for key, cut in kept.items() if isinstance(cut, Cut))
+
+
+def lora_args(
+    adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]], row_slots: Tensor, width: int
+) -> LoraArgs:
+    """Return the tables of adapters given as tensors, [M][S] of (A, B, scale) or None. The tensors must outlive it."""
+    device = row_slots.device
+
+    def table(value: Callable[[tuple[Tensor, Tensor, float]], float], dtype: torch.dtype) -> Tensor:
+        rows = [[0 if adapter is None else value(adapter) for adapter in slots] for slots in adapters]
+        return torch.tensor(rows, dtype=dtype, device=device)
+
+    return LoraArgs(
+        table(lambda a: a[0].data_ptr(), torch.int64), table(lambda a: a[1].data_ptr(), torch.int64),
+        table(lambda a: a[0].shape[0], torch.int32), table(lambda a: a[2], torch.float32), row_slots,
+        torch.empty(row_slots.shape[0], len(adapters), width, dtype=torch.float32, device=device), adapters,
+    )  # fmt: skip

@@ -1,0 +1,324 @@
+"""How CUDA sources of this package become kernels at load: NVRTC, the compiler that torch's CUDA wheels bring, by ctypes.
+
+No toolchain, no headers, no Triton. What was compiled is kept in memory and in the user's cache folder, by the hash of
+source, options, architecture and compiler. A source is compiled once for a device; `Module.launch` queues a kernel on
+torch's current stream without any synchronization, so that it can be captured in a CUDA graph.
+
+What it does not know: whether a kernel is right or fast on this card. Who launches one checks and measures it first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import glob
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError
+
+# bf16 arithmetic and the tensor core shape m16n8k16 begin with compute capability 8.0.
+LEAST_CAPABILITY = (8, 0)
+# Above this a kernel must ask for its dynamic shared memory (CUDA C++ Programming Guide, cudaFuncSetAttribute).
+PLAIN_SHARED_BYTES = 48 * 1024
+OPTIONS = ("--std=c++17", "-default-device")
+# cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+_MAX_DYNAMIC_SHARED = 8
+_PROGRAMMATIC = 6
+LIBRARY_VARIABLE = "TRIMTAB_NVRTC"
+
+
+@dataclass(frozen=True)
+class Long:
+    """An argument that the kernel takes as int64 (a plain int is int32)."""
+
+    value: int
+
+
+Argument = Tensor | int | float | Long | None
+
+
+def source(name: str) -> str:
+    """Return one of this package's CUDA sources."""
+    return (resources.files("trimtab.runtime") / "cuda" / name).read_text(encoding="utf-8")
+
+
+# The compiler ---------------------------------------------------------------------------------------------------------
+
+
+def _candidates() -> list[str]:
+    """Return where NVRTC may be, best first: named by the user, torch's own wheels, a toolkit, the system's search."""
+    found = [os.environ[LIBRARY_VARIABLE]] if os.environ.get(LIBRARY_VARIABLE) else []
+    windows = sys.platform == "win32"
+    names = ("nvrtc64_*.dll",) if windows else ("libnvrtc.so*",)
+    packages = [str(Path(torch.__file__).parent.parent), *sys.path]
+    folders = [str(Path(torch.__file__).parent / "lib")]
+    for root in dict.fromkeys(path for path in packages if path):
+        folders += glob.glob(os.path.join(glob.escape(root), "nvidia", "*", "bin" if windows else "lib"))
+        folders += glob.glob(os.path.join(glob.escape(root), "nvidia", "*", "bin", "x86_64")) if windows else []
+    for variable in ("CUDA_PATH", "CUDA_HOME"):
+        if os.environ.get(variable):
+            folders += [
+                os.path.join(os.environ[variable], part) for part in ("lib64", "bin", os.path.join("bin", "x64"))
+            ]
+    if not windows:
+        folders.append("/usr/local/cuda/lib64")
+    for folder in dict.fromkeys(folders):
+        for name in names:
+            found += sorted(glob.glob(os.path.join(glob.escape(folder), name)), reverse=True)
+    # ".alt" is the same compiler built for older allocators; "builtins" is a part of it.
+    found = [path for path in found if ".alt." not in path and "builtins" not in os.path.basename(path)]
+    system = ctypes.util.find_library("nvrtc")
+    major = (torch.version.cuda or "").partition(".")[0]
+    # Two CUDA releases side by side: the one torch was built with fits the driver that torch runs on.
+    found.sort(key=lambda path: path != os.environ.get(LIBRARY_VARIABLE) and f".so.{major}" not in path and bool(major))
+    return [*dict.fromkeys(found), *([system] if system else [])]
+
+
+class Compiler:
+    """NVRTC as loaded from one library file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        folder = os.path.dirname(os.path.realpath(path))
+        # The library opens this part by its bare name, which a wheel's folder is not searched for.
+        parts = glob.glob(os.path.join(glob.escape(folder), "*nvrtc-builtins*"))
+        for part in (part for part in parts if ".alt." not in part):
+            with suppress(OSError):
+                ctypes.CDLL(part)
+        self._lib = ctypes.CDLL(path)
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
+        self.version = (major.value, minor.value)
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        archs = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", archs)
+        self.archs = tuple(sorted(archs))
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._lib, name)(*args)
+        if code:
+            raise OSError(f"{name} of {self.path} answered {code}")
+
+    def target(self, capability: tuple[int, int]) -> str:
+        """Return what to compile for: "sm_90", or "compute_NN" for a card newer than the compiler."""
+        arch = capability[0] * 10 + capability[1]
+        if arch in self.archs:
+            return f"sm_{arch}"
+        older = [known for known in self.archs if known < arch]
+        return f"compute_{older[-1]}" if older else f"sm_{arch}"
+
+    def compile(self, source: str, target: str, options: Sequence[str] = (), *, name: str = "kernels.cu") -> bytes:
+        """Return the machine code (for "sm_NN") or PTX ("compute_NN") of a source. Errors: DeviceError with the log."""
+        program = ctypes.c_void_p()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+        try:
+            flags = [f"--gpu-architecture={target}".encode(), *(option.encode() for option in (*OPTIONS, *options))]
+            code = self._lib.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags))
+            if code:
+                log = self._take(program, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace").strip()
+                raise DeviceError(
+                    f"{name} does not compile for {target}: {log or f'NVRTC answered {code}'}", device="cuda"
+                )
+            return self._take(program, "nvrtcGetCUBIN" if target.startswith("sm_") else "nvrtcGetPTX")
+        finally:
+            self._call("nvrtcDestroyProgram", ctypes.byref(program))
+
+    def _take(self, program: ctypes.c_void_p, what: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{what}Size", program, ctypes.byref(size))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._call(what, program, buffer)
+        return buffer.raw
+
+
+@lru_cache(maxsize=1)
+def find_compiler() -> Compiler | None:
+    """Return the first NVRTC of this machine that loads, or None."""
+    for path in _candidates():
+        with suppress(OSError, AttributeError):
+            return Compiler(path)
+    return None
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept between runs."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("trimtab") / "kernels"
+
+
+def compiled(
+    compiler: Compiler, source: str, target: str, options: Sequence[str] = (), *, folder: Path | None = None,
+    name: str = "kernels.cu",
+) -> bytes:  # fmt: skip
+    """Return a source's machine code from the cache folder, or compile it and keep it there.
+
+    A file that is not whole (its first 32 bytes are the SHA-256 of the rest) is compiled anew; a folder that cannot be
+    written is no error. Errors: DeviceError if the source does not compile.
+    """
+    facts = "\0".join((source, target, *OPTIONS, *options, str(compiler.version)))
+    path = (folder or cache_folder()) / f"{hashlib.sha256(facts.encode()).hexdigest()}.bin"
+    with suppress(OSError):
+        kept = path.read_bytes()
+        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
+            return kept[32:]
+    code = compiler.compile(source, target, options, name=name)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(code).digest() + code)
+            # Another process may write the same file: both write the same bytes, and a rename is whole or nothing.
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+    return code
+
+
+# The driver -----------------------------------------------------------------------------------------------------------
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        *[(name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")],
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("attribute_count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+@lru_cache(maxsize=1)
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+
+
+def _check(code: int, what: str, device: torch.device) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(text))
+        said = text.value.decode(errors="replace") if text.value else "no text"
+        raise DeviceError(f"{what} failed: {said} (CUDA error {code})", device=str(device))
+
+
+def why_not(device: torch.device | str) -> str | None:
+    """Return why kernels cannot be compiled for and run on this device, or None if they can."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return f"{device} is not a CUDA device"
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return "torch has no CUDA here"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        return (
+            f"compute capability {capability[0]}.{capability[1]} is below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
+        )
+    if find_compiler() is None:
+        return "NVRTC, which torch's CUDA wheels bring, is not found"
+    try:
+        _driver()
+    except OSError as exc:
+        return f"the CUDA driver's library does not load ({exc})"
+    return None
+
+
+def _c_argument(value: Argument) -> Any:
+    if isinstance(value, Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, Long):
+        return ctypes.c_int64(value.value)
+    if isinstance(value, int):
+        return ctypes.c_int(value)
+    return ctypes.c_float(value)
+
+
+class Module:
+    """A CUDA source compiled and loaded on one device; its kernels are `extern "C"`.
+
+    Errors: DeviceError if it cannot run here, with the compiler's log if the source does not compile.
+    """
+
+    def __init__(
+        self, source: str, *, device: torch.device | str, options: Sequence[str] = (), name: str = "kernels.cu"
+    ) -> None:
+        reason, compiler = why_not(device), find_compiler()
+        if reason is not None or compiler is None:
+            raise DeviceError(reason or "NVRTC is not found", device=str(device))
+        index = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        properties = torch.cuda.get_device_properties(self.device)
+        self.capability = (properties.major, properties.minor)
+        self.multiprocessors = int(properties.multi_processor_count)
+        # What one block may have.
+        self.shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", PLAIN_SHARED_BYTES))
+        # Tensors that belong to the kernels of this module and live as long as it does (scratch, tables).
+        self.kept: dict[Any, Any] = {}
+        self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
+        self._handle = ctypes.c_void_p()
+        code = compiled(compiler, source, compiler.target(self.capability), options, name=name)
+        with torch.cuda.device(self.device):
+            torch.cuda.current_stream().synchronize()  # makes the context in which the code is loaded
+            self._context = ctypes.c_void_p()
+            _check(_driver().cuCtxGetCurrent(ctypes.byref(self._context)), "finding the context", self.device)
+            _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {name}", self.device)
+
+    def _function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
+        function, allowed = self._functions.get(name, (None, PLAIN_SHARED_BYTES))
+        if function is None:
+            function = ctypes.c_void_p()
+            code = _driver().cuModuleGetFunction(ctypes.byref(function), self._handle, name.encode())
+            _check(code, f"finding kernel {name}", self.device)
+        if shared_bytes > allowed:
+            code = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared_bytes)
+            _check(code, f"{shared_bytes} B of shared memory for kernel {name}", self.device)
+            allowed = shared_bytes
+        self._functions[name] = (function, allowed)
+        return function
+
+    def launch(
+        self, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], *,
+        shared_bytes: int = 0, dependent: bool = False,
+    ) -> None:  # fmt: skip
+        """Queue a kernel on torch's current stream of the module's device; returns at once, also inside a capture.
+
+        args: a Tensor goes in as its address, None as null, an int as int32, a Long as int64, a float as float32.
+        dependent: the kernel may start before the one in front of it ends (compute capability 9.0 and newer; it must
+        wait by itself, `griddepcontrol.wait`). Errors: DeviceError if CUDA refuses the launch.
+        """
+        assert all(not isinstance(value, Tensor) or value.device == self.device for value in args)
+        with torch.cuda.device(self.device):
+            current = ctypes.c_void_p()
+            _driver().cuCtxGetCurrent(ctypes.byref(current))
+            if current.value != self._context.value:  # a thread that has called no CUDA function yet has none
+                _check(_driver().cuCtxSetCurrent(self._context), "entering the context", self.device)
+            function = self._function(name, shared_bytes)
+            values = [_c_argument(value) for value in args]
+            pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared_bytes]
+            if dependent and self.capability >= (9, 0):
+                attribute = _Attribute(_PROGRAMMATIC, 0, 1, b"")
+                config = _Config(*sizes, stream, ctypes.cast(ctypes.byref(attribute), ctypes.c_void_p), 1)
+                code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)
+            else:
+                code = _driver().cuLaunchKernel(function, *sizes, stream, pointers, None)
+            _check(code, f"launching {name} with grid {grid}, block {block}, {shared_bytes} B shared", self.device)

@@ -1,0 +1,171 @@
+"""Which adapter each row of a step uses, as numbers on the device: switching adapters changes a table, not the program.
+
+A kernel that is captured in a CUDA graph cannot be told new arguments, so it looks them up: for every linear layer and
+every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the
+adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
+adapters stay where `lora.attach` put them, whatever their ranks. Only plain LoRA has this form; an adapter that replaces
+weights, biases or norms or that rescales (DoRA) is refused by `why_not`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RequestError
+from trimtab.runtime import lora, matvec
+from trimtab.runtime.tiers import Leaf
+
+_COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
+# `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
+RANK_STEP = 16
+
+
+class AdapterSlots:
+    """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them.
+
+    Errors: RequestError for fewer slots than rows.
+
+    Shapes: A_ptr, B_ptr [layers, slots] int64, rank [layers, slots] int32, scale [layers, slots] float32; row_slots
+    [rows] int32.
+    """
+
+    def __init__(
+        self, hf_model: Any, route: lora.Route, rows: int, device: torch.device, *, module: Any, slots: int = 32
+    ) -> None:  # fmt: skip
+        if slots < rows:
+            raise RequestError(
+                "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
+            )
+        self.hf_model, self.route, self.device, self.slots, self.module = hf_model, route, device, slots, module
+        leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
+        self._place = {leaf: number for number, leaf in enumerate(leaves)}
+        shape, pinned = (len(leaves), slots), device.type == "cuda"
+        types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
+        self._host = {name: torch.zeros(shape, dtype=dtype, pin_memory=pinned) for name, dtype in types.items()}
+        self._table = {name: value.to(device) for name, value in self._host.items()}
+        self.row_slots = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        # Which adapter, by name and serial, is in which slot; the one used longest ago comes first.
+        self._held: OrderedDict[tuple[str, int], int] = OrderedDict()
+        self._why: dict[tuple[str, int], str | None] = {}
+        self._rows: tuple[tuple[str, int] | None, ...] | None = None
+        self._covered: set[Leaf] = set()
+        self._low = torch.zeros(0, device=device)
+        self.largest_rank = 0
+
+    def why_not(self, name: str | None) -> str | None:
+        """Return why this adapter cannot be used by table, None if it can."""
+        if name is None:
+            return None
+        key = (name, self.route.serials[name])
+        if key not in self._why:
+            self._why[key] = self._examine(name)
+        return self._why[key]
+
+    def _examine(self, name: str) -> str | None:
+        for path, module in self.hf_model.named_modules():
+            found = module.__dict__.get("adapters", {}).get(name)
+            part = getattr(found, "part", None) or module.__dict__.get("part")
+            if found is None or part in lora.TOWERS:
+                continue
+            if not isinstance(found, lora.LinearAdapter):
+                return f"adapter {name} changes {path}, which is no linear layer"
+            if found.A is None or found.B is None or found.weight is not None or found.bias is not None:
+                return f"adapter {name} replaces the weights of {path}"
+            if found.magnitude is not None or found.B_bias is not None:
+                return f"adapter {name} uses {'DoRA' if found.magnitude is not None else 'a LoRA bias'} at {path}"
+            if found.A.dtype != torch.float32 or not (found.A.is_contiguous() and found.B.is_contiguous()):
+                return f"adapter {name} is not held in contiguous float32 at {path}"
+        return None
+
+    @property
+    def shape_key(self) -> tuple[int, int]:
+        """What a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up."""
+        return self.largest_rank, len(self._covered)
+
+    def covers(self, leaf: Leaf) -> bool:
+        """Whether any adapter that was ever put in a slot touches the layer."""
+        return leaf in self._covered
+
+    def set_rows(self, names: Sequence[str | None]) -> None:
+        """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
+
+        Errors: RequestError for an adapter that `why_not` refuses.
+        """
+        wanted = tuple(None if name is None else (name, self.route.serials[name]) for name in names)
+        if wanted == self._rows:
+            return
+        for key in dict.fromkeys(key for key in wanted if key is not None):
+            if key in self._held:
+                self._held.move_to_end(key)
+            else:
+                self._put(key, in_use={key for key in wanted if key is not None})
+        numbers = [-1 if key is None else self._held[key] for key in wanted]
+        numbers += [-1] * (self.row_slots.numel() - len(numbers))
+        self.row_slots.copy_(self._to_device(torch.tensor(numbers, dtype=torch.int32)), non_blocking=True)
+        self._rows = wanted
+
+    def _to_device(self, value: Tensor) -> Tensor:
+        return value.pin_memory() if self.device.type == "cuda" else value
+
+    def _put(self, key: tuple[str, int], in_use: set[tuple[str, int]]) -> None:
+        name = key[0]
+        why = self.why_not(name)
+        if why is not None:
+            raise RequestError(why, field="adapter", value=name)
+        for old in [old for old in self._held if self.route.serials.get(old[0]) != old[1]]:
+            self._free(old)  # its tensors are gone
+        slot = next((number for number in range(self.slots) if number not in self._held.values()), None)
+        if slot is None:
+            slot = self._free(next(old for old in self._held if old not in in_use))
+        column = {name: torch.zeros(len(self._place), dtype=held.dtype) for name, held in self._host.items()}
+        for leaf, number in self._place.items():
+            found = leaf.adapters.get(name)
+            if found is None or found.A is None or found.B is None:
+                continue
+            column["A_ptr"][number], column["B_ptr"][number] = found.A.data_ptr(), found.B.data_ptr()
+            column["rank"][number], column["scale"][number] = found.A.shape[0], found.scale
+            self._covered.add(leaf)
+            steps = -(-found.A.shape[0] // RANK_STEP) * RANK_STEP
+            self.largest_rank = max(self.largest_rank, steps)
+        for column_name, values in column.items():
+            self._table[column_name][:, slot].copy_(self._to_device(values).to(self.device, non_blocking=True))
+        self._held[key] = slot
+
+    def _free(self, key: tuple[str, int]) -> int:
+        self._why.pop(key, None)
+        return self._held.pop(key)
+
+    def args(self, leaves: Sequence[Leaf], rows: int) -> matvec.LoraArgs | None:
+        """Return what the kernels need for layers that read one input, None if no adapter touches them.
+
+        leaves: in the order of the model's modules, next to each other.
+        """
+        if not any(leaf in self._covered for leaf in leaves):
+            return None
+        numbers = [self._place[leaf] for leaf in leaves]
+        if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
+            raise ValueError(f"layers {numbers} are not next to each other")
+        part = slice(numbers[0], numbers[-1] + 1)
+        needed = rows * len(leaves) * self.largest_rank
+        if self._low.numel() < needed:
+            self._low = torch.zeros(needed, device=self.device)
+        return matvec.LoraArgs(
+            A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
+            scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
+            low=self._low[:needed].view(rows, len(leaves), self.largest_rank),
+        )  # fmt: skip
+
+    def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
+        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token a row."""
+        rows = x.shape[0]
+        args = self.args([leaf], rows)
+        assert args is not None
+        matvec.lora_shrink(x.reshape(rows, -1), args, self.module)
+        # PEFT rounds the change over a quantized layer, and the sum over another.
+        matvec.lora_add(y.view(rows, -1), args, self.module, round_change=leaf.quant_kind != "none")
+        return y

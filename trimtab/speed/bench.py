@@ -1,0 +1,185 @@
+"""How fast trimtab answers beside the stock stack (or its own eager steps): one process each run, in turn, same inputs.
+
+Ours, the other, ours, the other, ...: what else the machine does meanwhile meets both. A side that fails is named and not
+started again; the other one is measured to the end. The plan's budgets are trimtab's alone: the stock stack takes what it
+needs, and its peak stands beside.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.environment import read_environment
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.plan import Plan
+from trimtab.proof.prompts import Prompt
+from trimtab.proof.routes import run_module
+from trimtab.request import DECODE_MODES, LoadRequest, check_choice
+from trimtab.speed import figures
+from trimtab.speed.figures import Spread
+from trimtab.speed.limit import Bandwidth, Limit, Read, limit_of
+from trimtab.speed.report import OURS, Report, Side
+
+Say = Callable[[str], None]
+AGAINST = ("stock", "eager")
+PREPARE, OWN, STOCK = "trimtab.speed.prepare_inside", "trimtab.speed.ours_inside", "trimtab.speed.stock_inside"
+RUNS, NEW_TOKENS = 3, 64
+# The first answer of a process compiles, captures and fills caches: one is given before the clock starts.
+WARM_TOKENS = 4
+TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """What to measure.
+
+    load: what to plan, or a plan as it is. adapter: the one that answers. against: "stock", transformers with
+    bitsandbytes and PEFT, or "eager", trimtab without captured steps. prompts: else one is made: of the pictures and
+    sounds given, or of exactly prompt_tokens tokens. decode: as in LoadedModel.
+    Errors: RequestError for values without effect or out of range.
+    """
+
+    load: LoadRequest | Plan
+    adapter: str | None = None
+    against: str = "stock"
+    runs: int = RUNS
+    new_tokens: int = NEW_TOKENS
+    prompt_tokens: int | None = None
+    prompts: tuple[Prompt, ...] | None = None
+    images: tuple[str, ...] = ()
+    audios: tuple[str, ...] = field(default=())
+    decode: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_choice(self.against, AGAINST, field_name="--against")
+        check_choice(self.decode, DECODE_MODES, field_name="--decode")
+        for name, value, low in (
+            ("--runs", self.runs, 1), ("--new-tokens", self.new_tokens, 2), ("--prompt-tokens", self.prompt_tokens, 1)
+        ):  # fmt: skip
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+                raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)
+        media = [name for name, given in (("--image", self.images), ("--audio", self.audios)) if given]
+        if self.prompts is not None:
+            for name in [*media, *(["--prompt-tokens"] if self.prompt_tokens is not None else [])]:
+                raise RequestError("has no effect: the prompts are those of the file", field=name)
+        if media and self.prompt_tokens is not None:
+            raise RequestError(f"has no effect beside {media[0]}", field="--prompt-tokens", value=self.prompt_tokens)
+        if self.decode == "eager" and self.against == "eager":
+            raise RequestError("both sides would compute their steps the same way", field="--decode", value="eager")
+        if self.adapter is not None and self.adapter not in self.request.adapters:
+            raise RequestError(
+                "no adapter of this name is given", field="--use", value=self.adapter,
+                allowed=tuple(self.request.adapters),
+            )  # fmt: skip
+
+    @property
+    def request(self) -> LoadRequest:
+        return self.load.request if isinstance(self.load, Plan) else self.load
+
+
+def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
+    """Return what was measured.
+
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. Once planned, what goes
+    wrong on a side is its `failure`.
+    """
+    speak = say or (lambda text: None)
+    with tempfile.TemporaryDirectory(prefix="trimtab-bench-", ignore_cleanup_errors=True) as folder:
+        work = Path(folder)
+        speak("planning, and making the prompts' inputs")
+        prepared = _prepared(asked, work)
+        plan = Plan.from_json(prepared["plan"])
+        if asked.against == "eager" and asked.decode == "auto" and plan.execution_device == "cpu":
+            raise RequestError(
+                "both sides would compute their steps the same way: there is no GPU to capture them on",
+                field="--against", value="eager", allowed=("stock",),
+            )  # fmt: skip
+        rows: dict[str, list[dict[str, Any]]] = {OURS: [], asked.against: []}
+        failures: dict[str, tuple[TrimtabError, int]] = {}
+        for run in range(asked.runs):
+            for name in rows:
+                if name in failures:
+                    continue
+                speak(f"run {run + 1} of {asked.runs}: {name}")
+                try:
+                    rows[name].append(_run(name, run, asked, plan, prepared, work))
+                except TrimtabError as exc:
+                    failures[name] = (exc, run)
+                    speak(f"{name} failed: {exc}")
+    speak("reading the machine")
+    bandwidth = _bandwidth([row for made in rows.values() for row in made])
+    sides = [_side(name, made, prepared, bandwidth, plan, failures.get(name)) for name, made in rows.items()]
+    shown = tuple({key: value for key, value in item.items() if key != "file"} for item in prepared["items"])
+    return Report(
+        plan=plan, adapter=asked.adapter, decode=asked.decode, prompts=shown, new_tokens=asked.new_tokens,
+        runs=asked.runs, ours=sides[0], other=sides[1], bandwidth=bandwidth, environment=read_environment(),
+    )  # fmt: skip
+
+
+def _prepared(asked: BenchRequest, work: Path) -> dict[str, Any]:
+    request = {
+        "plan": asked.load.to_json() if isinstance(asked.load, Plan) else None, "request": asked.request.to_json(),
+        "adapter": asked.adapter, "prompts": [prompt.to_json() for prompt in asked.prompts or ()],
+        "images": list(asked.images), "audios": list(asked.audios), "prompt_tokens": asked.prompt_tokens,
+        "new_tokens": asked.new_tokens, "out": str(work),
+    }  # fmt: skip
+    lines, _ = run_module(PREPARE, request, "planning", isolated=True, timeout_s=TIMEOUT_S)
+    return next(line for line in lines if line["event"] == "prepared")
+
+
+def _run(
+    name: str, run: int, asked: BenchRequest, plan: Plan, prepared: Mapping[str, Any], work: Path
+) -> dict[str, Any]:  # fmt: skip
+    out = work / f"{name}-{run}"
+    out.mkdir()
+    shared = {
+        "adapter": asked.adapter, "items": prepared["items"], "new_tokens": asked.new_tokens,
+        "warm_tokens": min(WARM_TOKENS, asked.new_tokens), "out": str(out),
+    }  # fmt: skip
+    if name == "stock":
+        module, own = STOCK, {
+            "folder": prepared["folder"], "quant": plan.request.quant, "dtype": plan.request.dtype,
+            "device": plan.execution_device, "adapters": dict(plan.request.adapters),
+        }  # fmt: skip
+    else:
+        module, own = OWN, {"plan": prepared["plan"], "decode": asked.decode if name == OURS else "eager"}
+    lines, outcome = run_module(module, shared | own, name, isolated=True, timeout_s=TIMEOUT_S)
+    row: dict[str, Any] = {"engine": name, "run": run}
+    row |= {key: value for key, value in next(x for x in lines if x["event"] == "ran").items() if key != "event"}
+    # What a process cannot say of itself on this system is what was seen of it from outside.
+    if not row["host_peak_bytes"] and outcome is not None:
+        row["host_peak_bytes"] = outcome.peak_host_bytes
+    if name == "stock" and plan.request.keep_unquantized:
+        row["notes"] = [*row["notes"], "quantizes what --keep-unquantized names as well"]
+    return row | {"figures": figures.run_figures(row)}
+
+
+def _bandwidth(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
+    names = {"device_Bps": "device memory", "host_Bps": "host memory", "link_Bps": "host to device"}
+    found = {
+        words: figures.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]])
+        for name, words in names.items()
+    }
+    return {words: rate for words, rate in found.items() if rate is not None}
+
+
+def _side(
+    name: str, rows: Sequence[Mapping[str, Any]], prepared: Mapping[str, Any], bandwidth: Mapping[str, Spread],
+    plan: Plan, failed: tuple[TrimtabError, int] | None,
+) -> Side:  # fmt: skip
+    reads = tuple(Read(**read) for read in prepared["reads"]["stock" if name == "stock" else "trimtab"])
+    limit: Limit | None = None
+    if bandwidth:
+        link = bandwidth.get("host to device")
+        limit = limit_of(reads, Bandwidth(
+            device_Bps=bandwidth["device memory"].median, host_Bps=bandwidth["host memory"].median,
+            link_Bps=None if link is None else link.median, disk_Bps=plan.rates.disk_Bps,
+        ))  # fmt: skip
+    return Side(
+        name=name, rows=tuple(rows), reads=reads, limit=limit, failure=failed[0] if failed else None,
+        failed_run=failed[1] if failed else None,
+    )  # fmt: skip

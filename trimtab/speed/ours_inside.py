@@ -1,0 +1,94 @@
+"""One run of trimtab: load, warm up, answer every prompt and tell when each token came. Runs in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any
+
+import torch
+
+from trimtab.api import load
+from trimtab.errors import DeviceError
+from trimtab.plan import Plan
+from trimtab.proof import forced
+from trimtab.request import GenerateRequest
+from trimtab.runtime.chat import Inputs
+from trimtab.runtime.generate import Generation
+from trimtab.speed import bandwidth
+from trimtab.speed.clock import timed, wait
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+def main(request: Mapping[str, Any], tell: Tell) -> None:
+    """Make one run.
+
+    request: plan, adapter, items (id, file, prompt_tokens, has_media), new_tokens, warm_tokens, decode. Tells one line:
+    "ran", with load_s, warm_s, answers, the peaks, how steps were computed, and the bandwidth measured afterwards.
+    Errors: those of loading; DeviceError if memory runs out.
+    """
+    import trimtab.runtime.model  # noqa: F401 - imported before the clock starts, as on the other side
+
+    plan = Plan.from_json(request["plan"])
+    device = torch.device(plan.execution_device)
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # the driver's context is no part of loading, on either side
+    started = time.perf_counter()
+    try:
+        with load(plan, decode=request["decode"]) as model:
+            wait(device)
+            load_s = time.perf_counter() - started
+            answer_to_the_end(model.hf_model)
+            started = time.perf_counter()
+            for item in request["items"]:
+                _answer(model, item, request["adapter"], request["warm_tokens"])
+            warm_s = time.perf_counter() - started
+            answers = [_answer(model, item, request["adapter"], request["new_tokens"]) for item in request["items"]]
+            memory = model.memory()
+            line = {
+                "event": "ran", "load_s": load_s, "warm_s": warm_s, "answers": answers,
+                "device_peak_bytes": memory["gpu_peak_bytes"], "host_peak_bytes": memory["host_peak_bytes"],
+                "fallbacks": [{"what": found.what, "why": found.why} for found in model.fallbacks],
+                "steps": steps_of(model), "notes": [],
+            }  # fmt: skip
+    except torch.OutOfMemoryError as exc:
+        raise DeviceError(f"out of memory ({str(exc).splitlines()[0]})", device=str(device)) from exc
+    tell(line | {"bandwidth": bandwidth.measure(str(device))})
+
+
+def answer_to_the_end(hf_model: Any) -> None:
+    """Let no token end an answer: every run decodes the same number of tokens."""
+    hf_model.generation_config.eos_token_id = None
+    hf_model.config.get_text_config().eos_token_id = None
+
+
+def steps_of(model: Any) -> dict[str, Any]:
+    """Return how steps were computed: captured or not, and what capturing took."""
+    rows = model.rows()
+    if rows is None:
+        return {"computed": "eager"}
+    steps = rows.steps
+    computed = "captured" if steps.is_captured else steps.mode
+    return {"computed": computed, "captures": steps.captures, "capture_s": steps.capture_s}
+
+
+def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens: int) -> dict[str, Any]:
+    inputs = forced.read_inputs(item["file"], model.device)
+    ids = tuple(int(token) for token in inputs["input_ids"][0])
+    prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
+    token_ids: list[int] = []
+    stamps: list[float] = []
+    model.route.set(adapter)
+    wait(model.device)
+    started = time.perf_counter()
+    try:
+        generation = Generation(model, prepared, GenerateRequest(max_new_tokens=new_tokens))
+        with closing(iter(generation)) as pieces:  # type: ignore[type-var]
+            for piece in pieces:
+                stamps += [time.perf_counter()] * len(piece.token_ids)
+                token_ids += piece.token_ids
+    finally:
+        model.route.set(None)
+    return timed(item["id"], token_ids, started, stamps)

@@ -1,0 +1,166 @@
+"""What both engines are given: the plan, the prompts as model inputs, and the bytes that a token has to read of each.
+
+Runs in a process of its own, so that looking at the GPU leaves no memory taken there. Loads no weights.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from trimtab.api import PROBE, plan_request
+from trimtab.checkpoint.adapter import match_adapter, read_adapter
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.plan import Plan
+from trimtab.proof.prompts import TOKENIZERS, Prompt
+from trimtab.request import LoadRequest
+from trimtab.runtime import chat, hf, hf_processor
+from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+from trimtab.speed import limit
+
+PROMPT_TOKENS = 512
+SEED = 0
+MEDIA_QUESTION = "Describe what you are given."
+# Said over and over until the prompt is long enough: what it says does not change how long it takes.
+TEXT = (
+    "A model that does not fit the memory of a card is split: some of its blocks stay there, others wait in the memory of "
+    "the host and are copied when their turn comes. Each token that is written asks for every block once, so what has to "
+    "be copied for a token decides how long the token takes. "
+)
+# How transformers' configs name the number of experts that a token is sent to.
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
+
+
+def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+    """Plan, and write every prompt's inputs into the folder `out`.
+
+    request: plan or request (JSON of either), adapter, prompts (rows of Prompt, or None for one made here), images,
+    audios, prompt_tokens (None: PROMPT_TOKENS), new_tokens, out. Tells "prepared": plan, folder, items, context_tokens
+    (of the cache, on average over the answers), reads (of each engine).
+    Errors: those of planning; RequestError for a prompt that the model refuses or that does not fit the context.
+    """
+    given = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"] or ()]
+    media = _media(request, given)
+    plan = Plan.from_json(request["plan"]) if request.get("plan") else _plan(request["request"], media)
+    checkpoint = read_checkpoint(plan.request.model)
+    asked = _Asked(checkpoint, plan)
+    if given:
+        questions = [(prompt.id, list(prompt.token_ids) or prompt.text) for prompt in given]
+    elif media[0][0] or media[0][1]:
+        questions = [("media", MEDIA_QUESTION)]
+    else:
+        questions = [("text", _tokens(asked, request["prompt_tokens"] or PROMPT_TOKENS))]
+    items = _items(asked, questions, media, int(request["new_tokens"]), Path(request["out"]))
+    context = sum(item["prompt_tokens"] for item in items) / len(items) + request["new_tokens"] / 2
+    tell(
+        {"event": "prepared", "plan": plan.to_json(), "folder": str(checkpoint.folder), "items": items,
+         "context_tokens": context, "reads": _reads(plan, checkpoint, asked, request["adapter"], context)}
+    )  # fmt: skip
+
+
+def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[list[str], list[str]]]:
+    """Return (pictures, sounds) of each prompt, all of them readable."""
+    if not given:
+        found = [(list(request["images"]), list(request["audios"]))]
+    else:
+        found = [([p.image] if p.image else [], [p.audio] if p.audio else []) for p in given]
+    for images, _ in found:
+        for image in images:
+            read_image(image)
+    return found
+
+
+def _plan(values: Mapping[str, Any], media: Sequence[tuple[list[str], list[str]]]) -> Plan:
+    """Return the plan of a request with as many pictures and as much sound as the prompts have."""
+    sound_s = max(sum(len(read_audio(audio)) for audio in audios) / SAMPLE_RATE for _, audios in media)
+    images = max(len(images) for images, _ in media)
+    return plan_request(replace(LoadRequest.from_json(values), images=images, audio_s=sound_s))
+
+
+class _Asked:
+    """What `chat.prepare` needs of a model, without its weights."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan) -> None:
+        self.processor_folder = checkpoint.folder
+        self.device, self.dtype = torch.device("cpu"), getattr(torch, plan.request.dtype)
+        self.hf_model = SimpleNamespace(config=hf.read_config(checkpoint))
+        self.plan, self.context_tokens = plan, plan.request.context_tokens
+
+    @cached_property
+    def processor(self) -> Any:
+        return hf_processor.load_processor(self.processor_folder)
+
+    @property
+    def text_config(self) -> Any:
+        return self.hf_model.config.get_text_config()
+
+
+def _tokens(asked: _Asked, count: int) -> list[int]:
+    """Return a prompt of exactly so many tokens: of a text where there is a tokenizer, drawn where there is none."""
+    if any((asked.processor_folder / name).is_file() for name in TOKENIZERS):
+        try:
+            tokenizer = getattr(asked.processor, "tokenizer", asked.processor)
+        except CheckpointError:
+            tokenizer = None
+        if tokenizer is not None:
+            once = len(tokenizer(TEXT)["input_ids"])
+            return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
+    # The first ids are special ones; the last of a multimodal vocabulary stand for pictures and sounds.
+    size = int(asked.text_config.vocab_size)
+    draw = random.Random(SEED)
+    low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
+    return [draw.randrange(low, high) for _ in range(count)]
+
+
+def _items(
+    asked: _Asked, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
+    out: Path,
+) -> list[dict[str, Any]]:  # fmt: skip
+    items, problems = [], []
+    for place, ((name, question), (images, audios)) in enumerate(zip(questions, media, strict=True)):
+        try:
+            found = chat.prepare(asked, question, images=images, audios=audios)
+            chat.check_fits(asked, found, new_tokens)
+        except RequestError as exc:
+            problems.append(f"{name}: {exc}")
+            continue
+        file = out / f"inputs-{place}.safetensors"
+        save_file({key: tensor.contiguous() for key, tensor in found.tensors.items()}, str(file))
+        items.append({
+            "id": name, "file": str(file), "prompt_tokens": found.prompt_tokens, "has_media": found.has_media,
+        })  # fmt: skip
+    if problems:
+        raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
+    return items
+
+
+def _reads(
+    plan: Plan, checkpoint: Checkpoint, asked: _Asked, adapter: str | None, context: float
+) -> dict[str, list[dict[str, Any]]]:
+    anatomy = _anatomy(plan, checkpoint)
+    spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
+    values = (getattr(asked.text_config, name, None) for name in EXPERTS_PER_TOKEN)
+    experts = next((int(value) for value in values if isinstance(value, int)), None)
+    found = {
+        name: reads(plan, anatomy, context_tokens=context, adapter=spec, experts_per_token=experts)
+        for name, reads in (("trimtab", limit.plan_reads), ("stock", limit.resident_reads))
+    }
+    return {name: [asdict(read) for read in reads] for name, reads in found.items()}
+
+
+def _anatomy(plan: Plan, checkpoint: Checkpoint) -> Anatomy:
+    request = plan.request
+    probe = plan.__dict__.get(PROBE)
+    if probe is None:
+        probe = hf.probe(checkpoint, request.dtype)
+    return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
