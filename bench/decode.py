@@ -10,6 +10,7 @@ from the bytes that a token has to read and the bandwidth measured in the same p
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import subprocess
 import sys
@@ -84,6 +85,7 @@ class Bench:
         from bench.checkpoints import text_inputs
 
         self.model, self.label, self.ranks, self.rows = model, label, names, []
+        self.kernels_us: dict[str, list[float]] = {}  # ours and what it replaces, one row
         self.config = model.hf_model.config
         self.bandwidth = bandwidth_gbps()
         self.bytes = token_bytes(model)
@@ -108,6 +110,7 @@ class Bench:
         """Time steps and add a row. at: the position that the rows are moved to (what they hold there does not matter)."""
         import torch
 
+        gc.collect()  # a batch and its steps know each other: the one before is still there
         rank = max((self.ranks[name] for name in adapters if name is not None), default=0)
         found: dict[str, Any] = {
             **self.label, "decode": decode, "batch": len(adapters), "adapter_rank": rank,
@@ -128,11 +131,14 @@ class Bench:
             whole = timed(lambda: [batch.step() for _ in range(steps)])
             ms = whole / steps * 1000
             limit = self.bandwidth * 1e9 / self.bytes * len(adapters)
+            self.kernels_us |= {
+                name: [round(us, 2) for us in pair] for name, pair in batch.steps.kernels.measured_us.items()
+            }
             found |= {
                 "tok_s": round(len(adapters) / ms * 1000, 1), "ms": round(ms, 3),
                 "ms_p50": round(sorted(times)[len(times) // 2] * 1000, 3), "limit_tok_s": round(limit, 1),
                 "share": round(len(adapters) / ms * 1000 / limit, 3), **captured,
-                "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+                "overlap": batch.steps.kernels.overlap_pays, "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
                 "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
             }  # fmt: skip
         except Exception as exc:
@@ -182,9 +188,10 @@ def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
 
 def full(bench: Bench) -> None:
     """The rows of the resident placement: ways to decode, ranks, batches, many adapters, first token, swap."""
-    for decode in ("auto", "graph", "eager"):
+    for decode in ("graph", "eager", "auto"):
         for name in (None, "r8", "r64"):
             bench.row(decode, [name])
+    bench.rows[0] |= {"kernels_us": bench.kernels_us}
     eight = [f"e{number}" for number in range(8)]
     for count in (2, 4, 8):
         bench.row("auto", eight[:count])
@@ -206,6 +213,7 @@ def agreement(bench: Bench) -> dict[str, Any]:
             batch = bench.batch(decode, 2, ["r8", None])
             scores[decode] = batch.logits().clone()
             batch.cache.positions[:2] -= 1
+            batch.tell_tokens()
             for _ in range(found["steps"]):
                 batch.step()
             tokens[decode] = [row.answer_ids for row in batch.active]

@@ -4,7 +4,7 @@
 
 Every scene starts a server of its own, does its harm over HTTP and with signals, and returns counts. A request may end in
 two ways only: a complete answer, or an error with a name. What else can happen has a count of its own, which has to be 0:
-a connection that broke, a client to whom nothing came for a minute ("hang"), a complete answer that is not the one that the
+a connection that broke, a client to whom nothing came for two minutes ("hang"), a complete answer that is not the one that the
 same question had before ("different"). tests/faults runs the same scenes with smaller numbers. Linux: it reads /proc.
 """
 
@@ -23,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import zlib
@@ -40,7 +41,7 @@ from bench.client import Asked
 from bench.served import DEMO, Served, rss_bytes
 from trimtab.demo.line import ADAPTERS, FOLDER, read_asks
 
-HANG_S = 60.0
+HANG_S = 120.0
 # Answers that are long whatever the model wants to say: three hundred numbers.
 LONG = {
     "type": "json_schema",
@@ -66,6 +67,10 @@ def questions() -> list[dict[str, Any]]:
 
 def _path(media: Mapping[str, Any], kind: str) -> Path | None:
     return Path(media[kind]) if kind in media else None
+
+
+# Of a slow reader's request, on a server of eight rows: more megabytes than the system keeps for a connection.
+CHOICES = 7
 
 
 def long_body(tokens: int = 400, **more: Any) -> dict[str, Any]:
@@ -169,22 +174,32 @@ def serving(server: Served | None, *arguments: str) -> Iterator[Served]:
 # The worker dies ------------------------------------------------------------------------------------------------------
 
 
-def killed(kills: int = 100, clients: int = 32, *, retry: bool = False, seed: int = 0) -> dict[str, Any]:
-    """SIGKILL to the worker at random moments under load, also while it prepares, reads and answers."""
-    tally, chance, back_s = Tally(), random.Random(seed), []
+def killed(
+    kills: int = 100, clients: int = 32, *, retry: bool = False, seed: int = 0, limit_s: float = float("inf")
+) -> dict[str, Any]:
+    """SIGKILL to the worker at random moments under load, also while it prepares, reads and answers.
+
+    limit_s: after so long no more kills, however many were asked for; the counts are those of the kills that there were.
+    """
+    tally, chance, back_s, begun = Tally(), random.Random(seed), [], time.monotonic()
     with Served([*DEMO, *(["--retry"] if retry else [])]) as server:
         with Clients(server, clients, tally, seed=seed):
-            for _ in range(kills):
-                time.sleep(chance.uniform(0.05, 1.0))
+            while len(back_s) < kills and time.monotonic() - begun < limit_s:
+                # After none to as many more answers as there are clients: also while it prepares and reads the first of them.
+                wanted = tally.ended["complete"] + chance.randrange(clients + 1)
+                until(lambda: tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
                 before = server.worker_pid()
                 start = time.monotonic()
                 server.kill_worker()
-                is_back = until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 60.0)  # noqa: B023
+                is_back = until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0)  # noqa: B023
                 if is_back is None:
-                    raise RuntimeError(f"not back after 60 s:\n{server.log[-2000:]}")
+                    raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
                 back_s.append(time.monotonic() - start)
         found = {**tally.shown(), "restarts": server.status()["restarts"], "left": rest(server)}
-    return {"kills": kills, "clients": clients, "retry": retry, **found, "back_s": client.percentiles(back_s, digits=2)}
+    return {
+        "kills": len(back_s), "clients": clients, "retry": retry, **found, "back_s": client.percentiles(back_s, digits=2),
+        "load_after": round(os.getloadavg()[0], 2),
+    }  # fmt: skip
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------
@@ -219,7 +234,8 @@ def out_of_memory(seconds: float = 10.0, clients: int = 8) -> dict[str, Any]:
 
 def host_memory(tries: int = 5) -> dict[str, Any]:
     """Pictures that decode to more than the worker may have, by a limit that the system keeps, beside long answers."""
-    picture = _plain_picture(5000, 5000)
+    side = 5600
+    picture = _plain_picture(side, side)
     tally, others = Tally(), Tally()
     with Served() as server, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "large.png"
@@ -229,7 +245,7 @@ def host_memory(tries: int = 5) -> dict[str, Any]:
         assert pid is not None
         before = client.ask(server.address, body).ended
         used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.prlimit(pid, resource.RLIMIT_AS, (used + 40 * 2**20, resource.RLIM_INFINITY))
+        resource.prlimit(pid, resource.RLIMIT_AS, (used + 80 * 2**20, resource.RLIM_INFINITY))
 
         def ask() -> None:
             for _ in range(tries):
@@ -242,7 +258,7 @@ def host_memory(tries: int = 5) -> dict[str, Any]:
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         after = client.ask(server.address, body).ended
         return {
-            "pixels": 25 * 10**6, "before": before, "that_ran_out": tally.shown(), "others": others.shown(), "after": after,
+            "pixels": side * side, "before": before, "that_ran_out": tally.shown(), "others": others.shown(), "after": after,
             "same_worker": server.worker_pid() == pid, "left": rest(server),
         }  # fmt: skip
 
@@ -400,28 +416,42 @@ def _leave(server: Served, how: str, pieces: int) -> str:
 
 
 def slow_readers(
-    readers: int = 4, *, send_s: float = 3.0, tokens: int = 400, server: Served | None = None
+    readers: int = 1, *, send_s: float = 3.0, tokens: int = 400, server: Served | None = None
 ) -> dict[str, Any]:
-    """Clients take nothing of large streams: others do not notice, memory is bounded, and they count as gone after a time."""
-    body = {**long_body(tokens), "n": 2, "logprobs": True, "top_logprobs": 20}
+    """Clients take nothing of large streams: others do not notice, memory is bounded, and they are cut after a time."""
+    body = {**long_body(tokens), "n": CHOICES, "logprobs": True, "top_logprobs": 20}
     with serving(server, "--limit", f"send_s={send_s}") as server:
         quick = long_body(60)
         alone = client.ask(server.address, quick)
         first = rss_bytes(server.process.pid)
         sockets = [_silent(server, body) for _ in range(readers)]
-        until(lambda: server.status()["in_flight"] >= 2 * readers, 10.0)
+        until(lambda: server.status()["in_flight"] >= CHOICES * readers, 10.0)
         beside = [client.ask(server.address, quick, timeout_s=HANG_S) for _ in range(3)]
         largest = rss_bytes(server.process.pid)
-        gone_s = until(lambda: not server.status()["in_flight"], 60.0 + send_s, every_s=0.1)
+        until(lambda: not server.status()["in_flight"], HANG_S, every_s=0.1)
         largest = max(largest, rss_bytes(server.process.pid))
-        for raw in sockets:
-            raw.close()
+        time.sleep(2 * send_s)  # their answers are complete, and lie in front of them
+        got = [_rest_of(raw) for raw in sockets]
         return {
-            "readers": readers, "streams": 2 * readers, "send_s": send_s, "others": [asked.ended for asked in beside],
+            "readers": readers, "streams": CHOICES * readers, "send_s": send_s, "cut": sum(b"[DONE]" not in one for one in got),
+            "taken_mib": round(max(map(len, got)) / 2**20, 2), "others": [asked.ended for asked in beside],
             "others_ttft_ms": [round(1000 * (asked.ttft_s or 0)) for asked in beside],
             "alone_ttft_ms": round(1000 * (alone.ttft_s or 0)), "grown_mib": round((largest - first) / 2**20, 1),
-            "gone_s": None if gone_s is None else round(gone_s, 1), "left": rest(server),
+            "left": rest(server),
         }  # fmt: skip
+
+
+def _rest_of(raw: socket.socket) -> bytes:
+    """Return what a connection still holds, and close it."""
+    raw.settimeout(HANG_S)
+    found = b""
+    with raw:
+        try:
+            while piece := raw.recv(2**16):
+                found += piece
+        except OSError:
+            pass  # cut in the middle
+    return found
 
 
 def _silent(server: Served, body: Mapping[str, Any]) -> socket.socket:
@@ -502,7 +532,7 @@ def table(scenes: Mapping[str, Any]) -> str:
          "it, in the middle of their body", f"{kinds['left']} left, {kinds['complete']} stayed and were answered; freed within "
          f"{left['freed_ms']:.0f} ms; nothing left over"),
         ("clients that read nothing", f"{slow['streams']} large streams", f"server grew by {slow['grown_mib']:.0f} MiB, others "
-         f"were answered, the silent ones cut {slow['send_s']:.0f} s after they took nothing more (`send_s`)"),
+         f"were answered; {slow['cut']} of {slow['readers']} connections cut after {slow['send_s']:.0f} s (`send_s`)"),
         ("a port in use", "a second server", f"exit code {port['exit_code']}, the port named; the first goes on"),
         ("SIGTERM", f"{end['clients']} clients being answered", f"{_said(end['running'])}; a new one: "
          f"{_names(end['new'])}; exit code {end['exit_code']}"),
@@ -511,6 +541,42 @@ def table(scenes: Mapping[str, Any]) -> str:
     ]  # fmt: skip
     head = ["| fault | how often | what happened |", "|---|---|---|"]
     return "\n".join([*head, *(f"| {' | '.join(line)} |" for line in lines)])
+
+
+def section(scenes: Mapping[str, Any], soak: Mapping[str, Any]) -> str:
+    """Return what the docs say of a run, with its table."""
+    abouts = [scene["environment"] for scene in scenes.values()]
+    loads = sorted(about["load_before"] for about in abouts)
+    passing = sum(count for name, count in soak["done"].items() if name.startswith("adapter"))
+    run = (
+        f"From a run of `python -m bench.faults` on the demo model, on {abouts[0]['cpu_count']} cores of a CPU ([all "
+        'counts](../bench/results/faults.json)). "Otherwise" counts what must not happen: a connection that broke, a client '
+        "that waited two minutes for nothing, an answer other than the one that the question had before the fault. Coming "
+        "back is starting Python and reading the model, which takes seconds of a core; other programs had a load of "
+        f"{loads[0]:.0f} to {loads[-1]:.0f} on those cores meanwhile."
+    )
+    memory = (
+        f"Memory: in {soak['minutes']:g} minutes after a warm-up of {soak['warm_minutes']:g}, with {soak['requests']} requests "
+        f"of all kinds, clients that left, refused requests, {soak['swaps']} swaps of adapters and {passing} adapters loaded "
+        f"and unloaded, the API process went {_grown(soak['growth']['api'])} and the worker "
+        f"{_grown(soak['growth']['worker'])} ([samples](../bench/results/soak.json))."
+    )
+    return (
+        "\n\n".join([table(scenes), *(textwrap.fill(text, 120, break_long_words=False) for text in (run, memory))])
+        + "\n"
+    )
+
+
+def _grown(found: Mapping[str, float]) -> str:
+    return f"from {found['first_mib']:.1f} to {found['last_mib']:.1f} MiB ({found['percent']:+.2f} %)"
+
+
+def write_docs(page: Path, scenes: Mapping[str, Any], soak: Mapping[str, Any]) -> None:
+    """Put the section between the page's marks."""
+    before, _, rest = page.read_text(encoding="utf-8").partition("<!-- faults -->\n")
+    _, _, after = rest.partition("<!-- /faults -->\n")
+    text = f"{before}<!-- faults -->\n{section(scenes, soak)}<!-- /faults -->\n{after}"
+    page.write_text(text, encoding="utf-8", newline="\n")
 
 
 def _said(tally: Mapping[str, Any]) -> str:
@@ -524,8 +590,10 @@ def _names(tally: Mapping[str, Any]) -> str:
 
 
 SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "killed": lambda given: killed(given.kills, given.clients),
-    "killed_retry": lambda given: killed(max(1, given.kills // 10), given.clients, retry=True, seed=1),
+    "killed": lambda given: killed(given.kills, given.clients, limit_s=given.limit_s),
+    "killed_retry": lambda given: killed(
+        max(1, given.kills // 10), given.clients, retry=True, seed=1, limit_s=given.limit_s / 5
+    ),
     "out_of_memory": lambda given: out_of_memory(20.0, given.clients),
     "host_memory": lambda given: host_memory(),
     "bad_adapters": lambda given: bad_adapters(),
@@ -556,9 +624,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--limit-s", type=float, default=3600.0, help="no more kills after so long")
     parser.add_argument("--only", nargs="*", choices=list(SCENES), default=list(SCENES))
     parser.add_argument("--save", type=Path)
+    parser.add_argument(
+        "--docs", type=Path, help="put what --save and soak.json beside it hold between this page's marks"
+    )
     given = parser.parse_args()
+    if given.docs:
+        soak = json.loads((given.save.parent / "soak.json").read_text())
+        write_docs(given.docs, json.loads(given.save.read_text())["scenes"], soak)
+        return
     scenes: dict[str, Any] = {}
     if given.save and given.save.exists():
         scenes = json.loads(given.save.read_text())["scenes"]

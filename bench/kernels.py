@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import matvec, nvrtc
-from trimtab.runtime.quant import Packed, quantize, shell
+from trimtab.runtime import fused, matvec, nvrtc
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers
@@ -62,34 +61,6 @@ def products(size: dict[str, Any]) -> list[Product]:
     return found
 
 
-class RandomWeights:
-    """Makes packed weights of random bytes on the device; the code tables are bitsandbytes' own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generator = torch.Generator(device=device).manual_seed(0)
-        self.codes = quantize(torch.randn(64, 64, device=device, dtype=torch.bfloat16), "nf4-dq").codes
-
-    def make(self, rows: int, columns: int) -> Packed:
-        blocks = rows * columns // matvec.BLOCK
-
-        def random_bytes(count: int) -> Tensor:
-            return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
-
-        outer = torch.rand(-(-blocks // matvec.NESTED), device=self.device, generator=self.generator)
-        parts = {
-            "weight": random_bytes(rows * columns // 2).view(-1, 1), "absmax": random_bytes(blocks),
-            "nested_absmax": outer * 0.01 + 0.01, "offset": torch.full((1,), 0.05, device=self.device),
-        }  # fmt: skip
-        return Packed("nf4", (rows, columns), torch.bfloat16, parts, self.codes)
-
-    def groups(self, product: Product, nbytes: int) -> list[list[Packed]]:
-        """Return as many copies of a product's weights, each of its own bytes, as take up `nbytes`."""
-        one = sum(product.rows) * product.columns * 0.516
-        count = max(2, min(96, round(nbytes / one)))
-        return [[self.make(rows, product.columns) for rows in product.rows] for _ in range(count)]
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes a second that a copy within the device's memory reads and writes together."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
@@ -112,7 +83,7 @@ class Bench:
     def __init__(self, device: torch.device, *, tune: bool) -> None:
         self.device, self.tune = device, tune
         self.module = matvec.load(device)
-        self.weights = RandomWeights(device)
+        self.weights = matvec.RandomWeights(device)
         self.cold_bytes = 3 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * 2**20))
         self.bandwidth = copy_bandwidth(device)
         self.rows: list[dict[str, Any]] = []
@@ -127,24 +98,15 @@ class Bench:
             {"model": model, "kernel": name, "shape": shape, "rows": n, "us": us, "limit_us": limit, "share": share}
             | more
         )
-        shown = "   wrong" if us is None else f"{us:8.2f}"
+        shown = "       -" if us is None else f"{us:8.2f}"
         rest = " ".join(f"{key}={value}" for key, value in more.items() if value is not None)
         print(
             f"{model:8} {name:22} {shape:26} {n} {shown} us, limit {limit:6.2f} {'' if share is None else f'{share:5.0%}'} {rest}",
             flush=True,
         )
 
-    def stock_us(self, groups: list[list[Packed]], x: Tensor) -> float:
-        layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
-
-        def run() -> None:
-            for layer in layers:
-                layer(x)
-
-        return self.us(run, len(groups))
-
     def product(self, model: str, product: Product, counts: list[int], ranks: list[int]) -> None:
-        groups = self.weights.groups(product, self.cold_bytes)
+        groups = self.weights.groups(product.rows, product.columns, self.cold_bytes)
         shape = f"{'+'.join(map(str, product.rows))} x {product.columns}"
         nbytes = sum(packed.nbytes for packed in groups[0])
         wrong = matvec.check(groups[0], self.module, rows=sorted({*counts, 3}))
@@ -165,13 +127,47 @@ class Bench:
             if wrong is None:
                 more["cut"] = str(matvec.choose(groups[0], n, self.module))
                 more["tried_us"] = found if self.tune else None
-            more["bitsandbytes_us"] = round(self.stock_us(groups, x), 2)
+                more["overlap_us"] = self.overlapped_us(run, len(groups))
+            more["bitsandbytes_us"] = round(matvec.stock_us(groups, x), 2)
             self.add(model, product.name, shape, n, None if wrong else self.us(run, len(groups)), nbytes, **more)
             for rank in ranks if wrong is None else ():
                 lora = adapters_of(product, rank, n, self.device)
                 extra = 4 * rank * (product.columns * len(product.rows) + sum(product.rows))
                 us = self.us(lambda lora=lora: run(lora=lora), len(groups))
-                self.add(model, f"{product.name} + LoRA {rank}", shape, n, us, nbytes + extra)
+                early = self.overlapped_us(lambda lora=lora: run(lora=lora), len(groups))
+                self.add(model, f"{product.name} + LoRA {rank}", shape, n, us, nbytes + extra, overlap_us=early)
+
+    def overlapped_us(self, run: Callable[[], None], count: int) -> float | None:
+        """Return the time with dependent launches, None on a card that has none."""
+        if self.module.capability < (9, 0):
+            return None
+        self.module.overlap = True
+        try:
+            return round(self.us(run, count), 2)
+        finally:
+            self.module.overlap = False
+
+    def attention(self, model: str, size: dict[str, Any], counts: list[int]) -> None:
+        """Time attention over whole caches of different lengths; limit: keys and values are read once."""
+        small = fused.load(self.device) if hasattr(fused, "load") else None
+        for kind, heads, kv_heads, width, lengths in attentions(size):
+            for length, n in ((length, n) for length in lengths for n in counts):
+                q = torch.randn(n, heads, width, device=self.device).bfloat16()
+                nbytes = 4 * n * kv_heads * length * width
+                copies = max(2, min(32, round(self.cold_bytes / nbytes)))
+                caches = torch.randn(copies, 2, n, kv_heads, length, width, device=self.device, dtype=torch.bfloat16)
+                positions = torch.full((n,), length - 1, device=self.device)
+                out = torch.empty(n, heads * width, dtype=torch.bfloat16, device=self.device)
+                scratch = torch.zeros(max(1, fused.scratch_values(n, heads, width, length)), device=self.device)
+
+                def run(module: Any, cache: Tensor = caches, q: Tensor = q, out: Tensor = out) -> None:
+                    for keys, values in cache:
+                        fused.attend(q, keys, values, positions, 1.0, None, out, scratch, module)  # noqa: B023
+
+                stock = round(self.us(lambda: run(None), copies), 2)
+                us = None if small is None else self.us(lambda: run(small), copies)
+                shape = f"{heads}/{kv_heads} x {width}, {length} places"
+                self.add(model, f"attention {kind}", shape, n, us, nbytes, torch_us=stock)
 
 
 def attentions(size: dict[str, Any]) -> Iterator[tuple[str, int, int, int, list[int]]]:
@@ -187,6 +183,7 @@ def main() -> None:
     parser.add_argument("--rows", default="1,2,4,8")
     parser.add_argument("--ranks", default="8")
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-attention", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     reason = nvrtc.why_not("cuda:0") if torch.cuda.is_available() else "there is no CUDA GPU"
@@ -203,6 +200,8 @@ def main() -> None:
             if (product.rows, product.columns) not in done:
                 bench.product(model, product, counts, ranks)
             done.add((product.rows, product.columns))
+        if not options.no_attention:
+            bench.attention(model, SIZES[model], counts)
     if options.tune:
         matvec.save_cuts(bench.module.kept, matvec.cuts_file(bench.module))
     if options.json:

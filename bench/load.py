@@ -7,7 +7,8 @@
 Closed loop: N clients, each asks again as soon as it is answered. Open loop: requests arrive at random at a rate, whether
 the server keeps up or not. Both draw the same questions, text, pictures and sounds in turn, to every adapter. A cell lasts
 `--seconds`; what is unanswered then is cut and counted as `unfinished`, which flatters the times of a server that leaves
-many: theirs are not in the percentiles. Gaps are between pieces of text; stock's streamer holds back the word that may go
+many: theirs are not in the percentiles. Both servers run, and each cell of one follows the same cell of the other, so
+that what else the machine does meets both. Gaps are between pieces of text; stock's streamer holds back the word that may go
 on. Time to first text counts from before the connection is made, queueing included. Adapters of the random checkpoint are
 of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
 """
@@ -25,6 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -148,10 +150,23 @@ def sized(size: str, work: Path, count: int, *, device: str) -> Model:
         checkpoints.write_checkpoint(size, folder, device=device)
         give_voice(folder)
     adapters = {f"a{number}": work / f"{size}-a{number}" for number in range(count)}
+    first = work / f"{size}-a0"
+    if not (first / "adapter_config.json").exists():
+        checkpoints.write_adapter(folder, first, RANK)
     for number, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
-            checkpoints.write_adapter(folder, path, RANK, seed=number + 1)
+            _turn(first, path, number)
     return Model(size, folder, adapters, 1024, 1.0)
+
+
+def _turn(first: Path, path: Path, number: int) -> None:
+    """Write an adapter of its own, made of another one's numbers."""
+    from safetensors.torch import load_file, save_file
+
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.roll(number, -1) for name, tensor in load_file(first / "adapter_model.safetensors").items()}
+    save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    shutil.copy(first / "adapter_config.json", path / "adapter_config.json")
 
 
 def give_voice(folder: Path) -> None:
@@ -204,28 +219,30 @@ def servers(model: Model, given: argparse.Namespace) -> dict[str, Callable[[], S
     }
 
 
-def measure(
-    server: Served, bodies: Sequence[dict[str, Any]], given: argparse.Namespace, rows: list[dict[str, Any]], about: Any
-) -> None:
-    for body in bodies[:: max(1, len(bodies) // 3)]:  # warm: one of each kind
+def warm(server: Served, bodies: Sequence[dict[str, Any]]) -> None:
+    """Ask one question of each kind. Errors: RuntimeError if one is not answered."""
+    for body in bodies[:: max(1, len(bodies) // 3)]:
         first = client.ask(server.address, body, timeout_s=120)
         if first.ended != "complete":
             raise RuntimeError(f"not answered: {first}\n{server.log[-3000:]}")
-    cells: list[tuple[dict[str, Any], Callable[[], Cell]]] = [
-        ({"loop": "closed", "clients": count}, lambda count=count: closed(  # type: ignore[misc]
-            server.address, bodies, clients=count, seconds=given.seconds))
-        for count in given.clients
-    ] + [
-        ({"loop": "open", "rate": rate}, lambda rate=rate: opened(  # type: ignore[misc]
-            server.address, bodies, rate=rate, seconds=given.seconds))
-        for rate in given.rates
-    ]  # fmt: skip
-    for what, run in cells:
-        load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
-        row = {**about, **what, **run().row(), "load_before": load_before}
-        server.wait_quiet(60.0)
-        rows.append(row)
-        print(json.dumps(row), flush=True)
+
+
+def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
+    return [
+        *({"loop": "closed", "clients": count} for count in given.clients),
+        *({"loop": "open", "rate": rate} for rate in given.rates),
+    ]
+
+
+def measure(server: Served, bodies: Sequence[dict[str, Any]], what: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return one cell's row, once the server has nothing more to do."""
+    load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    if what["loop"] == "closed":
+        cell = closed(server.address, bodies, clients=what["clients"], seconds=seconds)
+    else:
+        cell = opened(server.address, bodies, rate=what["rate"], seconds=seconds)
+    server.wait_quiet(60.0)
+    return {**what, **cell.row(), "load_before": load_before}
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -254,6 +271,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
     parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument(
+        "--apart", action="store_true", help="one engine after the other, where both do not fit together"
+    )
     parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
     parser.add_argument("--save", type=Path)
@@ -264,26 +284,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--size needs --work")
     model = sized(given.size, given.work, given.adapters, device=given.device) if given.size else demo()
     bodies = questions(model, given.max_tokens)
+    groups = [[engine] for engine in given.engines] if given.apart else [given.engines]
     rows: list[dict[str, Any]] = []
-    for engine in given.engines:
-        about = {"engine": engine, "model": model.name, "adapters": len(model.adapters), "quant": given.quant}
-        start = time.monotonic()
-        try:
-            with servers(model, given)[engine]() as server:
+    for group in groups:
+        rows += _group(group, model, bodies, given)
+    if given.save:
+        settings = {name: getattr(given, name) for name in ("seconds", "max_tokens", "rows", "dtype", "apart")}
+        found = {"environment": environment(given.device), "settings": settings, "rows": rows}
+        given.save.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def _group(
+    engines: Sequence[str], model: Model, bodies: Sequence[dict[str, Any]], given: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return the rows of engines that run at the same time: each cell of one after the same cell of the other."""
+    rows, running = [], {}
+    with ExitStack() as stack:
+        for engine in engines:
+            about = {"engine": engine, "model": model.name, "adapters": len(model.adapters), "quant": given.quant}
+            start = time.monotonic()
+            try:
+                server = stack.enter_context(servers(model, given)[engine]())
                 about["ready_s"] = round(time.monotonic() - start, 1)
-                measure(server, bodies, given, rows, about)
-        except Exception as exc:
-            rows.append({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
-            print(rows[-1]["failed"], file=sys.stderr, flush=True)
-        if given.save:
-            settings = {
-                "seconds": given.seconds,
-                "max_tokens": given.max_tokens,
-                "rows": given.rows,
-                "dtype": given.dtype,
-            }
-            found = {"environment": environment(given.device), "settings": settings, "rows": rows}
-            given.save.write_text(json.dumps(found, indent=1) + "\n")
+                warm(server, bodies)
+                running[engine] = (about, server)
+            except Exception as exc:
+                rows.append({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
+                print(rows[-1]["failed"], file=sys.stderr, flush=True)
+        for what in cells_of(given):
+            for about, server in running.values():
+                rows.append({**about, **measure(server, bodies, what, given.seconds)})
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
 
 
 if __name__ == "__main__":

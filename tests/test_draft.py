@@ -17,7 +17,7 @@ from trimtab.doctor.bug import Affected, Bug
 from trimtab.doctor.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_claims
 from trimtab.doctor.draft_buckets import BUCKETS, STATES, Bucket
 from trimtab.doctor.draft_clean import check_clean, clean
-from trimtab.doctor.draft_evidence import Point, Run, Statement, evidence_of, nearest_pass, raised_in
+from trimtab.doctor.draft_evidence import Point, Run, Statement, differences, evidence_of, nearest_pass, raised_in
 from trimtab.doctor.draft_front import came_back, fixed_here, owner_of
 from trimtab.doctor.draft_scripts import SCRIPTS, script
 from trimtab.doctor.draft_text import Gap, Link, Quote, Section, Table, Wish, cell, fence, inline, plain
@@ -409,6 +409,15 @@ def test_a_thread_that_the_error_itself_names_comes_before_a_new_issue():
     named = "bitsandbytes-foundation/bitsandbytes#77"
     assert f"add the evidence to {named} if it is open: the error sends its readers there; else new issue" in text
     assert f"- {named} (named by the error's own text)" in text
+
+
+def test_a_run_s_own_folder_sets_no_two_runs_apart():
+    one, two = record("A"), record("B")
+    for run in (one, two):
+        run["configuration"]["base"] |= {"offload_folder": f"<work>/{run['case']}-stock/offload"}
+    two["configuration"]["adapter"] = {"offload_dir": "<work>/B-stock/x"}
+    first, second = evidence_of([one, two])
+    assert differences(first, second) == {"adapter.offload_dir": (None, "<work>/x")}
 
 
 def test_of_equally_near_cases_that_with_the_same_call_is_the_contrast():

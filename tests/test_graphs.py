@@ -26,6 +26,7 @@ MODES = ["graph", "fused"] if ON_GPU else ["fused"]
 # The demo model in bfloat16: kernels that add in another order move a score by a few rounding steps of 2^-8 of the largest.
 STEP_TOLERANCE = 2**-5
 GEMMA = ["gemma4"]
+PLACED = ["streamed"] if not ON_GPU else ["resident", "lean", "streamed"]
 LEAN = {"table": "gather", "vision": "stream", "audio": "stream", "connector": "stream"}
 PLACES = {
     "resident": {"*": "resident"},
@@ -73,6 +74,50 @@ def answers(batch):
             assert row.error is None
             batch.leave(row)
     return [tuple(row.answer_ids) for row in rows]
+
+
+class Again:
+    """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, in the state that it was captured in."""
+
+    def __init__(self, steps, run):
+        self.steps, self.run, self.outputs = steps, run, None
+        route = steps.model.route
+        self.state = {name: getattr(route, name) for name in ("name", "rows", "towers", "slots")}
+        self.replays = 0
+
+    def replay(self):
+        route, self.replays = self.steps.model.route, self.replays + 1
+        before = {name: getattr(route, name) for name in self.state}
+        vars(route).update(self.state)
+        for table in self.steps._tables:
+            table.reads_staged = True
+        try:
+            # As a graph would, whatever the streamer holds: it fetches all that it needs.
+            for kept, made in zip(self.outputs, self.run(), strict=True):
+                kept.copy_(made)
+        finally:
+            vars(route).update(before)
+            for table in self.steps._tables:
+                table.reads_staged = False
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Steps that go the way of captured ones without a GPU; gives the list of all captures."""
+    made = []
+
+    def captured(self, run, keep):
+        with self._pass(()):
+            before = self.batch.tokens.clone()
+            outputs = run()
+            self.batch.tokens.copy_(before)
+        made.append(Again(self, run))
+        made[-1].outputs = outputs
+        return graphs._Captured(made[-1], outputs, keep)
+
+    monkeypatch.setattr(graphs.Steps, "_may_capture", lambda self: self.mode != "eager")
+    monkeypatch.setattr(graphs.Steps, "_captured", captured)
+    return made
 
 
 LOOK = {"image": DEMO / "images" / "image_1.png"}
@@ -125,13 +170,49 @@ def test_scores_of_one_step_are_those_of_the_modules(model, decode, count):
 
 
 @pytest.mark.parametrize("decode", MODES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACED)
 def test_answers_of_mixed_rows_are_the_modules_in_every_tier(decode, place):
     with demo(place) as loaded:
         expected = answers(joined(loaded, "eager", ASKED))
         batch = joined(loaded, decode, ASKED)
         assert answers(batch) == expected
         assert [fall for fall in batch.steps.fallbacks if fall.what in ("graph", "fused step")] == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
+    with demo("streamed") as loaded:
+        expected = answers(joined(loaded, "eager", ASKED))
+        assert replayed == []
+        batch = joined(loaded, decode, ASKED)
+        assert answers(batch) == expected and batch.steps.fallbacks == []
+        # Other adapters in the rows, fewer rows, another bucket: a capture each, and steps that repeat it.
+        assert batch.steps.captures == len(replayed) == 6
+        assert sum(one.replays for one in replayed) > len(replayed)
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
+    expected = answers(joined(model, "eager", ASKED[:2]))
+
+    def fail(self, run, keep):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.Steps, "_captured", fail)
+    batch = joined(model, "auto", ASKED[:2])
+    assert answers(batch) == expected
+    (fall,) = batch.steps.fallbacks
+    assert fall.what == "graph" and "not permitted" in fall.why and not batch.steps.is_captured
+    with pytest.raises(DeviceError, match="not permitted"):
+        answers(joined(model, "graph", ASKED[:2]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_more_rows_than_any_bucket_have_one_of_their_own(model, replayed):
+    asked = [ASKED[3], ASKED[4]] * 5
+    assert answers(joined(model, "graph", asked)) == answers(joined(model, "eager", asked))
+    assert graphs.BUCKETS[-1] < 10
 
 
 @pytest.mark.parametrize("decode", MODES)

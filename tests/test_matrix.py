@@ -294,6 +294,20 @@ def test_ends_of_traces_stand_below_the_table_once_a_label():
     )
 
 
+def test_refusals_of_two_reasons_are_told_apart():
+    refused = [
+        {
+            **RIGHT,
+            "case": case,
+            "label": "REFUSED_BY_NAME",
+            "exception": {"message": why, "tail": f"RequestError: {why}"},
+        }
+        for case, why in ((A, "names nothing"), (B, "cannot stream"))
+    ]
+    below = matrix_text(refused).partition("REFUSED_BY_NAME by trimtab")[2]
+    assert "names nothing" in below and "cannot stream" in below
+
+
 def test_table_of_passes_has_no_traces():
     assert "by trimtab" not in matrix_text([RIGHT])
 

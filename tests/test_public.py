@@ -94,7 +94,7 @@ def imports_of(file):
 def test_each_foreign_library_is_imported_where_it_belongs(file):
     found, name = imports_of(file), name_of(file)
     # What builds or examines the stock stack itself.
-    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge", "trimtab/proof/stock_"))
+    is_stock = name.startswith(("trimtab/doctor/", "trimtab/bridge", "trimtab/proof/stock_", "trimtab/speed/stock_"))
     allowed = {
         "transformers": is_stock or (file.parent.name == "runtime" and file.name.startswith("hf")),
         "bitsandbytes": is_stock or name == "trimtab/runtime/quant.py",
@@ -179,7 +179,7 @@ def test_commands_in_the_docs_can_be_parsed(command):
 def test_examples_are_found_in_the_docs():
     assert len(PYTHON_BLOCKS) >= 2
     assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {
-        "doctor", "inspect", "merge", "plan", "run", "serve", "verify",
+        "bench", "doctor", "inspect", "merge", "plan", "run", "serve", "verify",
     }  # fmt: skip
 
 
@@ -193,10 +193,11 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
     # Colours of a page are named like flags.
     texts = {name: re.sub(r"var\(--[a-z]+\)|--[a-z]+:", "", text) for name, text in texts.items()}
     flags = flags_of_the_parser()
-    # Flags of other programs: pip, venv, pytest, and our scripts in tools and bench.
+    # Flags of other programs: pip, venv, pytest, the CUDA compiler, and our scripts in tools and bench.
     others = {
         "--no-deps", "--no-build-isolation", "--check", "--version", "--dest", "--disable-pip-version-check",
         "--find-links", "--index-url", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
+        "--std", "--gpu-architecture",
     }  # fmt: skip
     unknown = {
         (name, flag)

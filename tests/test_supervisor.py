@@ -10,10 +10,10 @@ import time
 import pytest
 
 from tests import toy_worker
-from trimtab.errors import DeviceError, RequestError
+from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve.job import Job
-from trimtab.serve.supervisor import Supervisor, WorkerDiedError, WorkerError
+from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor, WorkerDiedError, WorkerError
 
 WAIT_S = 30
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)
@@ -128,8 +128,9 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_and_not_tried_again():
         supervisor.wait_ready(WAIT_S)
     assert caught.value.error["class"] == "CheckpointError"
     assert (supervisor.state, supervisor.restarts) == ("failed", 0)
-    with pytest.raises(DeviceError):
+    with pytest.raises(ModelFailedError) as failed:
         supervisor.submit(job("1", "echo"), print)
+    assert "no model" in str(failed.value)
 
 
 def test_a_worker_that_keeps_dying_is_given_up_in_the_end(tmp_path, monkeypatch):
@@ -218,7 +219,7 @@ def test_stopping_tells_everyone_and_refuses_the_next(supervisor):
     supervisor.stop()
     assert "stopping" in ends(told, 1)["1"].error["message"]
     assert supervisor.pid is None and supervisor.state == "stopped"
-    with pytest.raises(DeviceError):
+    with pytest.raises(StoppingError):
         supervisor.submit(job("2", "echo"), print)
     supervisor.start()
     supervisor.wait_ready(WAIT_S)

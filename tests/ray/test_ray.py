@@ -17,6 +17,7 @@ import urllib.parse
 import urllib.request
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -193,22 +194,19 @@ def test_a_stream_arrives_while_it_is_made(client):
 
 
 def test_what_the_way_through_ray_costs(client, counts):
-    def median_s(other):
-        found = []
-        for _ in range(30):
-            began = time.monotonic()
-            ask(other, "demo")
-            found.append(time.monotonic() - began)
-        return sorted(found)[15]
-
-    through_ray = median_s(client)
     alone = Served(free_port(), "--no-page")
     try:
         other = openai.OpenAI(base_url=f"{alone.address}/v1", api_key="none", timeout=120, max_retries=0)
         ask(other, "demo")
-        without = median_s(other)
+        found = {client: [], other: []}
+        for _ in range(30):  # in turns: the machine has other work
+            for one, seconds in found.items():
+                began = time.monotonic()
+                ask(one, "demo")
+                seconds.append(time.monotonic() - began)
     finally:
         alone.end()
+    through_ray, without = (sorted(seconds)[15] for seconds in found.values())
     counts["one_request"] = {"tokens": 16, "through_ray_s": round(through_ray, 4), "single_server_s": round(without, 4)}
     assert through_ray < without + 0.25
 
@@ -370,8 +368,20 @@ def test_a_front_that_is_killed_is_replaced(served, client, counts):
         return [one.pid for one in children if f"ServeReplica:{NAME}:_front" in " ".join(one.cmdline())]
 
     (pid,) = front()
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
+    stream = client.chat.completions.create(model="demo", messages=PROMPT, temperature=0, stream=True, **LONG)
+    next(iter(stream))
+    with ThreadPoolExecutor(1) as pool:
+        whole = pool.submit(client.chat.completions.create, model="demo", messages=PROMPT, temperature=0, **LONG)
+        until(lambda: sum(one["in_flight"] for one in copies().values()) == 2, 30)
+        began = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        # Whoever had a part of an answer sees that it has no end; whoever waits is told by Ray.
+        with pytest.raises(openai.APIStatusError) as caught:
+            whole.result(60)
+        finishes = []
+        with suppress(Exception):  # of whatever library carries it: the end of the connection
+            finishes = [chunk.choices[0].finish_reason for chunk in stream]
+        assert not any(finishes)
 
     def answers():
         try:
@@ -380,7 +390,9 @@ def test_a_front_that_is_killed_is_replaced(served, client, counts):
             return False
 
     until(answers, BACK_S)
-    counts["front_killed"] = {"back_s": round(time.monotonic() - began, 1)}
+    counts["front_killed"] = {"back_s": round(time.monotonic() - began, 1), "status": caught.value.status_code}
+    # And no copy goes on with what nobody waits for.
+    until(lambda: not sum(one["in_flight"] for one in copies().values()), 60)
 
 
 # The end, and files -----------------------------------------------------------------------------------------------------
@@ -456,8 +468,7 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
     value["applications"][0]["deployments"] = [{"name": "demo", "autoscaling_config": faster}]
     file.write_text(yaml.safe_dump(value), "utf-8")
     subprocess.run(deploy, check=True, timeout=120)
-    until(answers, START_S)
-    assert running() == 1
+    until(lambda: running() == 1 and answers(), START_S)
     moment, is_over = time.monotonic(), threading.Event()
 
     def load():
@@ -475,7 +486,8 @@ def test_the_printed_file_is_deployed_as_it_is_and_follows_the_load(cluster, tmp
 
 
 def running():
-    return ray.serve.status().applications[NAME].deployments["demo"].replica_states.get("RUNNING", 0)
+    found = ray.serve.status().applications[NAME].deployments.get("demo")  # none for a moment of a new deployment
+    return 0 if found is None else found.replica_states.get("RUNNING", 0)
 
 
 def test_on_a_ray_that_is_there_only_the_application_comes_and_goes(cluster):
@@ -513,8 +525,18 @@ def test_a_port_in_use_is_told_before_ray_is_started():
 
 def test_a_ray_that_is_not_there_is_named():
     command = [sys.executable, "-m", "trimtab", "serve", "--ray", str(DEMO / "base"), "--ray-address", "127.0.0.1:1"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
     assert found.returncode == 2 and "--ray-address" in found.stderr, found.stderr
+
+
+def test_a_ray_that_has_ended_without_saying_so_is_not_waited_for(monkeypatch):
+    from ray._private import services
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(services, "find_gcs_addresses", list)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda folder: "127.0.0.1:1")
+    assert on_ray._find_address(None) == "127.0.0.1:1"
+    assert not on_ray._answers("127.0.0.1:1")
 
 
 def test_more_copies_than_a_local_ray_has_room_for_are_refused():

@@ -72,7 +72,7 @@ SPLIT_ALONE = Point(
 )
 RESIDENT = Point(
     "The adapter runs on a 4-bit base that is not split.",
-    lambda run: run.passed and run.adapter and run.four_bit_layers > 0 and not run.offloads,
+    lambda run: run.passed and run.adapter and run.four_bit_layers > 0 and not run.offloads and not run.merges,
 )
 BF16_SPLIT = Point(
     "Without quantization, an adapter on a split base runs.",

@@ -21,6 +21,8 @@ REQUIRED: tuple[tuple[str, type], ...] = (("case", str), ("engine", str), ("labe
 # A merge that says what it should is no plain PASS, and a model too big for a reference is not compared.
 PASSING = ("PASS", "PASS_NOT_COMPARED", "BF16_MERGED_MATCHES_BF16_ADAPTER", "DIRECT_4BIT_MERGED_MATCHES_ADAPTER")
 NO_ADAPTER = ("none", "dispatch")
+# A folder below a run's own is the same setting in every run.
+_RUN_FOLDER = re.compile(r"^<work>[\\/][\w-]+[\\/]")
 
 
 @dataclass(frozen=True)
@@ -251,11 +253,11 @@ def record_problems(record: Any) -> list[str]:
 
 
 def _leaves(value: Any, head: str = "") -> Iterable[tuple[str, Any]]:
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _leaves(inner, f"{head}.{name}" if head else str(name))
     else:
-        yield head, value
+        yield head, _RUN_FOLDER.sub("<work>/", value) if isinstance(value, str) else value
 
 
 def nearest_pass(run: Run, runs: Sequence[Run]) -> Run | None:

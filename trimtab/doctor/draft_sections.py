@@ -18,6 +18,10 @@ TAIL_LINES = 40
 MAP_ENTRIES = 12
 MOST_NOTES = 4
 RESULTS = "Observed results"
+_MARKS = (
+    f"Marks in brackets say where a sentence comes from: r1, r2 ... are rows of the table under {RESULTS}. An answer is right "
+    "if it is that of the same model in the same formats, all on one device."
+)
 
 
 def sections_of(draft: Draft) -> tuple[Section, ...]:
@@ -91,7 +95,7 @@ def _summary(draft: Draft) -> list[Block]:
     )
     return [
         *blocks,
-        Gap(f"Marks in brackets say where a sentence comes from: r1, r2 ... are rows of the table under {RESULTS}."),
+        Gap(_MARKS),
     ]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trimtab.doctor.cases import TARGETS
 from trimtab.doctor.draft_evidence import OFFLOAD, Run
 from trimtab.doctor.draft_text import inline
 
@@ -80,8 +81,10 @@ def _call(run: Run) -> str:
         "dequantize, peft": f"`base.dequantize()`, `PeftModel.from_pretrained()`{arguments}",
     }  # fmt: skip
     pressed = f", GPU {run.record['pressure']:.0%} full" if isinstance(run.record.get("pressure"), int | float) else ""
-    targets = f" (`target_modules`: {run.configuration['targets']})" if run.configuration.get("targets") else ""
-    return words.get(run.call, run.call) + targets + pressed
+    targets = run.configuration.get("targets")
+    # The ordinary ones are left out: they would stand in every row.
+    named = f" (`target_modules`: {targets})" if targets not in (None, TARGETS["patched"]) else ""
+    return words.get(run.call, run.call) + named + pressed
 
 
 def telling_lines(run: Run) -> list[tuple[str, int]]:

@@ -311,13 +311,17 @@ def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> st
 
 
 def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return each label that has a trace once: its meaning, the cases, the last lines of the first one's trace."""
-    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    """Return each label that has a trace once, refusals and unknown failures once an error: its meaning, the cases, the last
+    lines of the first one's trace."""
+    alike: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
     for record in records:
         if record.get("exception") is not None:
-            alike.setdefault((str(record["engine"]), str(record["label"])), []).append(record)
+            label = str(record["label"])
+            several = label in (labels.REFUSED_BY_NAME, labels.UNKNOWN)
+            error = str(record["exception"].get("message")) if several else ""
+            alike.setdefault((str(record["engine"]), label, error), []).append(record)
     lines: list[str] = []
-    for (engine, label), found in alike.items():
+    for (engine, label, _), found in alike.items():
         known = f" ({found[0]['catalogue']})" if found[0].get("catalogue") else ""
         lines += ["", f"{label}{known} by {engine}: {labels.meaning_of(label)}"]
         lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in found))}")

@@ -189,6 +189,8 @@ class Batch:
         if not going:
             return []
         logits, greedy = self._forward()
+        # From here on the step counts as done: if memory ran out before, the same one can be done again.
+        self._advance()
         likeliest = greedy.tolist()  # the step's one wait for the device
         found = []
         for row in going:
@@ -196,17 +198,17 @@ class Batch:
                 found.append(self._draw(row, logits[row.number], likeliest[row.number]))
             except Exception as exc:
                 row.error, row.finish = exc, "error"
-        # Only now: if memory ran out before, the same step can be done again.
-        self._advance()
         for drawn in found:
             self._commit(drawn)
-        self.tell_tokens()
+        if not self.steps.wrote_tokens or any(d.token_id != likeliest[d.row.number] for d in found):
+            self.tell_tokens()
         return found
 
     def logits(self) -> Tensor:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
         found, _ = self._forward()
         self._advance()
+        self.tell_tokens()  # a captured step has gone on to the likeliest ones
         return found
 
     def _forward(self) -> tuple[Tensor, Tensor]:

@@ -1,17 +1,111 @@
 """What lies between the products of a decode step, few launches each: norms, rotation, attention, gates.
 
-The torch paths round where transformers' Gemma 4 modules round.
+n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
+shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules
+round, and equal them bit for bit where the operations are the same (all but attention). The kernels round at the same
+places; only their sums run in another order, so that a value may be one step of its type away. Attention keeps scores,
+softmax and output in float32 and rounds once; its weights enter the second product as two numbers, 2^-16 (bf16) off.
+
+A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
+positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
+kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
+waits by itself before it reads what others made.
+
+What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
+Source: transformers 5.23.0, models/gemma4/modeling_gemma4.py; split attention: arXiv 2311.01282 (Flash-Decoding).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-_GATES = {"gelu_tanh": "tanh", "gelu": "none"}
+from trimtab.runtime import nvrtc
+
+ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
+MODES = ("own", "shared", "k_is_v")
+MAX_WIDTH = 8192
+MAX_HEAD = 512
+MAX_GROUP = 16
+# As in the kernels: places of a tile, splits of a row, splits x queries that one block may combine.
+_TILE = 32
+_MAX_SPLITS = 128
+_MAX_SHARES = 512
+# A block that combines alone reads so much in about the time that a second launch costs.
+_COMBINE_BYTES = 96 * 1024
+_COUNTERS = 4096
+_TYPES = (torch.bfloat16, torch.float16)
+NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8")
+ATTEND_NAMES = ("attend", "attend_combine")
+
+
+def source(name: str = "fused.cu") -> str:
+    """Return one of the two sources as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source(name)
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
+
+    Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: `check`
+    does it for the kinds it is given, `load_attention` for one.
+    """
+    module = nvrtc.Module(source(), device=device, name="fused.cu")
+    prepare(module)
+    return module
+
+
+def prepare(module: nvrtc.Module) -> None:
+    """Give a module the counters of its launches, which every launch leaves at zero."""
+    module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
+
+
+def attention_options(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return what attend.cu is compiled with for this kind of layer."""
+    size = next(size for size in (128, 256, 512) if size >= dim)
+    tiles = 1 if heads // kv_heads <= 8 else 2
+    return (f"-DDIM={size}", f"-DTILES={tiles}", f"-DHALF={int(dtype == torch.float16)}")
+
+
+def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
+    """Return the module of one kind of layer, compiled where this is the first use. Errors: DeviceError."""
+    if options not in module.kept:
+        module.kept[options] = nvrtc.Module(
+            source("attend.cu"), device=module.device, options=options, name="attend.cu"
+        )
+    return module.kept[options]
+
+
+def why_not(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, width: int = 8) -> str | None:
+    """Return why a layer of these shapes has no kernels (torch does its part), None if it has."""
+    if dtype not in _TYPES:
+        return f"the activation is {dtype}, not bfloat16 or float16"
+    if heads % kv_heads or heads // kv_heads > MAX_GROUP:
+        return f"{heads} heads over {kv_heads}: not whole groups of up to {MAX_GROUP}"
+    if dim % 16 or dim > MAX_HEAD:
+        return f"a head of {dim} values is not a multiple of 16 up to {MAX_HEAD}"
+    if width % 8 or width > MAX_WIDTH:
+        return f"a width of {width} is not a multiple of 8 up to {MAX_WIDTH}"
+    return None
+
+
+def _runs(module: nvrtc.Module | None, x: Tensor) -> bool:
+    return module is not None and x.device.type == module.device.type and x.dtype in _TYPES
+
+
+def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
+    """Whether a kernel may read x in pieces of `values`: same type, neighbours in memory, aligned rows."""
+    if x is None:
+        return True
+    aligned = x.data_ptr() % (2 * values) == 0 and all(step % values == 0 for step in x.stride()[:-1])
+    return x.dtype == like.dtype and x.stride(-1) == 1 and aligned
+
+
+# Norms ---------------------------------------------------------------------------------------------------------------
 
 
 def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -22,16 +116,54 @@ def _norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def add_norm(
     y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
-    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, module: Any = None,
+    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None, module: nvrtc.Module | None = None, *,
+    dependent: bool | None = None,
 ) -> None:  # fmt: skip
-    """Write h = (residual + norm(y)) * scalar to out_h and norm(h) to out_x, [n, D] each."""
+    """Write h = (residual + norm(y) * post_weight) * scalar to out_h and norm(h) * next_weight to out_x.
+
+    Shapes: y, residual, out_h, out_x [n, D]; weights [D]; scalar [1]. No y: h = residual * scalar. No scalar: 1. A weight
+    of None is 1. An output may be one of the inputs.
+    """
+    tensors = (y, residual, post_weight, next_weight, scalar, out_h, out_x)
+    n, width = residual.shape
+    if module is None or not _runs(module, residual) or width % 8 or width > MAX_WIDTH:
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        return
+    if not all(_fits(x, residual, 1 if x is scalar else 8) for x in tensors):
+        _add_norm_torch(y, residual, post_weight, next_weight, eps, scalar, out_h, out_x)
+        return
+    module.launch(
+        "add_norm", (n,), (-(-width // 256) * 32,),
+        [
+            y, 0 if y is None else y.stride(0), residual, residual.stride(0), post_weight, next_weight, scalar,
+            out_h, 0 if out_h is None else out_h.stride(0), out_x, 0 if out_x is None else out_x.stride(0),
+            width, float(eps), _half(residual),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def _add_norm_torch(
+    y: Tensor | None, residual: Tensor, post_weight: Tensor | None, next_weight: Tensor | None, eps: float,
+    scalar: Tensor | None, out_h: Tensor | None, out_x: Tensor | None,
+) -> None:  # fmt: skip
     h = residual if y is None else residual + _norm(y, post_weight, eps)
     if scalar is not None:
         h = h * scalar
     if out_x is not None:
-        out_x.copy_(_norm(h, next_weight, eps))
-    if out_h is not None:
+        normed = _norm(h, next_weight, eps)
+        if out_h is not None:
+            out_h.copy_(h)
+        out_x.copy_(normed)
+    elif out_h is not None:
         out_h.copy_(h)
+
+
+def _half(x: Tensor) -> int:
+    return int(x.dtype == torch.float16)
+
+
+# Rotation and the cache ----------------------------------------------------------------------------------------------
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -42,43 +174,320 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def rope_write(
     qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
-    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, *, module: Any = None,
-    mode: str = "own",
+    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, *,
+    module: nvrtc.Module | None = None, mode: str = "own", dependent: bool | None = None,
 ) -> None:  # fmt: skip
-    """Write normed and rotated queries to q_out [n, Hq, D], and keys and values to their places in the cache."""
-    count = qkv.shape[0]
-    queries = qkv[:, : heads * dim].view(count, heads, dim)
-    q_out.copy_(_turned(_norm(queries, q_weight, eps), cos, sin))
-    if keys is None or values is None or places is None:
+    """Write normed and rotated queries to q_out, and keys and values to their places in the cache.
+
+    Shapes: qkv [n, (Hq + Hkv + Hkv) * D] (queries, keys, values; k_is_v: without values; shared: queries alone), weights
+    [D], cos and sin [n, D], keys and values [rows, Hkv, L, D] contiguous, places [n] int64 of 0..L-1, q_out [n, Hq, D].
+    Row i of qkv writes to row i of the cache. mode: "own", "shared" (no cache write), "k_is_v" (values are the keys
+    before their norm). Values are normed without a weight and not rotated.
+    """
+    assert mode in MODES, mode
+    n, own = qkv.shape[0], mode != "shared"
+    assert (keys is not None and values is not None and places is not None and k_weight is not None) or not own
+    assert qkv.shape[1] == (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads) * dim
+    v = next(count for count in (1, 2, 4, 8) if count * 64 >= dim or count == 8)
+    cache_fits = not own or (
+        keys is not None and values is not None and keys.is_contiguous() and values.is_contiguous()
+    )
+    tensors = (qkv, q_weight, k_weight, cos, sin, keys, values, q_out)
+    if (
+        module is None or not _runs(module, qkv) or why_not(heads, kv_heads, dim, qkv.dtype) or not cache_fits
+        or not q_out.is_contiguous() or not all(_fits(x, qkv, v) for x in tensors)
+    ):  # fmt: skip
+        _rope_write_torch(
+            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys, values, places, q_out, mode
+        )
         return
-    own = qkv[:, heads * dim : (heads + kv_heads) * dim].view(count, kv_heads, dim)
-    other = own if mode == "k_is_v" else qkv[:, (heads + kv_heads) * dim :].view(count, kv_heads, dim)
-    rows = torch.arange(count, device=qkv.device)
+    module.launch(
+        f"rope_write_{v}", (heads + {"own": 2, "k_is_v": 1, "shared": 0}[mode] * kv_heads, n), (32,),
+        [
+            qkv, qkv.stride(0), heads, kv_heads, dim, q_weight, k_weight, float(eps), cos, cos.stride(0), sin,
+            sin.stride(0), keys if own else None, values if own else None, 0 if keys is None else keys.shape[2],
+            places if own else None, q_out, int(mode == "k_is_v"), _half(qkv),
+        ],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+def _rope_write_torch(
+    qkv: Tensor, heads: int, kv_heads: int, dim: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor,
+    sin: Tensor, keys: Tensor | None, values: Tensor | None, places: Tensor | None, q_out: Tensor, mode: str,
+) -> None:  # fmt: skip
+    n = qkv.shape[0]
+    queries = qkv[:, : heads * dim].view(n, heads, dim)
+    q_out.copy_(_turned(_norm(queries, q_weight, eps), cos, sin))
+    if mode == "shared" or keys is None or values is None:
+        return
+    own = qkv[:, heads * dim : (heads + kv_heads) * dim].view(n, kv_heads, dim)
+    other = own if mode == "k_is_v" else qkv[:, (heads + kv_heads) * dim :].view(n, kv_heads, dim)
+    rows = torch.arange(n, device=qkv.device)
     keys[rows, :, places] = _turned(_norm(own, k_weight, eps), cos, sin)
     values[rows, :, places] = _norm(other, None, eps)
 
 
+# Attention -----------------------------------------------------------------------------------------------------------
+
+
 def scratch_values(count: int, heads: int, dim: int, places: int) -> int:
-    """Return how many float32 values `attend` needs beside its output."""
-    return 0
+    """Return how many float32 values `attend` needs beside its output, for a cache of up to so many places."""
+    splits = min(_MAX_SPLITS, -(-places // _TILE))
+    return count * heads * splits * (dim + 2) if splits > 1 else 0
+
+
+def _splits(count: int, kv_heads: int, dim: int, places: int, multiprocessors: int) -> int:
+    """Return over how many blocks the places of a row and head are split: about as many as the card runs at once."""
+    resident = multiprocessors * (1 if dim > 256 else 3 if dim > 128 else 4)  # as their registers allow
+    return max(1, min(-(-places // _TILE), _MAX_SPLITS, resident // (count * kv_heads)))
 
 
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
-    scratch: Tensor | None, module: Any = None,
+    scratch: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None,
 ) -> None:  # fmt: skip
-    """Write attention of q [n, Hq, D] over places 0..positions of each row to out [n, Hq * D]."""
-    count, heads, dim = q.shape
-    mask = torch.arange(keys.shape[2], device=q.device) <= positions[:, None]
-    group = heads // keys.shape[1]
-    found = functional.scaled_dot_product_attention(
-        q[:, :, None], keys[:count].repeat_interleave(group, 1), values[:count].repeat_interleave(group, 1),
-        attn_mask=mask[:, None, None], scale=scaling,
+    """Write attention of each row over places 0..min(positions[i], L-1) of its own cache row to out.
+
+    Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
+    float32 with `scratch_values` places or None (made here). A ring is looked at as a whole once it is full. softcap:
+    scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
+    """
+    n, heads, dim = q.shape
+    kv_heads, places = keys.shape[1], keys.shape[2]
+    if (
+        module is None or not _runs(module, q) or why_not(heads, kv_heads, dim, q.dtype) or not q.is_contiguous()
+        or not keys.is_contiguous() or not values.is_contiguous() or not out.is_contiguous() or n * kv_heads > _COUNTERS
+        or not all(_fits(x, q, 8) for x in (q, keys, values, out))
+    ):  # fmt: skip
+        _attend_torch(q, keys, values, positions, scaling, softcap, out)
+        return
+    splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
+    needed = n * heads * splits * (dim + 2) if splits > 1 else 0
+    if needed and (scratch is None or scratch.numel() < needed):
+        scratch = torch.empty(needed, dtype=torch.float32, device=q.device)
+    group = heads // kv_heads
+    here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
+    options = attention_options(heads, kv_heads, dim, q.dtype)
+    own = load_attention(module, options)
+    dependent = module.overlap if dependent is None else dependent
+    parts = scratch if needed else None
+    sums = None if not needed or scratch is None else scratch[n * heads * splits * dim :]
+    own.launch(
+        "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
+        [
+            q, keys, values, positions, parts, sums, module.kept["arrived"], out, heads, kv_heads, dim, places, splits,
+            float(scaling), float(softcap or 0.0), int(here),
+        ],
+        dependent=dependent,
     )  # fmt: skip
-    out.copy_(found.reshape(count, heads * dim))
+    if needed and not here:
+        own.launch(
+            "attend_combine", (-(-dim // 128), heads, n), (128,),
+            [positions, parts, sums, out, heads, kv_heads, dim, places, splits, _half(q)],
+            dependent=dependent,
+        )  # fmt: skip
 
 
-def gated(gate: Tensor, up: Tensor, out: Tensor, kind: str, module: Any = None) -> None:
-    """Write act(gate) * up, [n, I]."""
-    act = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=_GATES[kind])
-    out.copy_(act * up)
+def _attend_torch(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor
+) -> None:  # fmt: skip
+    n, heads, dim = q.shape
+    seen = keys.shape[2]
+    if q.device.type == "cpu":  # elsewhere the length stays on the device
+        seen = min(seen, int(positions.max()) + 1)
+    mask = (torch.arange(seen, device=q.device) <= positions[:, None])[:, None, None]
+    group = heads // keys.shape[1]
+    k, v = (x[:n, :, :seen].repeat_interleave(group, dim=1) for x in (keys, values))
+    if softcap is None:
+        found = functional.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scaling)
+    else:
+        scores = torch.matmul(q[:, :, None], k.transpose(2, 3)) * scaling
+        scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.masked_fill(~mask, -math.inf)
+        found = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    out.copy_(found.reshape(n, heads * dim))
+
+
+# Gates ---------------------------------------------------------------------------------------------------------------
+
+
+def gated(
+    gate: Tensor,
+    up: Tensor,
+    out: Tensor,
+    kind: str,
+    module: nvrtc.Module | None = None,
+    *,
+    dependent: bool | None = None,
+) -> None:
+    """Write act(gate) * up. Shapes: [n, I] each, rows may be strided. kind: one of ACTIVATIONS."""
+    assert kind in ACTIVATIONS, kind
+    n, width = gate.shape
+    if module is None or not _runs(module, gate) or not all(_fits(x, gate, 1) for x in (gate, up, out)):
+        gate = gate.contiguous()  # in float32, torch takes other steps over strided rows
+        act = functional.silu(gate) if kind == "silu" else functional.gelu(gate, approximate=_GELU[kind])
+        out.copy_(act * up)
+        return
+    v = 8 if width % 8 == 0 and all(_fits(x, gate, 8) for x in (gate, up, out)) else 1
+    module.launch(
+        f"gated_{v}", (-(-width // (128 * v)), n), (128,),
+        [gate, gate.stride(0), up, up.stride(0), out, out.stride(0), width, ACTIVATIONS.index(kind), _half(gate)],
+        dependent=dependent,
+    )  # fmt: skip
+
+
+_GELU = {"gelu_tanh": "tanh", "gelu": "none"}
+
+
+# At load: is it right ------------------------------------------------------------------------------------------------
+
+_Make = Callable[..., Tensor]
+_Wrong = Callable[[str, Sequence[Tensor], Sequence[Tensor]], "str | None"]
+# Norms of differences over norms. From torch's path: few values are one step of the type away (largest seen 1.5e-4, 1.2e-5).
+LARGEST_DIFFERENCE = {torch.bfloat16: 1e-3, torch.float16: 1.25e-4}
+# Of attention from float64: one rounding of the output (largest seen 1.7e-3, 2.1e-4).
+LARGEST_ERROR = {torch.bfloat16: 3e-3, torch.float16: 4e-4}
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if not finite)."""
+    error = float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
+    return error if math.isfinite(error) else math.inf
+
+
+def attend_exact(
+    q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """Return what `attend` approximates, [n, Hq * D] in float64."""
+    n, heads, dim = q.shape
+    rows = []
+    for i in range(n):
+        seen = min(int(positions[i]) + 1, keys.shape[2])
+        k, v = (x[i, :, :seen].double().repeat_interleave(heads // keys.shape[1], dim=0) for x in (keys, values))
+        scores = (k @ q[i].double()[:, :, None])[..., 0] * scaling
+        scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
+        rows.append((torch.softmax(scores, dim=-1)[:, None] @ v).reshape(heads * dim))
+    return torch.stack(rows)
+
+
+def check(
+    module: nvrtc.Module, *, widths: Sequence[int], attention: Sequence[tuple[int, int, int]],
+    dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels on this device, or None. Random inputs; outputs are poisoned first.
+
+    widths: of the vectors that are normed or gated. attention: (heads, kv heads, head size) of each kind of layer. Norms,
+    rotation and gates are compared with their torch path, attention with float64, each at a few lengths.
+    """
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+
+    def poisoned(*shape: int) -> Tensor:
+        return torch.full(shape, math.nan, dtype=dtype, device=module.device)
+
+    def wrong(what: str, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str | None:
+        error = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+        limit = (LARGEST_ERROR if wanted[0].dtype == torch.float64 else LARGEST_DIFFERENCE)[dtype]
+        return None if error <= limit else f"{what}: relative error {error:.1e}"
+
+    for n in rows:
+        for width in widths:
+            y, residual, scalar = random(n, width), random(n, width), random(1)
+            post, following = random(width), random(width)
+            for first in (y, None):
+                found, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
+                for (h, x), one in ((found, module), (wanted, None)):
+                    add_norm(first, residual, post, following, 1e-6, scalar, h, x, one)
+                if reason := wrong(f"add_norm of {n} x {width}", found, wanted):
+                    return reason
+            both = random(n, 2 * width)
+            for kind in ACTIVATIONS:
+                for out, one in ((found[0].fill_(math.nan), module), (wanted[0].fill_(math.nan), None)):
+                    gated(both[:, :width], both[:, width:], out, kind, one)
+                if reason := wrong(f"gated ({kind}) of {n} x {width}", found[:1], wanted[:1]):
+                    return reason
+        for heads, kv_heads, dim in attention:
+            reason = _wrong_attention(module, n, heads, kv_heads, dim, random, poisoned, wrong)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _wrong_attention(
+    module: nvrtc.Module, n: int, heads: int, kv_heads: int, dim: int, random: _Make, poisoned: _Make, wrong: _Wrong
+) -> str | None:  # fmt: skip
+    what = f"of {n} rows, {heads} heads over {kv_heads}, {dim} each"
+    cos, sin, q_weight, k_weight = random(n, dim), random(n, dim), random(dim), random(dim)
+    places = torch.arange(n, device=module.device) * 3 % 70
+    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+        qkv = random(n, (heads + parts * kv_heads) * dim)
+        found, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
+        turned = [poisoned(n, heads, dim) for _ in range(2)]
+        for (keys, values), q_out, one in ((found, turned[0], module), (wanted, turned[1], None)):
+            keys.zero_(), values.zero_()
+            rope_write(
+                qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys, values, places, q_out, module=one,
+                mode=mode,
+            )  # fmt: skip
+        if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *found], [turned[1], *wanted]):
+            return reason
+    # One tile; splits that this block combines; a length that is no multiple of anything; the last place; a full ring.
+    for length, position in ((70, 0), (512, 511), (1100, 700), (1100, 1099), (512, 5000)):
+        keys, values = random(n, kv_heads, length, dim), random(n, kv_heads, length, dim)
+        positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
+        for i in range(n):  # what a row does not look at is not a number
+            keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
+        q, out = random(n, heads, dim), poisoned(n, heads * dim)
+        for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
+            attend(q, keys, values, positions, scaling, softcap, out, None, module)
+            exact = attend_exact(q, keys, values, positions, scaling, softcap)
+            if reason := wrong(f"attend {what} over {length} places at {position}", [out], [exact]):
+                return reason
+            out.fill_(math.nan)
+    return None
+
+
+def measure(
+    module: nvrtc.Module, time_us: Callable[[Callable[[], None]], float], *, width: int, mlp: int,
+    attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16, n: int = 1, places: int = 1024,
+) -> dict[str, tuple[float, float]]:  # fmt: skip
+    """Return name -> (the kernel's, torch's) microseconds for one layer's sizes, n rows and full caches of `places`.
+
+    time_us: takes what to run, and returns what one run of it takes, best in a CUDA graph. width: of the hidden state. mlp:
+    of one gate. attention: (heads, kv heads, head size) of each kind of layer.
+    """
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device).to(dtype)
+
+    found: dict[str, tuple[float, float]] = {}
+
+    def pair(name: str, run: Callable[[nvrtc.Module | None], None]) -> None:
+        found[name] = time_us(lambda: run(module)), time_us(lambda: run(None))
+
+    y, h, x, weight = random(n, width), random(n, width), random(n, width), random(width)
+    both, out = random(n, 2 * mlp), random(n, mlp)
+    pair("add_norm", lambda one: add_norm(y, h, weight, weight, 1e-6, None, h, x, one))
+    pair("gated", lambda one: gated(both[:, :mlp], both[:, mlp:], out, "gelu_tanh", one))
+    positions = torch.full((n,), places - 1, device=module.device)
+    for heads, kv_heads, dim in attention:
+        shape = f"{heads}/{kv_heads} x {dim}"
+        keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
+        qkv, q, looked = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        turn, scratch = random(n, dim), torch.empty(scratch_values(n, heads, dim, places), device=module.device)
+
+        def rope(one: nvrtc.Module | None, heads: int = heads, kv_heads: int = kv_heads, dim: int = dim) -> None:
+            rope_write(
+                qkv, heads, kv_heads, dim, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, q,  # noqa: B023
+                module=one,
+            )  # fmt: skip
+
+        def look(one: nvrtc.Module | None, dim: int = dim) -> None:
+            attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, one)  # noqa: B023
+
+        pair(f"rope_write {shape}", rope)
+        pair(f"attend {shape}, {places} places", look)
+    return found

@@ -16,22 +16,22 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import DeviceError, TrimtabError, gib
+from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.request import DECODE_MODES, check_choice
 from trimtab.runtime import hf_slots, tiers
-from trimtab.runtime.kernels import Kernels
+from trimtab.runtime.kernels import BUCKETS, Kernels
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.slots import AdapterSlots
 
-BUCKETS = (1, 2, 4, 8)
 # Each graph of transformers' modules is a few thousand nodes, some MiB of the driver's memory.
 MOST_GRAPHS = 16
 # What a graph's nodes and buffers took on an H200: 10 MiB of a fused step, 30 of the modules'.
@@ -90,6 +90,7 @@ class Steps:
     fallbacks: list[Fallback] = field(default_factory=list)
     capture_s: float = 0.0
     captures: int = 0
+    wrote_tokens: bool = False  # whether the last step put each row's likeliest token where the next one reads it
 
     def __post_init__(self) -> None:
         check_choice(self.mode, DECODE_MODES, field_name="decode")
@@ -99,6 +100,9 @@ class Steps:
         self._pool: Any = None
         self._slots: AdapterSlots | None = None
         self._fused: hf_gemma4.FusedStep | None = None
+        self._is_fusable = False
+        # Which adapters were attached when it was last asked whether a fused step is right for them, and the answer.
+        self._examined: tuple[tuple[int, ...], str | None] | None = None
         self._order: list[tiers.Group] = []
         self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tiers.GatheredTable)]
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
@@ -153,9 +157,11 @@ class Steps:
             return
         self._is_fusable = True
         if self.device.type == "cuda":
-            self.kernels = Kernels.choose(self.device, hf_gemma4.shapes(self.model.hf_model), dtype=self.model.dtype)
+            self.kernels = hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows)
             for name, reason in self.kernels.left_out.items():
                 self._fall_back(name, reason, asked=False)
+            # Without any of them the modules' own operations are as few as plain torch's.
+            self._is_fusable = self.mode == "fused" or not self.kernels.is_empty
 
     # One step ----------------------------------------------------------------------------------------------------------
 
@@ -167,6 +173,7 @@ class Steps:
         """
         count = len(self.batch.active)
         names = [row.adapter for row in self.batch.active]
+        self.wrote_tokens = False
         if not self._has_placeholder():
             found = self._run_graph(count, names) if self.is_captured else None
             if found is not None:
@@ -184,7 +191,7 @@ class Steps:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self.batch.cache.seen_places = self._places()
         self.model.route.set_rows(names)
-        if step is not None and step.why_not_rows() is None:
+        if step is not None:
             return self._finish(step, count)
         return self._finish(self._modules, count)
 
@@ -205,6 +212,11 @@ class Steps:
         with torch.no_grad():
             return with_likeliest(step(count).float())
 
+    def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
+        logits, greedy = self._finish(step, count)
+        self.batch.tokens[:count, 0].copy_(greedy.clamp(min=0))
+        return logits, greedy
+
     def _places(self) -> int:
         longest = max(len(row.token_ids) for row in self.batch.active)
         places = SMALLEST_PLACES
@@ -215,13 +227,19 @@ class Steps:
     # Graphs ------------------------------------------------------------------------------------------------------------
 
     def _fused_step(self) -> hf_gemma4.FusedStep | None:
-        if not getattr(self, "_is_fusable", False):
+        if not self._is_fusable:
             return None
         from trimtab.runtime import hf_gemma4
 
-        if self._fused is None or self._fused.is_stale():
+        if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
             self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels)
-            self._graphs.clear()
+        serials = tuple(self.model.route.serials.values())
+        if self._examined is None or self._examined[0] != serials:
+            self._examined = serials, self._fused.why_not_rows()
+        why = self._examined[1]
+        if why is not None:
+            self._fall_back("fused step", why, asked=self.mode == "fused")
+            return None
         return self._fused
 
     def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
@@ -232,7 +250,7 @@ class Steps:
         slots = self._slots_for(names)
         if self.mode != "graph" and bucket <= self.kernels.most_rows:
             fused = self._fused_step()
-            if fused is not None and fused.why_not_rows() is None:
+            if fused is not None:
                 step, kind = fused, "fused"
         self.batch.cache.seen_places = self._places()
         has_adapters = any(names)
@@ -253,6 +271,7 @@ class Steps:
         self._graphs.move_to_end(key)
         with self._streamed():
             found.graph.replay()
+        self.wrote_tokens = True
         return found.outputs
 
     def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
@@ -294,18 +313,18 @@ class Steps:
         for table in self._tables:
             table.reads_staged = True
         try:
-            found = self._captured(lambda: self._finish(step, bucket), slots)
-        except TrimtabError:
+            run = partial(self._finish_and_go_on, step, bucket)
+            with self.kernels.overlapping(step is self._fused and self._overlap_pays(run, slots)):
+                found = self._captured(run, slots)
+        except RequestError:
             raise
         except Exception as exc:
             # The device says itself whether it got over it.
             torch.zeros(1, device=self.device).item()
-            what = "fused step" if step is not self._modules else "graph"
-            self._fall_back(what, f"capturing failed: {type(exc).__name__}: {exc}", asked=self.mode != "auto")
-            if what == "graph":
-                self.is_captured = False
-                return None
-            self._is_fusable = False
+            is_fused = step is self._fused
+            why = f"capturing failed: {type(exc).__name__}: {exc}"
+            self._fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
+            self._is_fusable, self.is_captured = False, is_fused  # without kernels of ours there may still be a graph
             return None
         finally:
             route.slots = None
@@ -316,12 +335,50 @@ class Steps:
         self.capture_s += time.perf_counter() - start
         return found
 
+    def _overlap_pays(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> bool:
+        """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
+        if self.device.type != "cuda" or self.kernels.is_empty:
+            return False
+        if self.kernels.overlap_pays is None:
+            plain_ms, plain = self._tried(run, keep, overlap=False)
+            if self._order:
+                return False  # beside a streamer's copies an order of launches is not an order of what they read
+            try:
+                ms, scores = self._tried(run, keep, overlap=True)
+                same = torch.equal(plain, scores)
+                why = f"{ms:.2f} ms a step against {plain_ms:.2f}" if same else "the scores of a step are others"
+                self.kernels.overlap_pays = same and ms < plain_ms
+            except (RuntimeError, DeviceError) as exc:
+                why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
+            if not self.kernels.overlap_pays:
+                self._fall_back("overlapping launches", why, asked=False)
+        return self.kernels.overlap_pays
+
+    def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
+        """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
+        with self.kernels.overlapping(overlap):
+            one = self._captured(run, keep)
+        before = self.batch.tokens.clone()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        best = float("inf")
+        for _ in range(5):
+            self.batch.tokens.copy_(before)
+            start.record()
+            one.graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+        self.batch.tokens.copy_(before)
+        return best, one.outputs[0].clone()
+
     def _captured(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> _Captured:
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        # Once for whatever is made on first use; what it writes, the replay writes again.
+        # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
         with torch.cuda.stream(side), self._pass(()):
+            before = self.batch.tokens.clone()
             run()
+            self.batch.tokens.copy_(before)
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()

@@ -8,8 +8,7 @@ Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,29 +48,19 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What the kernels of one kind of layer work on. products: (D_in, each member's D_out) of every launch."""
+def choose_kernels(hf_model: Any, rows: int) -> Kernels:
+    """Return the kernels that work and pay for this model's steps of up to `rows` rows."""
+    from trimtab.runtime.kernels import Kernels
 
-    products: tuple[tuple[int, tuple[int, ...]], ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    mlp: int
-
-
-def shapes(hf_model: Any) -> tuple[Shape, ...]:
-    """Return the distinct shapes of the decoder's layers."""
-    found = []
+    groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
+    attention: dict[tuple[int, int, int], None] = {}
     for layer in text_model(hf_model).layers:
-        groups = _products(layer)
-        products = tuple((group[0].in_features, tuple(leaf.out_features for leaf in group)) for group in groups)
-        heads = layer.self_attn.q_proj.out_features // layer.self_attn.head_dim
-        kv_heads = heads // layer.self_attn.num_key_value_groups
-        mlp = layer.mlp.gate_proj.out_features
-        found.append(Shape(products, heads, kv_heads, layer.self_attn.head_dim, layer.hidden_size, mlp))
-    return tuple(dict.fromkeys(found))
+        for group in _products(layer):
+            groups.setdefault((group[0].in_features, *(leaf.out_features for leaf in group)), []).append(group)
+        own = layer.self_attn
+        heads = own.q_proj.out_features // own.head_dim
+        attention[heads, heads // own.num_key_value_groups, own.head_dim] = None
+    return Kernels.choose(list(groups.values()), list(attention), rows=rows)
 
 
 def _products(layer: Any) -> list[list[Leaf]]:
@@ -102,8 +91,6 @@ class FusedStep:
         self.kind = ACTIVATIONS[self.config.hidden_activation]
         self.pad_token_id = getattr(hf_model.config.get_text_config(), "pad_token_id", None)
         self._layers = list(self.text.layers)
-        self._keys = self._place_keys()
-        self._norms = [module for layer in self._layers for module in layer.modules() if _is_norm(module)]
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         # Asked before anything is captured: the answer reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
@@ -113,18 +100,8 @@ class FusedStep:
             return False
         return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
 
-    def is_stale(self) -> bool:
-        """Whether the cache's buffers were made anew since."""
-        return self._keys != self._place_keys()
-
-    def _place_keys(self) -> list[int | None]:
-        held = (getattr(layer, "keys", None) for layer in self.cache.layers)
-        return [None if keys is None else keys.data_ptr() for keys in held]
-
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
-        if not self.cache.layers:
-            return "no prompt has gone through yet"
         if not self.cache.has_rings and "sliding_attention" in self.config.layer_types:
             return "this release of transformers keeps sliding layers whole"
         if any(isinstance(module, SavedModule) for module in self.text.modules()):
@@ -281,10 +258,3 @@ class FusedStep:
     def _scratch(self, count: int, heads: int, dim: int) -> Tensor | None:
         size = fused.scratch_values(count, heads, dim, self.cache.context_tokens)
         return self._buffer("scratch", (size,), torch.float32) if size else None
-
-
-def _is_norm(module: Any) -> bool:
-    return type(module).__name__.endswith("RMSNorm")
-
-
-Step = Callable[[int], Tensor]

@@ -1,30 +1,59 @@
 """Which of our own kernels a loaded model uses: those that compile here, compute rightly here and are faster here.
 
-Every kernel is compiled when a model is loaded, compared with plain torch on random inputs of the model's own shapes and
-timed against it. What fails one of the three is left out by name; plain torch then does its part.
+Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
+shapes, and timed against what it would replace. What fails one of the three is left out by name; plain torch or
+bitsandbytes then does its part. What was chosen is kept for the process: a second batch does not measure again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import fused, matvec
+from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 # The matrix-vector kernels decode each weight once for up to so many rows.
-MOST_ROWS = 8
+MOST_ROWS = matvec.MAX_ROWS
+# Checked at one row, at an odd number and at the most.
+_ROWS = (1, 3, MOST_ROWS)
+_CALLS = 10
+BUCKETS = (1, 2, 4, 8)
+SMALL, PRODUCTS = "fused small kernels", "fused 4-bit products"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Kernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. left_out: name -> reason."""
+    4-bit weights and LoRA. left_out: name -> reason. measured_us: name -> (ours, torch's or
+    bitsandbytes') for one row.
+    overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured."""
 
     small: Any = None
     matvec: Any = None
     left_out: Mapping[str, str] = field(default_factory=dict)
+    measured_us: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     most_rows: int = MOST_ROWS
+    overlap_pays: bool | None = None
+
+    @contextmanager
+    def overlapping(self, wanted: bool) -> Iterator[None]:
+        """Let launches overlap, or not, while the block runs: for a capture."""
+        modules = [module for module in (self.small, self.matvec) if module is not None]
+        for module in modules:
+            module.overlap = wanted
+        try:
+            yield
+        finally:
+            for module in modules:
+                module.overlap = False
 
     @staticmethod
     def none() -> Kernels:
@@ -35,7 +64,141 @@ class Kernels:
         """Whether adapters can be chosen by table."""
         return self.matvec is not None
 
+    @property
+    def is_empty(self) -> bool:
+        return self.small is None and self.matvec is None
+
     @staticmethod
-    def choose(device: torch.device, shapes: Sequence[Any], *, dtype: torch.dtype) -> Kernels:
-        """Return what works and pays on this device for these shapes (`hf_gemma4.Shape`)."""
-        return Kernels()
+    def choose(
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int
+    ) -> Kernels:  # fmt: skip
+        """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
+
+        groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
+        heads, head size) of each kind of layer.
+        """
+        leaf = groups[0][0][0]
+        shapes = [
+            (one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups
+        ]
+        key = (str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes))
+        if key not in _CHOSEN:
+            _CHOSEN[key] = _choose(groups, attention)
+        chosen = _CHOSEN[key]
+        if chosen.matvec is not None:
+            chosen.tune(groups, leaf.dtype, [n for n in BUCKETS if n <= rows])
+        return chosen
+
+    def tune(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]) -> None:
+        """Measure which way to cut each product is fastest on this card; known ones are read from the user's cache."""
+        tuned = False
+        for one in groups:
+            # A streamed layer's weight is there until the next is asked for.
+            resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
+            packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
+            for n in counts:
+                if not matvec.is_tuned(packed[0], n, self.matvec) and not matvec.why_not(
+                    packed[0][0], dtype, self.matvec.device
+                ):
+                    matvec.tune(packed, n, self.matvec, dtype=dtype, limit=6, repeat=2)
+                    tuned = True
+        if tuned:
+            matvec.save_cuts(matvec.tuned_cuts(self.matvec), matvec.cuts_file(self.matvec))
+
+
+_CHOSEN: dict[Any, Kernels] = {}
+
+
+def _choose(groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]]) -> Kernels:
+    first = [one[0] for one in groups]
+    device, dtype = first[0][0].device, first[0][0].dtype
+    left_out: dict[str, str] = {}
+    measured: dict[Any, tuple[float, float]] = {}
+    small = _tried(
+        SMALL,
+        left_out,
+        lambda: fused.load(device),
+        lambda module: _wrong_small(module, first, attention, dtype, measured),
+    )
+    products = _tried(
+        PRODUCTS, left_out, lambda: matvec.load(device), lambda module: _wrong_products(module, first, dtype, measured)
+    )
+    return Kernels(small, products, left_out, measured)
+
+
+def _tried(
+    name: str, left_out: dict[str, str], load: Callable[[], Any], wrong: Callable[[Any], str | None]
+) -> Any:  # fmt: skip
+    """Return the module, or None with the reason in left_out."""
+    try:
+        module = load()
+        why = wrong(module)
+    except DeviceError as exc:
+        why = str(exc)
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing goes on
+        why = f"{type(exc).__name__}: {exc}"
+    if why is None:
+        return module
+    left_out[name] = why
+    return None
+
+
+def _wrong_small(
+    module: Any, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
+    measured: dict[Any, tuple[float, float]],
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels between the products, or that torch is faster at all of them together."""
+    widths = sorted({group[0].in_features for group in groups})
+    for shape in attention:
+        if (why := fused.why_not(*shape, dtype)) is not None:
+            return why
+    if (why := fused.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
+        return why
+    found = fused.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    measured.update(found)
+    ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+
+
+def _wrong_products(
+    module: Any, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
+    measured: dict[Any, tuple[float, float]],
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
+    ours = theirs = 0.0
+    for group in groups:
+        packed = [leaf.packed() for leaf in group]
+        if any(matvec.why_not(one, dtype, module.device) for one in packed):
+            continue  # this group stays with its own layers
+        why = matvec.check(packed, module, dtype=dtype, rows=_ROWS)
+        if why is not None:
+            return why
+        x = torch.randn(1, packed[0].shape[1], device=module.device).to(dtype)
+        out = torch.empty(1, sum(one.shape[0] for one in packed), device=module.device, dtype=dtype)
+        pair = (
+            graph_us(partial(matvec.matvec4, x, packed, out, module=module)),
+            graph_us(partial(_own_layers, group, x)),
+        )  # fmt: skip
+        measured[f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}"] = pair
+        ours, theirs = ours + pair[0], theirs + pair[1]
+    if theirs == 0.0:
+        return "no layer of this model is in a 4-bit format that they read"
+    if ours >= theirs:
+        return f"slower here: {ours:.0f} µs against bitsandbytes' {theirs:.0f} for one layer"
+    return None
+
+
+def _own_layers(group: Sequence[Leaf], x: Tensor) -> None:
+    for leaf in group:
+        leaf.base(x)
+
+
+def graph_us(call: Callable[[], Any]) -> float:
+    """Return the microseconds of one call inside a CUDA graph, where launching costs next to nothing."""
+
+    def several() -> None:
+        for _ in range(_CALLS):
+            call()
+
+    return matvec.graph_us(several, torch.device("cuda", torch.cuda.current_device())) / _CALLS

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.runtime import nvrtc
-from trimtab.runtime.quant import Packed
+from trimtab.runtime.quant import Packed, quantize, shell
 
 MAX_ROWS = 8
 MAX_MEMBERS = 3
@@ -45,6 +45,7 @@ _TABLE_BYTES = 65536
 _FIXED_BYTES = _TABLE_BYTES + 1024 + 16 * 24 + 8 * 32 + 4 * 8 + 16
 _PARTS = 2**21
 _COUNTERS = 8192
+_PIECE = 4 * 2**20
 _TYPES = (torch.bfloat16, torch.float16)
 # Tiles of 16 rows a unit, blocks of 64 a batch.
 _VARIANTS = ((1, 4), (2, 2))
@@ -81,18 +82,26 @@ class LoraArgs:
 # Torch: the same mathematics -----------------------------------------------------------------------------------------
 
 
-def decoded(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight [D_out, D_in] that a 4-bit Packed stands for, scaled in float32 and not rounded further."""
-    values = packed.parts["weight"].reshape(-1).view(torch.uint8)
+def decoded(packed: Packed, dtype: torch.dtype = torch.float32, *, rows: slice = slice(None)) -> Tensor:
+    """Return the weight [D_out, D_in] that a 4-bit Packed stands for, or some rows of it; scaled in float32, not rounded.
+
+    Errors: AssertionError if rows are not whole blocks.
+    """
+    D_out, D_in = packed.shape
+    start, stop, _ = rows.indices(D_out)
+    assert D_in % packed.blocksize == 0 or (start, stop) == (0, D_out)
+    values = packed.parts["weight"].reshape(-1).view(torch.uint8)[start * D_in // 2 : stop * D_in // 2]
     code = packed.codes["code"].to(values.device)
     pairs = torch.stack((code[(values >> 4).int()], code[(values & 15).int()]), dim=1)
-    absmax = packed.parts["absmax"].reshape(-1)
+    blocks = torch.arange(start * D_in // packed.blocksize, -(-stop * D_in // packed.blocksize), device=values.device)
+    absmax = packed.parts["absmax"].reshape(-1)[blocks]
     if "nested_absmax" in packed.parts:
-        outer = packed.parts["nested_absmax"].repeat_interleave(packed.nested_blocksize)[: absmax.numel()]
+        outer = packed.parts["nested_absmax"][blocks // packed.nested_blocksize]
         absmax = torch.addcmul(
             packed.parts["offset"], packed.codes["nested_code"].to(values.device)[absmax.int()], outer
         )
-    return (pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)).view(packed.shape)
+    scaled = pairs.view(-1, packed.blocksize).to(dtype) * absmax[:, None].to(dtype)
+    return scaled.view(stop - start, D_in)
 
 
 def lora_shrink_torch(x: Tensor, lora: LoraArgs) -> None:
@@ -159,6 +168,11 @@ class Cut:
     def kernel(self) -> str:
         return f"matvec_{self.tiles}_{self.batch}"
 
+    def needed_bytes(self, n: int) -> int:
+        """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
+        scales = self.row_warps * self.tiles * 16 * ((self.chunk // 4) | 1) * 16
+        return _FIXED_BYTES + n * (self.chunk * 128 + 16) + scales
+
     def __str__(self) -> str:
         return f"{self.kernel} rows x{self.row_warps} k x{self.k_warps} splits {self.splits} grid {self.grid}"
 
@@ -184,13 +198,13 @@ def cuts(
                 grid = -(-units // row_warps)
                 if splits > 1 and grid > _COUNTERS:
                     continue
-                shared = _FIXED_BYTES + n * (chunk * 128 + 16) + row_warps * tiles * 16 * ((chunk // 4) | 1) * 16
-                # The sums of all warps lie where the table was.
+                shared = Cut(tiles, batch, row_warps, 1, splits, chunk, grid, 0, 0.0).needed_bytes(n)
                 if shared > shared_bytes:
                     continue
                 for k_warps in sorted({min(k, batches) for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)}):
                     warps = row_warps * k_warps
-                    if warps * 32 > MAX_THREADS or warps * 8 * (tiles * 16 + 4) * 4 > _TABLE_BYTES:
+                    # At the end the sums of all warps lie where the table was.
+                    if warps * 32 > MAX_THREADS or warps * MAX_ROWS * (tiles * 16 + 4) * 4 > _TABLE_BYTES:
                         continue
                     cost = _estimate(
                         n, tiles, batches, batch, warps, k_warps, row_warps, grid * splits, splits, shared, shared_bytes,
@@ -218,9 +232,12 @@ def _estimate(
     busy = min(1, 1.2 * count / multiprocessors)
     under_way = min(each, resident) * warps * 32 * 16 * tiles * batch * min(2, own)
     memory_us = nbytes / (bandwidth * busy * min(1, under_way / 30e3)) * 1e6
-    # x: every block reads its chunk from L2 and turns it into float16.
-    prepare_us = waves * (1.2 + 0.1 * min(each, resident)) + count * n * batches * batch * 128 / 5e12 * 1e6
-    return prepare_us + max(shared_us, issue_us, alone_us, memory_us) + (1.3 if splits > 1 else 0.0)
+    # x: every block reads its chunk from L2 and turns it into float16; table, x and scales are made by all its threads.
+    made = 2048 + n * batches * batch * 8 + row_warps * tiles * batches * batch * 4
+    prepare_us = waves * (1.1 + min(each, resident) * (0.1 + made / (warps * 32) * 0.01))
+    prepare_us += count * n * batches * batch * 128 / 5e12 * 1e6
+    parts = (shared_us, issue_us, alone_us, memory_us)
+    return prepare_us + max(parts) + 0.1 * sum(parts) + (1.3 if splits > 1 else 0.0)
 
 
 # Launches -------------------------------------------------------------------------------------------------------------
@@ -229,10 +246,17 @@ def _estimate(
 def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
     module = nvrtc.Module(nvrtc.source("matvec4.cu"), device=device, name="matvec4.cu")
+    prepare(module)
+    known = read_cuts(cuts_file(module))
+    module.kept |= known
+    module.kept["tuned"] = set(known)
+    return module
+
+
+def prepare(module: nvrtc.Module) -> None:
+    """Give a module the scratch of its launches: parts of sums, and counters that every launch leaves at zero."""
     module.kept["parts"] = torch.empty(_PARTS, dtype=torch.float32, device=module.device)
     module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
-    module.kept |= read_cuts(cuts_file(module))
-    return module
 
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
@@ -315,6 +339,16 @@ def cut_key(weights: Sequence[Packed], n: int) -> CutKey:
     return ("cut", tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n)
 
 
+def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> bool:
+    """Whether the cut of this product was measured on this card, now or by an earlier process."""
+    return cut_key(weights, n) in module.kept.get("tuned", ())
+
+
+def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
+    """Return the cuts that were measured."""
+    return {key: module.kept[key] for key in module.kept.get("tuned", ())}
+
+
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> Cut:
     """Return the cut of this product: what `tune` found on this card, or the best estimate."""
     key = cut_key(weights, n)
@@ -332,19 +366,24 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> Cut:
 
 def matvec4(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (),
-    lora: LoraArgs | None = None, module: nvrtc.Module | None, dependent: str = "", cut: Cut | None = None,
+    lora: LoraArgs | None = None, module: nvrtc.Module | None, dependent: str | None = None, cut: Cut | None = None,
 ) -> None:  # fmt: skip
     """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
 
     bias: one a layer ([D_out], x's dtype) or nothing. lora: `low` must hold what `lora_shrink` writes. dependent: start
-    before the kernel in front ends (9.0 and newer): "x" if that kernel makes x, "low" if it is `lora_shrink`, whose x is
-    complete by then. module None: in torch. Ask `why_not` about each weight first.
+    before the kernel in front ends (9.0 and newer) and load weights meanwhile: "x" whatever that kernel is, "low" if it
+    is the `lora_shrink` of this x, which is complete by then; "" for neither. None: as the module's `overlap` says, and
+    then the launch in front of a product with adapters must be its `lora_shrink`. module None or of another device: in
+    torch. Ask `why_not` about each weight first.
     """
-    assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and dependent in ("", "x", "low")
+    assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and dependent in (None, "", "x", "low")
     assert out.shape == (x.shape[0], sum(packed.shape[0] for packed in weights)) and out.dtype == x.dtype
-    if module is None or not x.is_cuda:
+    if module is None or x.device != module.device:
         matvec4_torch(x, weights, out, bias=bias, lora=lora)
         return
+    if dependent is None:
+        overlap = getattr(module, "overlap", False)
+        dependent = "" if not overlap else "x" if lora is None else "low"
     assert x.stride(1) == 1 and out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if not _same_codes(weights):
         start = 0
@@ -352,13 +391,14 @@ def matvec4(
             part = out[:, start : start + packed.shape[0]]
             one = None if lora is None else lora.member(m)
             # Only the first of these launches has the named kernel in front of it.
-            waits = dependent if m == 0 else ""
+            waits = dependent if m == 0 else "x" if dependent else ""
             matvec4(x, [packed], part, bias=bias[m : m + 1], lora=one, module=module, dependent=waits)
             start += packed.shape[0]
         return
     if lora is not None:
         _check_lora(lora, len(weights), x.shape[0])
     cut = cut or choose(weights, x.shape[0], module)
+    assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes
     module.launch(
         cut.kernel, (cut.grid, cut.splits), (cut.row_warps * cut.k_warps * 32,),
         arguments(
@@ -374,9 +414,9 @@ def shrink_threads(columns: int) -> int:
     return min(512, max(64, -(-columns // (20 * 32)) * 32))
 
 
-def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, dependent: bool = False) -> None:
+def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, dependent: bool | None = None) -> None:
     """Write low[i, m, :rank] = A_m x_i for every row with an adapter; other entries stay as they are. x [n, D_in]."""
-    if module is None or not x.is_cuda:
+    if module is None or x.device != module.device:
         lora_shrink_torch(x, lora)
         return
     _check_lora(lora, lora.low.shape[1], x.shape[0])
@@ -393,13 +433,13 @@ def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, depen
 
 
 def lora_add(
-    y: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, round_change: bool = False, dependent: bool = False
+    y: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, round_change: bool = False, dependent: bool | None = None
 ) -> None:
     """Add scale * (B low) to y [n, D_out] of one layer in place, where the layer itself was computed elsewhere.
 
     round_change: the change is rounded before it is added, as over a quantized (int8) layer; else the sum alone is.
     """
-    if module is None or not y.is_cuda:
+    if module is None or y.device != module.device:
         lora_add_torch(y, lora, round_change=round_change)
         return
     _check_lora(lora, 1, y.shape[0])
@@ -426,62 +466,112 @@ def relative_error(y: Tensor, wanted: Tensor) -> float:
 LARGEST_ERROR = 3e-3
 
 
+def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
+    """Return x W^T in float64, decoding a few million weights at a time."""
+    step = max(1, _PIECE // x.shape[1])
+    pieces = [
+        x.double() @ decoded(packed, torch.float64, rows=slice(start, start + step)).T
+        for packed in weights
+        for start in range(0, packed.shape[0], step)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
 def check(
     weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
     cut: Cut | None = None, rank: int = 8,
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
 
-    Random inputs with and without adapters, against float64; needs memory for the weights as float64, once.
+    Random inputs with and without adapters, against float64. Needs about 150 MiB beside the weights.
     """
     device = module.device
     generator = torch.Generator(device=device).manual_seed(1)
-    dense = torch.cat([decoded(packed, torch.float64) for packed in weights])
-    counts, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
-    slots: list[list[tuple[Tensor, Tensor, float] | None]] = []
-    for count in counts:
-        A = torch.randn(rank, columns, device=device, generator=generator) / columns**0.5
-        B = torch.randn(count, rank, device=device, generator=generator)
-        slots.append([None, (A, B, 0.5)])
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    counts, columns, most = [packed.shape[0] for packed in weights], weights[0].shape[1], max(rows)
+    slots: list[list[tuple[Tensor, Tensor, float] | None]] = [
+        [None, (random(rank, columns) / columns**0.5, random(count, rank), 0.5)] for count in counts
+    ]
+    inputs = random(most, columns).to(dtype)
+    base = _exact(inputs, weights)
+    changes = [s * (inputs.double() @ A.double().T @ B.double().T) for A, B, s in (one for _, one in slots if one)]
+    changed = torch.cat(changes, dim=1)
+    changed[1::2] = 0  # every other row has no adapter
     for n in rows:
-        if cut is not None and cut.shared_bytes < _FIXED_BYTES + n * (cut.chunk * 128 + 16):
+        if cut is not None and cut.shared_bytes < cut.needed_bytes(n):
             continue
-        x = torch.randn(n, columns, device=device, generator=generator).to(dtype)
-        out = torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
+        x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
         matvec4(x, weights, out, module=module, cut=cut)
-        base = x.double() @ dense.T
-        if (error := relative_error(out, base)) > LARGEST_ERROR:
+        if (error := relative_error(out, base[:n])) > LARGEST_ERROR:
             return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
         lora = lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
         out.fill_(math.nan)
         lora.low.fill_(math.nan)
         lora_shrink(x, lora, module)
         matvec4(x, weights, out, lora=lora, module=module, cut=cut)
-        wanted = torch.empty_like(base)
-        start = 0
-        for count, (_, adapter) in zip(counts, slots):
-            assert adapter is not None
-            change = adapter[2] * (x.double() @ adapter[0].double().T @ adapter[1].double().T)
-            change[1::2] = 0
-            wanted[:, start : start + count] = base[:, start : start + count] + change
-            start += count
         # Rounded three times instead of once.
-        if (error := relative_error(out, wanted)) > 1.5 * LARGEST_ERROR:
+        if (error := relative_error(out, base[:n] + changed[:n])) > 1.5 * LARGEST_ERROR:
             return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
     return None
 
 
+class RandomWeights:
+    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own."""
+
+    def __init__(self, device: torch.device, *, quant: str = "nf4-dq") -> None:
+        self.device, self.nested = device, quant == "nf4-dq"
+        self.generator = torch.Generator(device=device).manual_seed(0)
+        sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
+        self.kind, self.codes = sample.kind, sample.codes
+
+    def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
+        """Return a weight [rows, columns] whose values are about 0.03."""
+        blocks = rows * columns // BLOCK
+        parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
+        if self.nested:
+            outer = torch.rand(-(-blocks // NESTED), device=self.device, generator=self.generator)
+            parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
+            parts["offset"] = torch.full((1,), 0.05, device=self.device)
+        else:
+            parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
+        return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
+
+    def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
+        """Return as many groups of layers over one input as take up `nbytes`, each of its own bytes; at least two."""
+        count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
+        return [[self.make(one, columns) for one in rows] for _ in range(count)]
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
+
+
+def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
+    """Return what bitsandbytes takes for one group of layers, in a CUDA graph over all groups, in microseconds."""
+    layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    return graph_us(run, x.device) / len(groups)
+
+
 def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
-    """Return the best estimates that differ in more than a warp here or there, at most `limit` of them."""
-    kept: dict[tuple[int, ...], Cut] = {}
+    """Return up to `limit` of the best estimates that really differ: of each number of splits, then of block sizes."""
+    by_splits = {cut.splits: cut for cut in reversed(found)}
+    best = [*found[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
+    others: dict[tuple[int, ...], Cut] = {}
     for cut in found:
-        kept.setdefault((cut.tiles, cut.splits, cut.row_warps // 3, cut.k_warps // 3), cut)
-    return list(kept.values())[:limit]
+        others.setdefault((cut.tiles, cut.row_warps.bit_length(), cut.k_warps.bit_length()), cut)
+    return list(dict.fromkeys([*best, *others.values()]))[:limit]
 
 
 def tune(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
-    limit: int = 6, repeat: int = 3,
+    limit: int = 8, repeat: int = 3,
 ) -> dict[Cut, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
@@ -503,6 +593,7 @@ def tune(
         taken[cut] = graph_us(run, module.device, repeat=repeat) / len(groups)
     if taken:
         module.kept[cut_key(weights, n)] = min(taken, key=lambda cut: taken[cut])
+        module.kept.setdefault("tuned", set()).add(cut_key(weights, n))
     return taken
 
 
@@ -510,10 +601,17 @@ def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) 
     """Return the shortest of a few replays of what `run` queues, captured in a CUDA graph, in microseconds."""
     with torch.cuda.device(device):
         run()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
+        # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         graph.replay()
         times = []
         for _ in range(repeat):

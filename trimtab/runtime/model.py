@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
+from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
@@ -26,7 +27,8 @@ from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import hf, hf_processor, lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.load import Loaded, Progress, fill
-from trimtab.runtime.read import read_small
+from trimtab.runtime.read import HostMemory, read_small
+from trimtab.runtime.tiers import Part, aligned
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat
@@ -41,11 +43,35 @@ ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast u
 class HeldAdapter:
     """An adapter in host memory, matched with one model: ready to be put on it without touching the disk.
 
-    tensors: by file and the byte where each starts there, as the file holds them.
+    tensors: by file and the byte where each starts there, as the file holds them. The LoRA ones are views of `memory`,
+    one piece that is page-locked for a GPU, so that putting an adapter on a model is one copy; places: where they lie.
     """
 
     spec: AdapterSpec
     tensors: Mapping[tuple[Path, int], Tensor]
+    memory: HostMemory
+    places: Mapping[tuple[Path, int], Part]
+
+    @classmethod
+    def of(cls, spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor], *, pinned: bool) -> HeldAdapter:
+        """Return the adapter with its tensors moved into one piece of memory."""
+        # What replaces a module whole is often equal to it and then dropped: it must not be kept by its neighbours.
+        saved = {
+            (entry.file, entry.start) for target in spec.targets if target.kind == "saved"
+            for entry in target.tensors.values()
+        }  # fmt: skip
+        places: dict[tuple[Path, int], Part] = {}
+        end = 0
+        for key, tensor in tensors.items():
+            if key not in saved:
+                places[key] = Part(end, tensor.numel() * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
+                end += aligned(places[key].nbytes)
+        memory = HostMemory(end, pinned=pinned)
+        moved = dict(tensors)
+        for key, place in places.items():
+            moved[key] = place.view(memory.tensor)
+            moved[key].copy_(tensors[key])
+        return cls(spec, moved, memory, places)
 
     @property
     def device_bytes(self) -> int:
@@ -147,7 +173,7 @@ class LoadedModel:
         spec = match_adapter(read_adapter(str(path)), self.anatomy)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
         tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
-        return HeldAdapter(spec, tensors)
+        return HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
 
     def free_adapter_bytes(self) -> int:
         """Return how many more bytes of adapters the plan has room for on the execution device."""
@@ -173,11 +199,16 @@ class LoadedModel:
             self._attach(name, held)
 
     def _attach(self, name: str, held: HeldAdapter) -> None:
+        whole = None if self.device.type == "cpu" else held.memory.tensor.to(self.device, non_blocking=True)
+
+        def read(entry: TensorEntry) -> Tensor:
+            key = (entry.file, entry.start)
+            return held.tensors[key] if whole is None or key not in held.places else held.places[key].view(whole)
+
         with torch.no_grad():
             lora.attach(
-                self.hf_model, held.spec, name, read=lambda entry: held.tensors[entry.file, entry.start],
-                device=self.device, route=self.route, dtype=ADAPTER_DTYPE,
-            )  # fmt: skip
+                self.hf_model, held.spec, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE
+            )
         self._specs[name] = held.spec
 
     def unload_adapter(self, name: str) -> None:

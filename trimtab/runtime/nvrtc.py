@@ -37,6 +37,7 @@ OPTIONS = ("--std=c++17", "-default-device")
 # cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 _MAX_DYNAMIC_SHARED = 8
 _PROGRAMMATIC = 6
+_SHARED_PER_BLOCK = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
 LIBRARY_VARIABLE = "TRIMTAB_NVRTC"
 
 
@@ -268,18 +269,41 @@ class Module:
         properties = torch.cuda.get_device_properties(self.device)
         self.capability = (properties.major, properties.minor)
         self.multiprocessors = int(properties.multi_processor_count)
-        # What one block may have.
-        self.shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", PLAIN_SHARED_BYTES))
+        self.shared_bytes = self._block_shared_bytes()
+        # Whether launches are dependent ones unless they say otherwise. Off until the caller has seen that it pays.
+        self.overlap = False
         # Tensors that belong to the kernels of this module and live as long as it does (scratch, tables).
         self.kept: dict[Any, Any] = {}
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
         code = compiled(compiler, source, compiler.target(self.capability), options, name=name)
         with torch.cuda.device(self.device):
-            torch.cuda.current_stream().synchronize()  # makes the context in which the code is loaded
-            self._context = ctypes.c_void_p()
-            _check(_driver().cuCtxGetCurrent(ctypes.byref(self._context)), "finding the context", self.device)
+            torch.cuda.synchronize()  # makes the context in which the code is loaded
+            self._enter_context()
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {name}", self.device)
+
+    def _device(self) -> ctypes.c_int:
+        device = ctypes.c_int()
+        _check(_driver().cuInit(0), "starting the driver", self.device)
+        _check(_driver().cuDeviceGet(ctypes.byref(device), self.device.index), "finding the device", self.device)
+        return device
+
+    def _block_shared_bytes(self) -> int:
+        """Return the shared memory that one block may have (torch has this property only in newer releases)."""
+        found = ctypes.c_int()
+        code = _driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_PER_BLOCK, self._device())
+        _check(code, "asking for shared memory", self.device)
+        return found.value
+
+    def _enter_context(self) -> ctypes.c_void_p:
+        """Make torch's context of the device this thread's own: a thread that has called no CUDA function has none."""
+        context = ctypes.c_void_p()
+        _check(_driver().cuCtxGetCurrent(ctypes.byref(context)), "finding the context", self.device)
+        if not context.value:
+            code = _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), self._device())
+            _check(code, "finding the context", self.device)
+            _check(_driver().cuCtxSetCurrent(context), "entering the context", self.device)
+        return context
 
     def _function(self, name: str, shared_bytes: int) -> ctypes.c_void_p:
         function, allowed = self._functions.get(name, (None, PLAIN_SHARED_BYTES))
@@ -296,26 +320,25 @@ class Module:
 
     def launch(
         self, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], *,
-        shared_bytes: int = 0, dependent: bool = False,
+        shared_bytes: int = 0, dependent: bool | None = None,
     ) -> None:  # fmt: skip
         """Queue a kernel on torch's current stream of the module's device; returns at once, also inside a capture.
 
         args: a Tensor goes in as its address, None as null, an int as int32, a Long as int64, a float as float32.
         dependent: the kernel may start before the one in front of it ends (compute capability 9.0 and newer; it must
-        wait by itself, `griddepcontrol.wait`). Errors: DeviceError if CUDA refuses the launch.
+        wait by itself, `griddepcontrol.wait`, in every thread and before it ends); None: as `overlap` says. Errors:
+        DeviceError if CUDA refuses the launch.
         """
         assert all(not isinstance(value, Tensor) or value.device == self.device for value in args)
         with torch.cuda.device(self.device):
-            current = ctypes.c_void_p()
-            _driver().cuCtxGetCurrent(ctypes.byref(current))
-            if current.value != self._context.value:  # a thread that has called no CUDA function yet has none
-                _check(_driver().cuCtxSetCurrent(self._context), "entering the context", self.device)
+            self._enter_context()
             function = self._function(name, shared_bytes)
             values = [_c_argument(value) for value in args]
             pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             sizes = [*grid, *(1,) * (3 - len(grid)), *block, *(1,) * (3 - len(block)), shared_bytes]
-            if dependent and self.capability >= (9, 0):
+            wanted = self.overlap if dependent is None else dependent
+            if wanted and self.capability >= (9, 0):
                 attribute = _Attribute(_PROGRAMMATIC, 0, 1, b"")
                 config = _Config(*sizes, stream, ctypes.cast(ctypes.byref(attribute), ctypes.c_void_p), 1)
                 code = _driver().cuLaunchKernelEx(ctypes.byref(config), function, pointers, None)

@@ -54,7 +54,8 @@ class AdapterSlots:
         self._why: dict[tuple[str, int], str | None] = {}
         self._rows: tuple[tuple[str, int] | None, ...] | None = None
         self._covered: set[Leaf] = set()
-        self._low = torch.zeros(0, device=device)
+        # By size, and never given back: a captured step has their addresses.
+        self._low: dict[int, Tensor] = {}
         self.largest_rank = 0
 
     def why_not(self, name: str | None) -> str | None:
@@ -152,12 +153,12 @@ class AdapterSlots:
             raise ValueError(f"layers {numbers} are not next to each other")
         part = slice(numbers[0], numbers[-1] + 1)
         needed = rows * len(leaves) * self.largest_rank
-        if self._low.numel() < needed:
-            self._low = torch.zeros(needed, device=self.device)
+        if needed not in self._low:
+            self._low[needed] = torch.zeros(needed, device=self.device)
         return matvec.LoraArgs(
             A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
-            low=self._low[:needed].view(rows, len(leaves), self.largest_rank),
+            low=self._low[needed].view(rows, len(leaves), self.largest_rank),
         )  # fmt: skip
 
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:

@@ -26,8 +26,8 @@ from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.scheduler import MistakeError, error_event
 
-# What torch's allocator for host memory says, which has no error class of its own.
-HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory")
+# What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
+HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 
 
 @dataclass(eq=False)

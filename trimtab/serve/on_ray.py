@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from trimtab.serve.settings import Settings
 # Of what Ray offers, `broadcast` and an app made in the ingress came last.
 OLDEST = "2.60"
 WATCH_S = 5.0
+CONNECT_S = 5.0
 # A model that cannot be loaded is not loaded twenty times over.
 CONSTRUCTOR_TRIES = 2
 HEALTH_PERIOD_S = 5.0
@@ -98,7 +100,8 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
 def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callable[[str], None]) -> None:
     """Deploy and wait for SIGTERM or Ctrl-C; then take the application off Ray again, answers under way having their time.
 
-    address: of a Ray; None is the one that Ray itself finds, or a local one that is started now and ends with this.
+    address: of a Ray; None is the one that Ray itself finds, or a local one that is started now and ends with this, as
+    "local" always is.
     Errors: RequestError if Ray is missing, too old, or not where it is said to be, or if it has not what the copies ask
     for; DeviceError if it cannot start them.
     """
@@ -121,19 +124,43 @@ def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
 
     Errors: RequestError if no Ray is where one should be, or if a local one could not listen where it is to.
     """
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     field = "--ray-address" if address is not None else "RAY_ADDRESS" if os.environ.get("RAY_ADDRESS") else None
-    quiet = {"log_to_driver": False, "logging_level": "error"}
-    try:
-        ray.init(address=address or "auto", **quiet)
-        return False
-    except (ConnectionError, ValueError, RuntimeError) as exc:
+    if address != "local":
+        where = _find_address(address)
+        if where is not None and _answers(where):
+            try:
+                ray.init(address=where, **quiet)
+                return False
+            except (ConnectionError, ValueError, RuntimeError) as exc:
+                raise RequestError(f"Ray refuses: {exc}", field=field or "--ray-address", value=where) from exc
         if field is not None:
-            value = address or os.environ.get("RAY_ADDRESS")
-            raise RequestError(f"no Ray answers there ({exc})", field=field, value=value) from exc
-        if not isinstance(exc, ConnectionError):
-            raise DeviceError(f"Ray cannot be reached: {exc}", device="ray") from exc
+            raise RequestError("no Ray answers there", field=field, value=address or os.environ["RAY_ADDRESS"])
     listen(settings.host, settings.port).close()  # says who is in the way, as the single server does
     ray.init(address="local", include_dashboard=False, **quiet)
+    return True
+
+
+def _find_address(address: str | None) -> str | None:
+    """Return where Ray is said to be, or where it finds itself; None for nowhere."""
+    if address is not None and address != "auto":
+        return address
+    # ray.init does the same, but then waits minutes for a Ray that has ended without saying so.
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        return str(get_ray_address_from_environment("auto", None))
+    except ConnectionError:
+        return None
+
+
+def _answers(address: str) -> bool:
+    """Whether something listens at host:port or ray://host:port."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
     return True
 
 
@@ -182,7 +209,8 @@ def _serve(
         _deploy(arguments, ended)
         if not ended.is_set():
             low, high = arguments["replicas"]
-            say(f"http://{host}:{port}  ({low if low == high else f'{low} to {high}'} copies on Ray)")
+            count = f"{low} to {high} copies" if low < high else "1 copy" if low == 1 else f"{low} copies"
+            say(f"http://{host}:{port}  ({count} on Ray)")
         while not ended.wait(WATCH_S):
             _check_there()
     finally:

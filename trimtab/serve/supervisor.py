@@ -208,13 +208,13 @@ class Supervisor:
     def submit(self, job: Job, tell: Tell) -> None:
         """Hand a job over; `tell` gets its events until "done" or "error". While the worker comes back the job waits.
 
-        Errors: DeviceError while the server stops or after the worker failed for good.
+        Errors: StoppingError while the server stops; ModelFailedError after the worker failed for good.
         """
         with self._lock:
+            if self.state == "failed":
+                raise ModelFailedError(self.failure)
             if self._is_stopping or self._life is None:
                 raise StoppingError
-            if self.state == "failed":
-                raise WorkerError(self.failure or {"class": "DeviceError", "message": "failed", "fields": {}})
             if not self._flights and not self._calls:
                 self._life.heard = time.monotonic()  # it had nothing to say while it had nothing to do
             self._flights[job.id] = flight = _Flight(job, tell)

@@ -39,7 +39,8 @@ class BenchRequest:
 
     load: what to plan, or a plan as it is. adapter: the one that answers. against: "stock", transformers with
     bitsandbytes and PEFT, or "eager", trimtab without captured steps. prompts: else one is made: of the pictures and
-    sounds given, or of exactly prompt_tokens tokens. decode: as in LoadedModel.
+    sounds given, or of exactly prompt_tokens tokens. decode: as in LoadedModel. stock_cpu_path:
+    False takes bitsandbytes' fast path for CPUs with AVX512-BF16 from the stock side, to see what it is worth.
     Errors: RequestError for values without effect or out of range.
     """
 
@@ -53,6 +54,7 @@ class BenchRequest:
     images: tuple[str, ...] = ()
     audios: tuple[str, ...] = field(default=())
     decode: str = "auto"
+    stock_cpu_path: bool = True
 
     def __post_init__(self) -> None:
         check_choice(self.against, AGAINST, field_name="--against")
@@ -143,7 +145,7 @@ def _run(
     if name == "stock":
         module, own = STOCK, {
             "folder": prepared["folder"], "quant": plan.request.quant, "dtype": plan.request.dtype,
-            "device": plan.execution_device, "adapters": dict(plan.request.adapters),
+            "device": plan.execution_device, "adapters": dict(plan.request.adapters), "own_cpu_path": asked.stock_cpu_path,
         }  # fmt: skip
     else:
         module, own = OWN, {"plan": prepared["plan"], "decode": asked.decode if name == OURS else "eager"}

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 
-def timed(prompt_id: str, token_ids: list[int], started: float, stamps: list[float]) -> dict[str, Any]:
-    """Return one answer as it is told. stamps: when each token was there, on the clock of `started`, in seconds."""
-    gaps = [later - earlier for earlier, later in zip(stamps, stamps[1:], strict=False)]
-    return {
-        "id": prompt_id, "token_ids": token_ids, "first_ms": round((stamps[0] - started) * 1000, 4),
-        "gaps_ms": [round(gap * 1000, 4) for gap in gaps],
-    }  # fmt: skip
+class Clock:
+    """Notes when each token of an answer was there. Made when the question is asked."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._stamps: list[float] = []
+        self._cpu: list[float] = []
+        self._started = time.perf_counter()
+
+    def tick(self, token_ids: Iterable[int]) -> None:
+        """Note tokens that are there now."""
+        for token in token_ids:
+            self.token_ids.append(int(token))
+            self._stamps.append(time.perf_counter())
+            self._cpu.append(time.process_time())
+
+    def told(self, prompt_id: str) -> dict[str, Any]:
+        """Return the answer as it is told: milliseconds to the first token, between the others, and of all threads' CPU
+        time from the first token to the last."""
+        gaps = [later - earlier for earlier, later in zip(self._stamps, self._stamps[1:], strict=False)]
+        return {
+            "id": prompt_id, "token_ids": self.token_ids, "first_ms": _ms(self._stamps[0] - self._started),
+            "gaps_ms": [_ms(gap) for gap in gaps], "cpu_ms": _ms(self._cpu[-1] - self._cpu[0]),
+        }  # fmt: skip
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 4)
 
 
 def wait(device: torch.device) -> None:

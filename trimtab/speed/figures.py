@@ -14,12 +14,14 @@ from typing import Any
 # The figures of a run in the order of the table: (name, unit, whether more is better).
 FIGURES = (
     ("load_s", "s", False), ("first_token_ms", "ms", False), ("decode_tok_s", "tok/s", True),
-    ("between_p50_ms", "ms", False), ("between_p99_ms", "ms", False), ("device_peak_gib", "GiB", False),
+    ("between_p50_ms", "ms", False), ("between_p99_ms", "ms", False), ("cpu_ms", "ms", False),
+    ("device_peak_gib", "GiB", False),
     ("host_peak_gib", "GiB", False),
 )  # fmt: skip
 NAMES = {
     "load_s": "load", "first_token_ms": "first token", "decode_tok_s": "decode", "between_p50_ms": "between tokens, p50",
-    "between_p99_ms": "between tokens, p99", "device_peak_gib": "device peak", "host_peak_gib": "host peak",
+    "between_p99_ms": "between tokens, p99", "cpu_ms": "CPU time a token",
+    "device_peak_gib": "device peak", "host_peak_gib": "host peak",
 }  # fmt: skip
 
 
@@ -50,14 +52,15 @@ def percentile(values: Sequence[float], share: float) -> float:
 def run_figures(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of one run.
 
-    row: load_s, device_peak_bytes, host_peak_bytes (0: not known) and answers (first_ms, gaps_ms: the milliseconds before
-    the first token and between the others). First tokens are a median over the prompts, gaps of all prompts together.
+    row: load_s, device_peak_bytes, host_peak_bytes (0: not known) and answers (first_ms,
+    gaps_ms, cpu_ms: as `Clock.told`). First tokens are a median over the prompts, gaps of all prompts together.
     """
     gaps = [gap for answer in row["answers"] for gap in answer["gaps_ms"]]
     found = {"load_s": row["load_s"], "first_token_ms": median(answer["first_ms"] for answer in row["answers"])}
     if sum(gaps) > 0:
         found["decode_tok_s"] = 1000 * len(gaps) / sum(gaps)
         found |= {"between_p50_ms": percentile(gaps, 0.5), "between_p99_ms": percentile(gaps, 0.99)}
+        found["cpu_ms"] = sum(answer["cpu_ms"] for answer in row["answers"]) / len(gaps)
     for name in ("device", "host"):
         if row.get(f"{name}_peak_bytes"):
             found[f"{name}_peak_gib"] = row[f"{name}_peak_bytes"] / 2**30

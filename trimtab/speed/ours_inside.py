@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from trimtab.api import load
+from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import DeviceError
 from trimtab.plan import Plan
 from trimtab.proof import forced
 from trimtab.request import GenerateRequest
+from trimtab.runtime import hf
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Generation
 from trimtab.speed import bandwidth
-from trimtab.speed.clock import timed, wait
+from trimtab.speed.clock import Clock, wait
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -29,9 +31,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     "ran", with load_s, warm_s, answers, the peaks, how steps were computed, and the bandwidth measured afterwards.
     Errors: those of loading; DeviceError if memory runs out.
     """
-    import trimtab.runtime.model  # noqa: F401 - imported before the clock starts, as on the other side
-
     plan = Plan.from_json(request["plan"])
+    _import_all(plan)
     device = torch.device(plan.execution_device)
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the driver's context is no part of loading, on either side
@@ -58,6 +59,14 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     tell(line | {"bandwidth": bandwidth.measure(str(device))})
 
 
+def _import_all(plan: Plan) -> None:
+    """Import the libraries and the model's own module before the clock starts, as on the other side."""
+    import trimtab.runtime.model  # noqa: F401
+
+    checkpoint = read_checkpoint(plan.request.model)
+    hf.model_class(checkpoint, hf.read_config(checkpoint))
+
+
 def answer_to_the_end(hf_model: Any) -> None:
     """Let no token end an answer: every run decodes the same number of tokens."""
     hf_model.generation_config.eos_token_id = None
@@ -78,17 +87,14 @@ def _answer(model: Any, item: Mapping[str, Any], adapter: str | None, new_tokens
     inputs = forced.read_inputs(item["file"], model.device)
     ids = tuple(int(token) for token in inputs["input_ids"][0])
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
-    token_ids: list[int] = []
-    stamps: list[float] = []
     model.route.set(adapter)
     wait(model.device)
-    started = time.perf_counter()
+    clock = Clock()
     try:
         generation = Generation(model, prepared, GenerateRequest(max_new_tokens=new_tokens))
         with closing(iter(generation)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
-                stamps += [time.perf_counter()] * len(piece.token_ids)
-                token_ids += piece.token_ids
+                clock.tick(piece.token_ids)
     finally:
         model.route.set(None)
-    return timed(item["id"], token_ids, started, stamps)
+    return clock.told(item["id"])

@@ -16,8 +16,8 @@ from trimtab.speed.report import OURS, Report, Side, number
 
 BAR_HEIGHT, BAR_GAP, PANEL_GAP = 24, 8, 30
 LEFT = MARGIN + 90
-# The longest bar leaves room for its number.
-BAR_WIDTH = WIDTH - LEFT - MARGIN - 230
+# Beside the longest bar is room for its numbers.
+BAR_WIDTH = WIDTH - LEFT - MARGIN - 380
 COLORS = {OURS: "#2f6690", "stock": "#d98e32", "eager": "#9fc5e8"}
 WHISKER = 2.0
 
@@ -88,7 +88,7 @@ def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[l
         if limit is not None:
             line = LEFT + min(limit * scale, BAR_WIDTH)
             found.append(Stroke(line, at - 3, at + BAR_HEIGHT + 3, LINE))
-            words += f", limit {number(limit)}{' (off the scale)' if limit * scale > BAR_WIDTH + 1 else ''}"
+            words += f", limit {number(limit)}{' (not drawn to scale)' if limit * scale > BAR_WIDTH + 1 else ''}"
         found.append(Label(LEFT + BAR_WIDTH + 10, at + BAR_HEIGHT / 2 + 4, words, 12, QUIET))
         at += BAR_HEIGHT + BAR_GAP
     return found, at - BAR_GAP + PANEL_GAP

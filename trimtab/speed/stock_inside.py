@@ -17,7 +17,7 @@ import torch
 
 from trimtab.proof import forced, stock_route
 from trimtab.speed import bandwidth
-from trimtab.speed.clock import timed, wait
+from trimtab.speed.clock import Clock, wait
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -25,13 +25,12 @@ Tell = Callable[[dict[str, Any]], None]
 def main(request: Mapping[str, Any], tell: Tell) -> None:
     """Make one run.
 
-    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens. Tells one line, "ran",
+    request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens,
+    own_cpu_path (False: 4-bit products without bitsandbytes' fast path for CPUs). Tells one line, "ran",
     as `ours_inside.main` does; what the stack raises is an "upstream" line.
     """
     with stock_route.told_if_raised(tell):
-        # Imported before the clock starts, as on the other side.
-        for name in ("transformers", "bitsandbytes", *(["peft"] if request["adapters"] else [])):
-            importlib.import_module(name)
+        _import_all(request)
         device = torch.device(request["device"])
         if device.type == "cuda":
             torch.zeros(1, device=device)
@@ -41,7 +40,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
         model, notes = stock_route.with_adapters(model, request["adapters"], Path(request["out"]))
         wait(device)
         load_s = time.perf_counter() - started
-        notes += with_own_cpu_path(model) if device.type == "cpu" else []
+        if device.type == "cpu" and request["own_cpu_path"]:
+            notes += with_own_cpu_path(model)
         has_adapters = bool(request["adapters"])
         with stock_route.using(model, request["adapter"], has_adapters):
             started = time.perf_counter()
@@ -60,6 +60,16 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
         tell(line | {"bandwidth": bandwidth.measure(request["device"])})
 
 
+def _import_all(request: Mapping[str, Any]) -> None:
+    """Import the libraries and the model's own module before the clock starts, as on the other side."""
+    import transformers
+
+    for name in ("bitsandbytes", *(["peft"] if request["adapters"] else [])):
+        importlib.import_module(name)
+    for name in transformers.AutoConfig.from_pretrained(request["folder"]).architectures or ():
+        getattr(transformers, name, None)
+
+
 def with_own_cpu_path(model: Any) -> list[str]:
     """Give 4-bit layers back what bitsandbytes itself chooses on this CPU; returns a note if that is the fast path."""
     from bitsandbytes import functional
@@ -73,21 +83,16 @@ def with_own_cpu_path(model: Any) -> list[str]:
     return ["4-bit products by bitsandbytes' AVX512-BF16 path, which repacks the weights (bitsandbytes #2078)"]
 
 
-class _Clock:
-    """A streamer: notes when each token was there. The first call is the prompt's."""
+class _Streamer:
+    """Tells a clock each token as transformers hands it out. The first call is the prompt's."""
 
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.stamps: list[float] = []
-        self._prompt_seen = False
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._prompt_seen = clock, False
 
     def put(self, value: torch.Tensor) -> None:
-        if not self._prompt_seen:
-            self._prompt_seen = True
-            return
-        for token in value.reshape(-1).tolist():
-            self.token_ids.append(int(token))
-            self.stamps.append(time.perf_counter())
+        if self._prompt_seen:
+            self._clock.tick(value.reshape(-1).tolist())
+        self._prompt_seen = True
 
     def end(self) -> None:
         """Called by transformers after the last token."""
@@ -104,13 +109,12 @@ def _answer(model: Any, item: Mapping[str, Any], new_tokens: int) -> dict[str, A
     )
     holder = model.get_base_model() if hasattr(model, "get_base_model") else model
     forced.forget_request(model)
-    clock = _Clock()
     kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
     wait(device)
-    started = time.perf_counter()
+    clock = Clock()
     try:
         with torch.no_grad():
-            holder.generate(**inputs, generation_config=config, streamer=clock)
+            holder.generate(**inputs, generation_config=config, streamer=_Streamer(clock))
     finally:
         holder.generation_config = kept
-    return timed(item["id"], clock.token_ids, started, clock.stamps)
+    return clock.told(item["id"])

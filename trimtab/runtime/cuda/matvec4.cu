@@ -134,7 +134,7 @@ __device__ __forceinline__ T of(const T* member, int m) {
 __device__ __forceinline__ float lora_product(const float* B, const float* low, int rank) {
   float sum = 0.f;
   if ((rank & 3) == 0 && ((size_t)B & 15) == 0 && ((size_t)low & 15) == 0) {
-#pragma unroll 4
+#pragma unroll 8
     for (int j = 0; j < rank; j += 4) {
       const float4 b = __ldg((const float4*)(B + j)), v = __ldcg((const float4*)(low + j));
       sum = fmaf(b.x, v.x, sum);
@@ -226,6 +226,10 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 
+  int slot = -1;
+  if (a.slots && tid % COLUMNS < n && tid < MEMBERS * COLUMNS && of(a.rows, tid / COLUMNS) > 0)
+    slot = __ldcg(a.slots + tid % COLUMNS);
+
   // x as fp16, exact for bf16: every row times a power of two that puts its largest value just below 2^15. Powers of
   // two down to 2^-32 of the largest value lose nothing; what is smaller loses less than 2^-40 of the largest.
   if (!a.late_wait) wait_for_previous();
@@ -246,20 +250,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
   if (a.nested_code)
     for (int i = tid; i < 256; i += threads) nested_code[i] = __ldg(a.nested_code + i);
-  if (a.slots)
-    for (int e = tid; e < MEMBERS * COLUMNS; e += threads) {
-      const int m = e / COLUMNS, i = e - m * COLUMNS;
-      LoraEntry entry = {0, 0.f, 0};
-      if (of(a.rows, m) > 0 && i < n) {
-        const int slot = __ldcg(a.slots + i);
-        if (slot >= 0) {
-          entry.B = (const float*)__ldcg(a.lora_B + (size_t)m * a.lora_B_stride + slot);
-          entry.scale = __ldcg(a.lora_scale + (size_t)m * a.lora_scale_stride + slot);
-          entry.rank = __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot);
-        }
-      }
-      lora[e] = entry;
-    }
+  // Addresses behind addresses: each is asked for here and waited for later.
+  LoraEntry entry = {0, 0.f, 0};
+  if (slot >= 0) {
+    entry.B = (const float*)__ldcg(a.lora_B + (size_t)(tid / COLUMNS) * a.lora_B_stride + slot);
+    entry.scale = __ldcg(a.lora_scale + (size_t)(tid / COLUMNS) * a.lora_scale_stride + slot);
+    entry.rank = __ldcg(a.lora_rank + (size_t)(tid / COLUMNS) * a.lora_rank_stride + slot);
+  }
 #pragma unroll 1
   for (int first = 0; first < x_count; first += KEPT * threads) {
 #pragma unroll
@@ -279,6 +276,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       if ((lane & 7) == 0 && i < x_count) atomicMax(largest + r, m);  // eight neighbours are 64 values of one row
     }
   }
+  if (tid < MEMBERS * COLUMNS) lora[tid] = entry;
   __syncthreads();
   // The exponent of the largest value, within what a power of two in float32 can undo.
 #define EXPONENT(r) min(max((int)(largest[r] >> 23), 15), 254)
@@ -482,8 +480,10 @@ extern "C" __global__ void lora_shrink(
   // Not earlier: who is started by this trusts that x, made by the kernel in front of this one, is complete.
   let_next_start();
   const int slot = __ldcg(slots + i);
-  if (slot < 0 || j >= __ldcg(lora_rank + (size_t)m * lora_rank_stride + slot)) return;
+  if (slot < 0) return;
+  const int rank = __ldcg(lora_rank + (size_t)m * lora_rank_stride + slot);
   const float* A = (const float*)__ldcg(lora_A + (size_t)m * lora_A_stride + slot) + (size_t)j * columns;
+  if (j >= rank) return;
   const u16* from = (const u16*)x + (size_t)i * x_stride;
   float sum = 0.f;
   if ((columns & 3) == 0 && ((size_t)A & 15) == 0 && ((size_t)from & 7) == 0) {
@@ -520,9 +520,10 @@ extern "C" __global__ void lora_add(
   const int slot = __ldcg(slots + i);
   if (slot < 0 || at >= rows) return;
   const int rank = __ldcg(lora_rank + slot);
-  if (!rank) return;
+  const float scale = __ldcg(lora_scale + slot);
   const float* B = (const float*)__ldcg(lora_B + slot) + (size_t)at * rank;
-  const float change = __ldcg(lora_scale + slot) * lora_product(B, low + (size_t)i * low_row, rank);
+  if (!rank) return;
+  const float change = scale * lora_product(B, low + (size_t)i * low_row, rank);
   u16* to = (u16*)y + (size_t)i * y_stride + at;
   *to = stored((half ? from_half(*to) : from_bf16(*to)) + (round_change ? rounded(change, half) : change), half);
 }

@@ -1,0 +1,53 @@
+"""The package's own kernel modules on the CPU: what `fused.load` and `matvec.load` give on a GPU.
+
+Pass them where a `nvrtc.Module` goes; `launches` says which kernels ran.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.cuda_on_cpu.run import CpuModule
+from trimtab.runtime import fused, matvec, nvrtc
+
+MATVEC_NAMES = ("matvec_1_4", "matvec_2_2", "lora_shrink", "lora_add")
+
+
+class _Kept(dict):
+    """What a module keeps; attention is compiled for each kind of layer when it is first asked for."""
+
+    def __init__(self, source: str, **facts: Any) -> None:
+        super().__init__()
+        self.source, self.facts = source, facts
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+    def __missing__(self, options: Any) -> CpuModule:
+        return self.setdefault(options, CpuModule(self.source, fused.ATTEND_NAMES, options=options, **self.facts))
+
+
+def small(
+    order: int = 0, *, multiprocessors: int = 16, source: str | None = None, attend: str | None = None
+) -> CpuModule:
+    """Return the kernels of runtime/fused.py. order: of threads and blocks. source, attend: other sources than its own."""
+    facts = {"order": order, "multiprocessors": multiprocessors}
+    module = CpuModule(source or fused.source(), fused.NAMES, **facts)
+    module.kept = _Kept(attend or fused.source("attend.cu"), **facts)
+    fused.prepare(module)
+    return module
+
+
+def products(order: int = 0, *, multiprocessors: int = 16) -> CpuModule:
+    """Return the kernels of runtime/matvec.py."""
+    source = nvrtc.source("matvec4.cu")
+    module = CpuModule(source, MATVEC_NAMES, order=order, multiprocessors=multiprocessors)
+    matvec.prepare(module)
+    return module
+
+
+def launches(module: CpuModule) -> list[str]:
+    """Return the names of what a module launched, attention last."""
+    return module.launches + [
+        name for kept in module.kept.values() if isinstance(kept, CpuModule) for name in kept.launches
+    ]

@@ -1,0 +1,156 @@
+"""Compiles a CUDA source with g++ and launches its kernels on arrays or CPU tensors.
+
+`compile_for_cpu` takes numpy arrays, each with guards around it: what a kernel writes beside them is found. `CpuModule`
+has the interface of `trimtab.runtime.nvrtc.Module` and takes CPU tensors as they are, so that the code that cuts launches
+and lists arguments is the code under test.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HEADER = Path(__file__).with_name("cuda_on_cpu.h")
+# As on a GPU, a product and a sum become one operation only where the source says fmaf.
+FLAGS = ("-x", "c++", "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-ffp-contract=off", "-fno-strict-aliasing",
+         "-U_FORTIFY_SOURCE")  # fmt: skip
+_GUARD_BYTES = 512
+_FOLDER = tempfile.TemporaryDirectory(prefix="cuda-on-cpu-", ignore_cleanup_errors=True)
+
+
+class LaunchError(Exception):
+    """A launch that a GPU would refuse, hang in, or answer with an error."""
+
+
+def why_not() -> str | None:
+    """Return why sources cannot be run here, None if they can."""
+    if sys.platform == "win32":
+        return "fibers need ucontext"
+    return None if shutil.which("g++") else "there is no g++"
+
+
+@lru_cache(maxsize=64)
+def _library(source: str, names: tuple[str, ...], defines: tuple[str, ...]) -> ctypes.CDLL:
+    # A block's dynamic shared memory has the size that the launch names.
+    declared = r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\]\s*;"
+    text = re.sub(declared, r"\1* const \2 = (\1*)cuda_on_cpu::shared_memory;", source)
+    for name in names:
+        text += f"""
+extern "C" const char* cpu_signature_{name}() {{ return cuda_on_cpu::signature({name}); }}
+extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order) {{
+  return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order);
+}}
+"""
+    key = hashlib.sha256(repr((text, HEADER.read_text(encoding="utf-8"), defines)).encode()).hexdigest()[:24]
+    path = Path(_FOLDER.name) / f"{key}.so"
+    flags = [f"-D{define}" for define in ("TRIMTAB_CPU", *defines)]
+    command = ["g++", *FLAGS, *flags, "-include", str(HEADER), "-", "-o", str(path)]
+    made = subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
+    if made.returncode:
+        raise LaunchError(f"g++ does not compile this source:\n{made.stderr[:8000]}")
+    library = ctypes.CDLL(str(path))
+    library.cpu_error.restype = ctypes.c_char_p
+    for name in names:
+        getattr(library, f"cpu_signature_{name}").restype = ctypes.c_char_p
+    return library
+
+
+def _three(sizes: int | Sequence[int]) -> Any:
+    listed = (sizes,) if isinstance(sizes, int) else tuple(sizes)
+    return (ctypes.c_uint * 3)(*listed, *(1,) * (3 - len(listed)))
+
+
+def _start(
+    library: ctypes.CDLL, name: str, grid: Any, block: Any, values: Sequence[Any], shared_bytes: int, order: int
+) -> None:
+    wanted = getattr(library, f"cpu_signature_{name}")().decode()
+    kinds = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_int64: "l", ctypes.c_float: "f"}
+    given = "".join(kinds[type(value)] for value in values)
+    if given != wanted:
+        at = next((i for i, (a, b) in enumerate(zip(given, wanted)) if a != b), min(len(given), len(wanted)))
+        raise LaunchError(f"{name} takes ({wanted}), not ({given}); they differ from argument {at} on")
+    pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
+    if getattr(library, f"cpu_start_{name}")(pointers, _three(grid), _three(block), shared_bytes, order):
+        raise LaunchError(f"{name}: {library.cpu_error().decode()}")
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return ctypes.c_void_p(0)
+    if isinstance(value, np.int64) or hasattr(value, "value"):  # np.int64, or nvrtc.Long
+        return ctypes.c_int64(int(getattr(value, "value", value)))
+    if isinstance(value, (bool, int, np.integer)):
+        return ctypes.c_int(int(value))
+    return ctypes.c_float(float(value))
+
+
+def compile_for_cpu(source: str, name: str, defines: Mapping[str, Any] | Sequence[str] = ()) -> Callable[..., None]:
+    """Return kernel(grid, block, args, *, shared_bytes=0, order=0) of the kernel `name` (extern "C").
+
+    args: numpy arrays (pointers; changed in place), int (int32), np.int64, float (float32), None (null). order: which
+    way round threads and blocks run: 0, 1 (backwards) or a seed. Errors: LaunchError.
+    """
+    listed = [f"{key}={value}" for key, value in defines.items()] if isinstance(defines, Mapping) else list(defines)
+    library = _library(source, (name,), tuple(listed))
+
+    def kernel(grid: Any, block: Any, args: Sequence[Any], *, shared_bytes: int = 0, order: int = 0) -> None:
+        values, held = [], []
+        for arg in args:
+            if not isinstance(arg, np.ndarray):
+                values.append(_plain(arg))
+                continue
+            assert arg.flags.c_contiguous and arg.flags.writeable, "arrays must be contiguous and writable"
+            memory = np.full(arg.nbytes + 2 * _GUARD_BYTES + 256, 0xFF, np.uint8)
+            start = _GUARD_BYTES + -(memory.ctypes.data + _GUARD_BYTES) % 256
+            memory[start : start + arg.nbytes] = arg.view(np.uint8).reshape(-1) if arg.size else b""
+            held.append((arg, memory, start))
+            values.append(ctypes.c_void_p(memory.ctypes.data + start))
+        _start(library, name, grid, block, values, shared_bytes, order)
+        for number, (arg, memory, start) in enumerate(held):
+            if not ((memory[:start] == 0xFF).all() and (memory[start + arg.nbytes :] == 0xFF).all()):
+                raise LaunchError(f"{name} wrote beside array {number}")
+            if arg.size:
+                arg.view(np.uint8).reshape(-1)[:] = memory[start : start + arg.nbytes]
+
+    return kernel
+
+
+class CpuModule:
+    """The interface of `nvrtc.Module` on CPU tensors. names: the kernels of the source. launches: their names, in order."""
+
+    def __init__(
+        self, source: str, names: Sequence[str], *, options: Sequence[str] = (), order: int = 0,
+        capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
+    ) -> None:  # fmt: skip
+        import torch
+
+        self.device = torch.device("cpu")
+        self.order, self.capability, self.multiprocessors = order, capability, multiprocessors
+        self.shared_bytes, self.overlap = 227 * 1024, False
+        self.kept: dict[Any, Any] = {}
+        self.launches: list[str] = []
+        defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
+        self._library = _library(source, tuple(names), defines)
+
+    def launch(
+        self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0,
+        dependent: bool | None = None,
+    ) -> None:  # fmt: skip
+        import torch
+
+        values = [
+            ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _plain(value) for value in args
+        ]
+        self.launches.append(name)
+        _start(self._library, name, grid, block, values, shared_bytes, self.order)

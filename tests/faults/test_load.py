@@ -1,0 +1,158 @@
+"""The load bench counts what clients got: percentiles, what was cut, rates that arrive whether the server keeps up or not."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from bench import client, load, soak
+from trimtab.demo.line import FOLDER
+
+PIECES, PIECE_S = 4, 0.03
+
+
+class Talker(BaseHTTPRequestHandler):
+    """Streams four pieces; `never` streams one and stays silent; `no` is refused."""
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(body["model"])
+        if body["model"] == "no":
+            self._send(429, "application/json", {"error": {"class": "QueueFullError"}})
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for number in range(1 if body["model"] == "never" else PIECES):
+            time.sleep(PIECE_S)
+            self._chunk({"choices": [{"delta": {"content": f"{number} "}, "finish_reason": None}]})
+        if body["model"] == "never":
+            self.server.over.wait(30)
+            return
+        self._chunk({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": PIECES}})
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _chunk(self, value):
+        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+        self.wfile.flush()
+
+    def _send(self, status, kind, value):
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    found = ThreadingHTTPServer(("127.0.0.1", 0), Talker)
+    found.daemon_threads = True
+    found.asked, found.over = [], threading.Event()
+    threading.Thread(target=found.serve_forever, daemon=True).start()
+    yield found
+    found.over.set()
+    found.shutdown()
+    found.server_close()
+
+
+def address(server):
+    return f"127.0.0.1:{server.server_address[1]}"
+
+
+def test_a_closed_loop_asks_again_as_soon_as_it_is_answered(server):
+    row = load.closed(address(server), [{"model": "a"}, {"model": "b"}], clients=3, seconds=1.2).row()
+    assert row["requests"] >= 3 and row["errors"] == {} and row["unfinished"] <= 3
+    assert row["ttft_ms"]["p50"] >= 1000 * PIECE_S and set(row["between_ms"]) == {"p50", "p90", "p99", "max"}
+    assert {"a", "b"} <= set(server.asked)
+    # Three clients, each with a token every 30 ms at best.
+    assert 0 < row["tok_s"] <= 3 / PIECE_S
+
+
+def test_what_is_unanswered_at_the_end_is_cut_and_counted(server):
+    start = time.monotonic()
+    row = load.closed(address(server), [{"model": "never"}], clients=2, seconds=0.4).row()
+    assert time.monotonic() - start < 5
+    assert (row["requests"], row["unfinished"], row["between_ms"]) == (0, 2, None)
+    assert row["tok_s"] == pytest.approx(2 / 0.4, rel=0.01)
+
+
+def test_errors_are_counted_by_name(server):
+    row = load.closed(address(server), [{"model": "no"}], clients=1, seconds=0.2).row()
+    assert set(row["errors"]) == {"QueueFullError"} and row["ttft_ms"] is None
+
+
+def test_an_open_loop_arrives_at_its_rate_whatever_happens(server):
+    row = load.opened(address(server), [{"model": "never"}], rate=20.0, seconds=1.0).row()
+    assert 8 <= row["unfinished"] <= 36 and row["requests"] == 0
+
+
+def test_percentiles_are_of_the_values_themselves():
+    assert client.percentiles([]) is None
+    found = client.percentiles([float(number) for number in range(1, 101)])
+    assert found == {"p50": 51.0, "p90": 91.0, "p99": 100.0, "max": 100.0}
+
+
+def test_growth_compares_the_first_and_the_last_fifth():
+    steady = [100 * 2**20] * 50
+    assert soak.growth(steady)["percent"] == 0
+    assert soak.growth([*steady, *[102 * 2**20] * 50])["percent"] == pytest.approx(2.0)
+    # One large value in between is no growth.
+    assert soak.growth([*steady[:25], 400 * 2**20, *steady])["percent"] == 0
+
+
+def test_every_adapter_gets_text_pictures_and_sounds():
+    bodies = load.questions(load.demo(), 8)
+    assert len(bodies) == 3 * 3
+    kinds = [{part["type"] for part in body["messages"][0]["content"]} - {"text"} for body in bodies]
+    assert {frozenset(kind) for kind in kinds} == {frozenset(), frozenset({"image_url"}), frozenset({"input_audio"})}
+    assert {body["model"] for body in bodies} == {"demo", *load.STOCK_ADAPTERS}
+
+
+def test_a_random_checkpoint_gets_a_word_for_every_token(tmp_path):
+    from transformers import AutoTokenizer
+
+    config = json.loads((FOLDER / "base" / "config.json").read_text())
+    config["text_config"]["vocab_size"] = 5000
+    config["image_token_id"] = 258_880
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    load.give_voice(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert len(tokenizer) == 5000 and tokenizer.decode([4321]).strip() == "w4321"
+    given = json.loads((tmp_path / "config.json").read_text())
+    assert given["image_token_id"] == tokenizer.convert_tokens_to_ids("<|image|>")
+
+
+@pytest.mark.slow
+def test_both_servers_are_measured_in_one_run(tmp_path):
+    file = tmp_path / "load.json"
+    load.main(["--seconds", "3", "--clients", "1", "4", "--rates", "2", "--save", str(file)])
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["engine"], row["loop"]) for row in rows] == [
+        (engine, loop) for loop in ("closed", "closed", "open") for engine in ("trimtab", "stock")
+    ]
+    assert all(row["errors"] == {} and row["tok_s"] > 0 for row in rows)
+
+
+def test_a_size_needs_a_place_to_be_made_in(capsys):
+    with pytest.raises(SystemExit):
+        load.main(["--size", "e4b"])
+    assert "--work" in capsys.readouterr().err
+
+
+def test_an_engine_that_fails_is_written_down(tmp_path, monkeypatch):
+    def broken():
+        raise RuntimeError("no such server")
+
+    monkeypatch.setattr(load, "servers", lambda model, given: {"trimtab": broken, "stock": broken})
+    load.main(["--save", str(tmp_path / "load.json")])
+    rows = json.loads((tmp_path / "load.json").read_text())["rows"]
+    assert [row["failed"] for row in rows] == ["RuntimeError: no such server"] * 2

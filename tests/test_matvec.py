@@ -1,0 +1,453 @@
+"""4-bit products and LoRA: the torch path against float64 and against bitsandbytes, and the CUDA source run on the CPU.
+
+The kernels run as they are, compiled by g++ (tests/cuda_on_cpu): tiny shapes, three orders of threads and blocks,
+poisoned outputs. tests/gpu/test_kernels.py runs them over the shapes of real models.
+"""
+
+import dataclasses
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from trimtab.errors import DeviceError
+from trimtab.runtime import matvec, nvrtc
+from trimtab.runtime.lora import LinearAdapter
+from trimtab.runtime.quant import dequantize, quantize, shell
+
+KERNELS = ("matvec_1_4", "matvec_2_2", "lora_shrink", "lora_add")
+H200 = {"multiprocessors": 132, "shared_bytes": 232448}
+needs_gxx = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+
+
+@pytest.fixture(scope="module")
+def modules():
+    """The kernels on the CPU, threads and blocks forwards, backwards and shuffled."""
+    made = []
+    for order in (0, 1, 7):
+        module = run.CpuModule(nvrtc.source("matvec4.cu"), KERNELS, order=order)
+        matvec.prepare(module)
+        module.kept["parts"].fill_(math.nan)
+        made.append(module)
+    return made
+
+
+def packed_of(rows, columns, quant="nf4-dq", dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return quantize((torch.randn(rows, columns, generator=generator) * 0.05).to(dtype), quant)
+
+
+def group_of(rows, columns, quant="nf4-dq", dtype=torch.bfloat16):
+    """Layers over one input, with one copy of the code tables, as a loaded model has them."""
+    group = [packed_of(one, columns, quant, dtype, seed) for seed, one in enumerate(rows)]
+    return [packed.with_parts(packed.parts, group[0].codes) for packed in group]
+
+
+def adapters_of(rows, columns, ranks):
+    """One list a layer: an adapter of each rank, None for rank 0."""
+    return [
+        [
+            (torch.randn(r, columns) / columns**0.5, torch.randn(one, r), 0.3 + slot) if r else None
+            for slot, r in enumerate(ranks)
+        ]
+        for one in rows
+    ]
+
+
+def exact(x, group, bias=()):
+    y = x.double() @ torch.cat([matvec.decoded(packed, torch.float64) for packed in group]).T
+    return y + torch.cat(bias).double() if bias else y
+
+
+# The torch path -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("quant", ["nf4", "fp4", "nf4-dq"])
+def test_decoded_weights_are_bitsandbytes_own_up_to_their_rounding(quant):
+    packed = packed_of(48, 192, quant)
+    stock, ours = dequantize(packed).double(), matvec.decoded(packed).double()
+    # bf16 has 8 bits: half a step is 2^-9 of the value.
+    assert ((stock - ours).abs() <= ours.abs() * 2**-8 + 1e-9).all()
+    assert torch.equal(ours.to(torch.bfloat16), dequantize(packed))
+
+
+def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
+    """The same roundings as the layer and LinearAdapter.apply: y, then the change, then their sum."""
+
+    class Leaf:
+        quant_kind, bias = "nf4", None
+
+    torch.manual_seed(1)
+    packed, x = packed_of(96, 256, dtype=torch.bfloat16), torch.randn(3, 256).bfloat16()
+    ((adapter,),) = adapters_of([96], 256, [8])
+    lora = matvec.lora_args([[adapter]], torch.tensor([0, -1, 0], dtype=torch.int32), 8)
+    out = torch.full((3, 96), math.nan, dtype=torch.bfloat16)
+    matvec.lora_shrink(x, lora, None)
+    matvec.matvec4(x, [packed], out, lora=lora, module=None)
+    base = torch.nn.functional.linear(x.float(), matvec.decoded(packed)).bfloat16()
+    A, B, scale = adapter
+    wanted = LinearAdapter("text", scale, A, B).apply(Leaf(), x, base.clone())
+    wanted[1] = base[1]
+    assert torch.equal(out, wanted)
+    # And bitsandbytes' own layer, which rounds each weight to bf16, is near: 2^-9 a weight, averaged over 256 of them.
+    stock = shell(packed, None, torch.bfloat16)(x)
+    assert matvec.relative_error(base, stock) < 5e-3
+
+
+@pytest.mark.parametrize("round_change", [False, True])
+def test_the_change_of_other_layers_is_added_as_the_adapter_adds_it(round_change):
+    class Leaf:
+        quant_kind, bias = ("int8" if round_change else "none"), None
+
+    torch.manual_seed(2)
+    x, y = torch.randn(3, 100).bfloat16(), torch.randn(3, 50).bfloat16()
+    adapters = adapters_of([50], 100, [0, 6])
+    lora = matvec.lora_args(adapters, torch.tensor([1, 0, -1], dtype=torch.int32), 6)
+    A, B, scale = adapters[0][1]
+    wanted = y.clone()
+    wanted[0] = LinearAdapter("text", scale, A, B).apply(Leaf(), x[0], y[0])
+    matvec.lora_shrink(x, lora, None)
+    matvec.lora_add(y, lora, None, round_change=round_change)
+    assert torch.equal(y, wanted)
+
+
+def test_adapter_tables_hold_addresses_ranks_and_scales():
+    adapters = adapters_of([16, 32], 64, [4, 0])
+    lora = matvec.lora_args(adapters, torch.zeros(2, dtype=torch.int32), 4)
+    assert lora.A_ptr.tolist() == [[adapters[0][0][0].data_ptr(), 0], [adapters[1][0][0].data_ptr(), 0]]
+    assert lora.B_ptr[1, 0] == adapters[1][0][1].data_ptr()
+    assert (lora.rank.tolist(), lora.low.shape) == ([[4, 0], [4, 0]], (2, 2, 4))
+    one = lora.member(1)
+    assert one.B_ptr.tolist() == lora.B_ptr[1:].tolist() and one.low.data_ptr() == lora.low[:, 1].data_ptr()
+
+
+@pytest.mark.parametrize("quant", ["nf4-dq", "fp4"])
+def test_random_weights_have_the_layout_of_quantized_ones(quant):
+    real, made = packed_of(48, 192, quant), matvec.RandomWeights(torch.device("cpu"), quant=quant).make(48, 192)
+    assert (made.kind, made.shape, made.dtype) == (real.kind, real.shape, real.dtype)
+    for name, part in real.parts.items():
+        assert (made.parts[name].dtype, made.parts[name].numel()) == (part.dtype, part.numel()), name
+    assert {name: code.tolist() for name, code in made.codes.items()} == {n: c.tolist() for n, c in real.codes.items()}
+    assert 0.01 < matvec.decoded(made).std() < 0.1
+    half = matvec.decoded(made, torch.float64, rows=slice(20, 31))
+    assert torch.equal(half.float(), matvec.decoded(made)[20:31])
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"kind": "int8"}, "the weight is int8"),
+        ({"shape": (128, 96)}, "not whole blocks of 64"),
+        ({"blocksize": 128}, "blocks of 128"),
+        ({"nested_blocksize": 128}, "nested blocks of 128"),
+    ],
+)
+def test_a_weight_that_the_kernel_cannot_take_is_refused_by_name(change, words):
+    packed = dataclasses.replace(packed_of(64, 192), **change)
+    assert words in matvec.why_not(packed, torch.bfloat16, "cpu")
+
+
+def test_types_rows_codes_and_alignment_are_refused_by_name():
+    packed = packed_of(64, 192)
+    assert "torch.float32" in matvec.why_not(packed, torch.float32, "cpu")
+    assert "9 rows" in matvec.why_not(packed, torch.bfloat16, "cpu", n=9)
+    assert matvec.why_not(packed, torch.bfloat16, "cpu") == "cpu is not a CUDA device"
+    large = packed.with_parts(packed.parts, packed.codes | {"code": packed.codes["code"] * 1e6})
+    assert "codes" in matvec.why_not(large, torch.bfloat16, "cpu")
+    shifted = torch.empty(packed.parts["absmax"].numel() + 1, dtype=torch.uint8)[1:]
+    assert "absmax is not" in matvec.why_not(
+        packed.with_parts(packed.parts | {"absmax": shifted}, packed.codes), torch.bfloat16, "cpu"
+    )
+
+
+# Cuts -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize(
+    "rows, columns",
+    [((10240, 10240), 2560), ((2560,), 10240), ((2048, 512, 512), 2560), ((1536,), 12288), ((15360, 15360), 3840),
+     ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64)],
+)  # fmt: skip
+def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n):
+    found = matvec.cuts(rows, columns, n, **H200)
+    assert found == sorted(found, key=lambda cut: cut.estimated_us)
+    for cut in found:
+        units = sum(-(-one // (16 * cut.tiles)) for one in rows)
+        assert (cut.grid - 1) * cut.row_warps < units <= cut.grid * cut.row_warps
+        blocks = columns // 64
+        assert (cut.splits - 1) * cut.chunk < blocks <= cut.splits * cut.chunk
+        assert cut.chunk % 4 == 0  # scales are read four at a time
+        assert 32 * cut.row_warps * cut.k_warps <= matvec.MAX_THREADS
+        assert cut.needed_bytes(n) == cut.shared_bytes <= H200["shared_bytes"]
+    assert len({str(cut) for cut in found}) == len(found) > 0
+
+
+def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
+    small = {"multiprocessors": 46, "shared_bytes": 101376}  # compute capability 8.6 and 8.9
+    assert {cut.splits for cut in matvec.cuts((2560,), 10240, 8, **small)} == {6, 8}
+    assert matvec.cuts((2560,), 10240, 1, **small)
+    assert not matvec.cuts((2560,), 65536, 8, **small)
+
+
+def test_tuned_cuts_are_read_again_and_foreign_ones_left_out(tmp_path):
+    cut = matvec.cuts((2560,), 2048, 1, **H200)[5]
+    key = ("cut", (2560,), 2048, 1)
+    matvec.save_cuts({key: cut, "parts": torch.zeros(1)}, tmp_path / "sub" / "cuts.json")
+    assert matvec.read_cuts(tmp_path / "sub" / "cuts.json") == {key: cut}
+    wrong = dataclasses.replace(cut, grid=cut.grid - 1)
+    matvec.save_cuts({key: wrong}, tmp_path / "cuts.json")
+    assert matvec.read_cuts(tmp_path / "cuts.json") == {}
+    (tmp_path / "cuts.json").write_text("[1, 2")
+    assert matvec.read_cuts(tmp_path / "cuts.json") == {}
+    assert matvec.read_cuts(tmp_path / "missing.json") == {}
+
+
+@needs_gxx
+def test_a_product_that_fits_no_cut_is_a_named_error(modules):
+    module = run.CpuModule(nvrtc.source("matvec4.cu"), KERNELS)
+    matvec.prepare(module)
+    module.shared_bytes = 65536
+    x, out = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 16).bfloat16()
+    with pytest.raises(DeviceError, match=r"no cut of \[16\] x 64 for 1 rows"):
+        matvec.matvec4(x, [packed_of(16, 64)], out, module=module)
+
+
+# The kernels ----------------------------------------------------------------------------------------------------------
+
+SHAPES = [
+    ((16,), 64, 1, "nf4-dq", torch.bfloat16),
+    ((33,), 256, 1, "nf4", torch.bfloat16),
+    ((48, 16, 17), 512, 3, "nf4-dq", torch.bfloat16),
+    ((40, 24), 704, 8, "nf4-dq", torch.bfloat16),  # 11 blocks of 64: scales one at a time
+    ((40,), 192, 5, "fp4", torch.float16),
+    ((80,), 1280, 2, "nf4-dq", torch.float16),
+    ((32, 32), 4096, 8, "nf4-dq", torch.bfloat16),  # x beyond what the threads hold in registers
+]
+
+
+@needs_gxx
+@pytest.mark.parametrize("rows, columns, n, quant, dtype", SHAPES)
+def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, quant, dtype):
+    torch.manual_seed(3)
+    group = group_of(rows, columns, quant, dtype)
+    # Rows of very different size: one scale for all of them would lose the small ones.
+    x = (torch.randn(n, columns) * torch.logspace(-3, 3, n)[:, None]).to(dtype)
+    bias = [torch.randn(one).to(dtype) for one in rows]
+    outs = []
+    for module in modules:
+        out = torch.full((n, sum(rows)), math.nan, dtype=dtype)
+        matvec.matvec4(x, group, out, bias=bias, module=module)
+        outs.append(out)
+        assert not module.kept["arrived"].any()
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    reference = torch.empty_like(outs[0])
+    matvec.matvec4_torch(x, group, reference, bias=bias)
+    wanted = exact(x, group, bias)
+    for i in range(n):
+        error, rounding = matvec.relative_error(outs[0][i], wanted[i]), matvec.relative_error(reference[i], wanted[i])
+        # Codes as float16 add up to 2^-12 of each weight.
+        assert error < min(matvec.LARGEST_ERROR, rounding + 2.5e-4)
+
+
+@needs_gxx
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_every_cut_gives_the_same_product(modules, tiles, splits):
+    torch.manual_seed(4)
+    rows, columns, n = (80, 33), 1024, 7
+    group = group_of(rows, columns)
+    x = torch.randn(n, columns).bfloat16()
+    wanted = exact(x, group)
+    found = [cut for cut in matvec.cuts(rows, columns, n, **H200) if (cut.tiles, cut.splits) == (tiles, splits)]
+    tried = {
+        (cut.row_warps, cut.k_warps): cut for cut in found if cut.row_warps in (1, 2, 5) and cut.k_warps in (1, 2, 3, 8)
+    }
+    assert len(tried) >= 3
+    for number, cut in enumerate(tried.values()):
+        out = torch.full((n, sum(rows)), math.nan, dtype=torch.bfloat16)
+        matvec.matvec4(x, group, out, module=modules[number % 3], cut=cut)
+        assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR, cut
+
+
+@needs_gxx
+def test_splits_add_their_parts_in_the_same_order_whoever_comes_last(modules):
+    """Blocks arrive forwards, backwards and shuffled; the sum of six parts must not depend on it."""
+    torch.manual_seed(5)
+    group, x = group_of((48,), 1536), torch.randn(2, 1536).bfloat16()
+    cut = next(cut for cut in matvec.cuts((48,), 1536, 2, **H200) if cut.splits == 6)
+    outs = []
+    for module in modules:
+        out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)
+        matvec.matvec4(x, group, out, module=module, cut=cut)
+        outs.append(out)
+        assert not module.kept["arrived"].any()
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+@needs_gxx
+def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
+    torch.manual_seed(6)
+    group, module = group_of((32,), 256), modules[2]
+    x = torch.randn(7, 256).bfloat16()
+    x[1] = 0
+    x[2] *= 1e-37
+    x[3] *= 1e36
+    x[4, 5] = math.inf
+    x[5, 9] = math.nan
+    x[6, 1:] *= 2**-20  # one value far above all others
+    out = torch.full((7, 32), math.nan, dtype=torch.bfloat16)
+    matvec.matvec4(x, group, out, module=module)
+    wanted = exact(x, group)
+    for i in (0, 2, 3, 6):
+        assert matvec.relative_error(out[i], wanted[i]) < matvec.LARGEST_ERROR, i
+    assert torch.equal(out[1], torch.zeros(32).bfloat16())
+    assert not out[4].isfinite().any() and not out[5].isfinite().any()
+
+
+@needs_gxx
+def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
+    torch.manual_seed(7)
+    group, module = group_of((24, 40), 128), modules[1]
+    wide, into = torch.randn(3, 256).bfloat16(), torch.full((3, 100), 7.0).bfloat16()
+    matvec.matvec4(wide[:, 128:], group, into[:, 20:84], module=module)
+    assert matvec.relative_error(into[:, 20:84], exact(wide[:, 128:], group)) < matvec.LARGEST_ERROR
+    assert (into[:, :20] == 7).all() and (into[:, 84:] == 7).all()
+
+
+@needs_gxx
+def test_layers_with_other_code_tables_are_launched_alone(modules):
+    group = [packed_of(32, 128, seed=1), packed_of(16, 128, seed=2)]  # each with its own copy
+    module, x = modules[0], torch.randn(2, 128).bfloat16()
+    adapters = adapters_of([32, 16], 128, [4])
+    lora = matvec.lora_args(adapters, torch.tensor([0, -1], dtype=torch.int32), 4)
+    out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
+    before = len(module.launches)
+    matvec.lora_shrink(x, lora, module)
+    matvec.matvec4(x, group, out, lora=lora, module=module)
+    assert [name.partition("_")[0] for name in module.launches[before:]] == ["lora", "matvec", "matvec"]
+    matvec.matvec4_torch(x, group, wanted, lora=lora)
+    assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+
+
+@pytest.mark.slow  # half a minute on two busy cores: compiles the source again and runs every kind of cut
+@needs_gxx
+def test_nothing_is_read_or_written_beyond_its_end():
+    """Every tensor at the edge of a closed page, in a process of its own, which a wrong access ends."""
+    done = subprocess.run([sys.executable, "-m", "tests.fenced_matvec"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "nothing was touched beyond its end" in done.stdout
+
+
+# LoRA in the kernels --------------------------------------------------------------------------------------------------
+
+
+@needs_gxx
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_row_uses_its_own_adapter(modules, dtype, splits):
+    torch.manual_seed(8)
+    rows, columns, n, width = (48, 16, 17), 512, 8, 20
+    group = group_of(rows, columns, dtype=dtype)
+    adapters = adapters_of(rows, columns, [8, 5, 0, 16])  # 5: rows of B are not whole groups of four
+    adapters[1][1] = None  # this layer is not adapted by slot 1
+    slots = torch.tensor([0, 1, -1, 3, 3, 2, 0, 1], dtype=torch.int32)
+    x = torch.randn(n, columns).to(dtype)
+    cut = next(cut for cut in matvec.cuts(rows, columns, n, **H200) if cut.splits == splits)
+    for module in modules:
+        lora = matvec.lora_args(adapters, slots, width)
+        reference = dataclasses.replace(lora, low=torch.full_like(lora.low, math.nan))
+        lora.low.fill_(math.nan)
+        matvec.lora_shrink(x, lora, module)
+        matvec.lora_shrink_torch(x, reference)
+        # Rows and ranks without an adapter are not written.
+        assert torch.equal(lora.low.isnan(), reference.low.isnan())
+        torch.testing.assert_close(lora.low, reference.low, rtol=1e-4, atol=1e-5, equal_nan=True)
+        out, wanted, plain = (torch.full((n, sum(rows)), math.nan, dtype=dtype) for _ in range(3))
+        matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
+        matvec.matvec4_torch(x, group, wanted, lora=reference)
+        matvec.matvec4(x, group, plain, module=module, cut=cut)
+        assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+        for i, start, end in ((2, 0, 81), (5, 0, 81), (1, 48, 64), (7, 48, 64)):
+            assert torch.equal(out[i, start:end], plain[i, start:end])  # no adapter: bit for bit the base's
+        assert not torch.equal(out[0], plain[0])
+
+
+@needs_gxx
+def test_the_change_is_rounded_before_it_is_added(modules):
+    """256 and a change of 1.0039: rounded first it is 1, and 257 rounds to 256; not rounded first, 257.0039 gives 258."""
+    x = torch.zeros(1, 64).bfloat16()
+    x[0, 0] = 1
+    A, B = torch.zeros(1, 64), torch.full((16, 1), 1.00390625)  # halfway between two bf16 numbers: rounds to 1
+    A[0, 0] = 1
+    lora = matvec.lora_args([[(A, B, 1.0)]], torch.zeros(1, dtype=torch.int32), 1)
+    bias, out = torch.full((16,), 256.0).bfloat16(), torch.zeros(1, 16).bfloat16()
+    packed = packed_of(16, 64)
+    zero = packed.with_parts(packed.parts | {"nested_absmax": torch.zeros(1), "offset": torch.zeros(1)}, packed.codes)
+    matvec.lora_shrink(x, lora, modules[0])
+    matvec.matvec4(x, [zero], out, bias=[bias], lora=lora, module=modules[0])
+    assert (out == 256).all()
+
+
+@needs_gxx
+@pytest.mark.parametrize("columns", [64, 100, 130])
+@pytest.mark.parametrize("round_change", [False, True])
+def test_the_change_of_a_layer_of_another_kind(modules, columns, round_change):
+    torch.manual_seed(9)
+    adapters = adapters_of([200], columns, [7, 0])
+    for module in modules:
+        lora = matvec.lora_args(adapters, torch.tensor([0, 1, -1], dtype=torch.int32), 8)
+        x, y = torch.randn(3, columns).bfloat16(), torch.randn(3, 200).bfloat16()
+        wanted = y.clone()
+        matvec.lora_shrink(x, lora, module)
+        matvec.lora_add_torch(wanted, lora, round_change=round_change)
+        matvec.lora_add(y, lora, module, round_change=round_change)
+        assert (y == wanted).float().mean() > 0.99
+        torch.testing.assert_close(y, wanted, rtol=2**-7, atol=1e-2)
+
+
+@needs_gxx
+def test_tables_may_be_parts_of_the_models_table(modules):
+    """The slots of a model are one table [layers, slots]; a group's is a slice of it, not at its beginning."""
+    torch.manual_seed(10)
+    rows, columns = (16, 32), 128
+    group, adapters = group_of(rows, columns), adapters_of(rows, columns, [0, 6, 3])
+    whole = matvec.lora_args([[None] * 3, *adapters, [None] * 3], torch.tensor([1, 2], dtype=torch.int32), 6)
+    lora = matvec.LoraArgs(
+        whole.A_ptr[1:3],
+        whole.B_ptr[1:3],
+        whole.rank[1:3],
+        whole.scale[1:3],
+        whole.row_slots,
+        torch.zeros(2, 2, 6),
+        adapters,
+    )
+    x = torch.randn(2, columns).bfloat16()
+    out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
+    matvec.lora_shrink(x, lora, modules[0])
+    matvec.matvec4(x, group, out, lora=lora, module=modules[0], dependent="low")
+    matvec.matvec4_torch(x, group, wanted, lora=lora)
+    assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+
+
+@needs_gxx
+def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
+    group = group_of((32, 16), 128)
+    assert matvec.check(group, modules[0], rows=(1, 3)) is None
+    launch = modules[0].launch
+
+    def spoiled(name, grid, block, args, **more):
+        launch(name, grid, block, args, **more)
+        if name.startswith("matvec"):
+            args[4][0, 3] += 1
+
+    monkeypatch.setattr(modules[0], "launch", spoiled)
+    assert "relative error" in matvec.check(group, modules[0], rows=(1, 3))
+    monkeypatch.setattr(modules[0], "launch", lambda *_, **__: None)
+    assert "relative error inf" in matvec.check(group, modules[0], rows=(1,))

@@ -1,0 +1,99 @@
+// What fused.cu and attend.cu begin with: number formats, loads of several values, sums over a warp or block.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+
+// What the machine does; the CPU's version (tests) brings its own of these.
+#ifndef TRIMTAB_CPU
+__device__ __forceinline__ void mma_m16n8k16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma_m16n8k16_bf16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ u16 to_half(float f) {
+  u16 v;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
+  return v;
+}
+__device__ __forceinline__ float from_half(u16 h) {
+  float f;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+  return f;
+}
+__device__ __forceinline__ u16 to_bf16(float f) {
+  u16 v;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
+  return v;
+}
+#if __CUDA_ARCH__ >= 900
+// Programmatic dependent launch; without that launch attribute both do nothing. Every thread waits, and before it reads what
+// another kernel made or writes at all: so the next one may start at once, and waits in turn.
+__device__ __forceinline__ void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+#else
+__device__ __forceinline__ void wait_for_previous() {}
+__device__ __forceinline__ void let_next_start() {}
+#endif
+#endif
+
+#define ALL 0xffffffffu
+__device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
+__device__ __forceinline__ float value(u16 v, int half) { return half ? from_half(v) : from_bf16(v); }
+__device__ __forceinline__ u16 stored(float f, int half) { return half ? to_half(f) : to_bf16(f); }
+__device__ __forceinline__ float rounded(float f, int half) { return value(stored(f, half), half); }
+__device__ __forceinline__ void unpack(float* to, u32 v, int half) {
+  to[0] = value((u16)v, half);
+  to[1] = value((u16)(v >> 16), half);
+}
+__device__ __forceinline__ u32 pack(const float* v, int half) { return stored(v[0], half) | (u32)stored(v[1], half) << 16; }
+
+// V neighbours, V 1, 2, 4 or 8, at an address that is a multiple of their size.
+template <int V>
+__device__ __forceinline__ void load(float* to, const u16* from, int half) {
+  if constexpr (V == 8) {
+    const uint4 v = __ldcg((const uint4*)from);
+    unpack(to, v.x, half), unpack(to + 2, v.y, half), unpack(to + 4, v.z, half), unpack(to + 6, v.w, half);
+  } else if constexpr (V == 4) {
+    const uint2 v = __ldcg((const uint2*)from);
+    unpack(to, v.x, half), unpack(to + 2, v.y, half);
+  } else if constexpr (V == 2) {
+    unpack(to, __ldcg((const u32*)from), half);
+  } else {
+    to[0] = value(__ldcg(from), half);
+  }
+}
+template <int V>
+__device__ __forceinline__ void store(u16* to, const float* v, int half) {
+  if constexpr (V == 8)
+    *(uint4*)to = make_uint4(pack(v, half), pack(v + 2, half), pack(v + 4, half), pack(v + 6, half));
+  else if constexpr (V == 4)
+    *(uint2*)to = make_uint2(pack(v, half), pack(v + 2, half));
+  else if constexpr (V == 2)
+    *(u32*)to = pack(v, half);
+  else
+    *to = stored(v[0], half);
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) v += __shfl_xor_sync(ALL, v, d);
+  return v;
+}
+__device__ __forceinline__ float warp_max(float v) {
+#pragma unroll
+  for (int d = 16; d; d /= 2) v = fmaxf(v, __shfl_xor_sync(ALL, v, d));
+  return v;
+}
+// One barrier: `sums` (a place a warp) must not be in use by an earlier sum.
+__device__ __forceinline__ float block_sum(float v, float* sums) {
+  v = warp_sum(v);
+  if ((threadIdx.x & 31) == 0) sums[threadIdx.x >> 5] = v;
+  __syncthreads();
+  float all = 0.f;
+  for (int w = 0; w < (int)blockDim.x / 32; w++) all += sums[w];
+  return all;
+}
