@@ -35,7 +35,7 @@ test-ray: $(NEWEST)
 
 # The page in a headless Chromium of the system (apt-get install chromium); skipped with a reason where there is none.
 test-page: $(NEWEST)
-	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page
+	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:

@@ -552,8 +552,8 @@ def section(scenes: Mapping[str, Any], soak: Mapping[str, Any]) -> str:
         f"From a run of `python -m bench.faults` on the demo model, on {abouts[0]['cpu_count']} cores of a CPU ([all "
         'counts](../bench/results/faults.json)). "Otherwise" counts what must not happen: a connection that broke, a client '
         "that waited two minutes for nothing, an answer other than the one that the question had before the fault. Coming "
-        "back is starting Python and reading the model, which takes seconds of a core; other programs had a load of "
-        f"{loads[0]:.0f} to {loads[-1]:.0f} on those cores meanwhile."
+        "back is starting Python and reading the model, which takes seconds of a core. The load average was "
+        f"{loads[0]:.1f} to {loads[-1]:.1f} when the scenes began."
     )
     memory = (
         f"Memory: in {soak['minutes']:g} minutes after a warm-up of {soak['warm_minutes']:g}, with {soak['requests']} requests "

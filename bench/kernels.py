@@ -65,7 +65,11 @@ def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes a second that a copy within the device's memory reads and writes together."""
     source = torch.empty(2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / matvec.graph_us(lambda: target.copy_(source) and None, device) * 1e6
+
+    def copy() -> None:
+        target.copy_(source)
+
+    return 2 * source.numel() / matvec.graph_us(copy, device) * 1e6
 
 
 def adapters_of(product: Product, rank: int, n: int, device: torch.device) -> matvec.LoraArgs:

@@ -232,9 +232,10 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 
 
-def test_the_numbers_in_the_readme_are_the_measured_ones():
-    text = (ROOT / "README.md").read_text("utf-8")
-    assert "<!-- numbers:memory -->" in text
+@pytest.mark.parametrize("page", readme_numbers.PAGES, ids=lambda page: page.name)
+def test_the_numbers_in_the_docs_are_the_measured_ones(page):
+    text = page.read_text("utf-8")
+    assert "<!-- numbers:" in text
     assert readme_numbers.filled(text) == text
 
 

@@ -57,6 +57,7 @@ def test_everything_a_table_may_say_is_read(write, tmp_path):
         keep = ["medical"]
         idle_unload_s = 600
         supports_audio = false
+        decode = "eager"
 
         [models."google/gemma".adapters]
         medical = "adapters/medical"
@@ -64,7 +65,7 @@ def test_everything_a_table_may_say_is_read(write, tmp_path):
     )
     assert served == ServedModel(
         name="google/gemma", adapters={"medical": str(tmp_path / "adapters" / "medical")}, kept=("medical",), rows=4,
-        resident_limit=2, idle_unload_s=600, supports=("image",),
+        resident_limit=2, idle_unload_s=600, supports=("image",), decode="eager",
         request=LoadRequest(
             model=str(tmp_path / "model"), quant="nf4-dq", context_tokens=2048, gpu_memory_bytes=4 * 2**30,
             host_memory_bytes=10**9, images=3, audio_s=12, place={"model.vision_tower*": "stream"},

@@ -27,13 +27,15 @@ sized('$size', work, 8, device='cuda')" &
 step kernels 60 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py -x --maxfail=12 &
 step graphs 75 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py --maxfail=12
 wait
-step decode 170 $py -m bench.decode --work "$work" --models $size --timeout-s 100 --save "$out/decode.json"
-step load 90 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 4 \
-  --max-tokens 32 --rates 4 --save "$out/load.json"
-step bridge 90 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json" &
-step tests 110 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py tests/gpu/test_memory.py &
+step decode 140 $py -m bench.decode --work "$work" --models $size --timeout-s 90 --save "$out/decode.json"
+# The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
 step merge 110 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
-step lanes 110 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
+step bridge 90 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
+step load 70 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 3 \
+  --max-tokens 32 --rates 4 --save "$out/load.json"
+step tests 100 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py \
+  tests/gpu/test_memory.py &
+step lanes 100 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
 wait
 step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
 echo "== done with $((end - $(date +%s))) s left"

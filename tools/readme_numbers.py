@@ -1,7 +1,7 @@
-"""Put the measured figures into README.md: its tables are made from bench/results, so that no number is typed by hand.
+"""Put the measured figures into the docs: their tables are made from bench/results, so that no number is typed by hand.
 
 python tools/readme_numbers.py            write
-python tools/readme_numbers.py --check    exit 1 if README.md does not say what the results say
+python tools/readme_numbers.py --check    exit 1 if a page does not say what the results say
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 # (heading, key of a row, decimals)
 COLUMNS = (
@@ -63,7 +64,54 @@ def _same(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
     return words.get((found["logits"], found["media_logits"]), "no")
 
 
-MAKERS = {"memory": memory}
+def decode(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/decode.json, what else the run says, and where it was measured."""
+    heads = [
+        "model",
+        "engine",
+        "placement",
+        "decode",
+        "rank",
+        "adapters",
+        "rows",
+        "tokens/s",
+        "ms a step",
+        "of the limit",
+    ]
+    lines = [heads, ["---"] * 4 + ["---:"] * 6]
+    for row in results["rows"]:
+        if "ms" in row:
+            lines.append([
+                row["model"].upper(), row["engine"], row["placement"], _way(row), str(row["adapter_rank"] or "-"),
+                str(row["adapters"] or "-"), str(row["batch"]), f"{row['tok_s']:.1f}", f"{row['ms']:.2f}",
+                f"{100 * row['share']:.1f} %" if "share" in row else "-",
+            ])  # fmt: skip
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    where = results["environment"]
+    packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
+    said = [f"- {row['model'].upper()}, {row['what']}: {_words(row)}" for row in results["rows"] if "what" in row]
+    failed = [
+        f"- {row['model'].upper()}, {row['engine']}, {row['placement']}: failed: {row['error']}"
+        for row in results["rows"] if "error" in row
+    ]  # fmt: skip
+    notes = [f"- {note}" for note in results.get("notes", ())]
+    closing = f"{where['gpu']}, Python {where['python']}, {packages}; a prompt of 512 tokens."
+    return "\n\n".join(part for part in (table, closing, "\n".join([*said, *failed, *notes])) if part) + "\n"
+
+
+def _way(row: Mapping[str, Any]) -> str:
+    """Return how the steps were computed: what was asked for, and what it came to."""
+    if row["decode"] == "auto":
+        return "fused" if row.get("captures") else "eager (capture failed)"
+    return str(row["decode"])
+
+
+def _words(row: Mapping[str, Any]) -> str:
+    known = ("model", "engine", "placement", "what", "error", "decode")
+    return ", ".join(f"{name} {value}" for name, value in row.items() if name not in known)
+
+
+MAKERS = {"memory": memory, "decode": decode}
 
 
 def filled(text: str) -> str:
@@ -82,18 +130,20 @@ def filled(text: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Return 0 if README.md says what the results say."""
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    found = filled(text)
-    if "--check" in arguments:
-        if found != text:
+    """Return 0 if every page says what the results say."""
+    wrong = 0
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found = filled(text)
+        if "--check" not in arguments:
+            page.write_text(found, encoding="utf-8", newline="\n")
+        elif found != text:
             print(
-                "README.md does not say what bench/results says; run: python tools/readme_numbers.py", file=sys.stderr
+                f"{page.name} does not say what bench/results says; run: python tools/readme_numbers.py",
+                file=sys.stderr,
             )
-        return int(found != text)
-    readme.write_text(found, encoding="utf-8", newline="\n")
-    return 0
+            wrong = 1
+    return wrong
 
 
 if __name__ == "__main__":

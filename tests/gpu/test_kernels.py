@@ -56,7 +56,7 @@ def test_every_likely_cut_is_right(module, weights, rows, columns, n):
     group = [weights["nf4-dq"].make(one, columns) for one in rows]
     found = matvec.cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
     tried = matvec.unlike(found, 12)
-    assert {cut.splits > 1 for cut in tried} >= {False}
+    assert len(tried) > 3
     for cut in tried:
         assert matvec.check(group, module, rows=(n,), cut=cut) is None, cut
     assert not module.kept["arrived"].any()

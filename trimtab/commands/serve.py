@@ -39,6 +39,9 @@ def add(command: Command) -> None:
         "--resident-adapters", type=int, metavar="N",
         help="how many adapters may be on the model at once; the others wait in host memory (default: all)",
     )  # fmt: skip
+    group.add_argument(
+        "--eager", action="store_true", default=None, help="launch every kernel of a step by itself, to compare with"
+    )
     group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
     group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: 127.0.0.1)")
@@ -135,7 +138,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     path = Path(options.model)
     if path.suffix == ".toml":
         own = {"name": "--name", "rows": "--rows", "resident_adapters": "--resident-adapters", "keep": "--keep"}
-        own["idle_unload"] = "--idle-unload"
+        own |= {"idle_unload": "--idle-unload", "eager": "--eager"}
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
@@ -144,7 +147,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
-        idle_unload_s=options.idle_unload,
+        idle_unload_s=options.idle_unload, decode="eager" if options.eager else "auto",
     )  # fmt: skip
     return [served]
 

@@ -323,6 +323,7 @@ class Steps:
             torch.zeros(1, device=self.device).item()
             is_fused = step is self._fused
             why = f"capturing failed: {type(exc).__name__}: {exc}"
+            self._pool = None  # a failed capture leaves its pool unusable
             self._fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
             self._is_fusable, self.is_captured = False, is_fused  # without kernels of ours there may still be a graph
             return None
@@ -382,7 +383,8 @@ class Steps:
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
+        if self._pool is None or not self._graphs:
+            # A pool ends with the last graph that was captured into it.
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(side):
             # Other threads (a reader of the disk) may use the device meanwhile.

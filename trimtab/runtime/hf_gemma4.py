@@ -96,7 +96,7 @@ class FusedStep:
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
-        if self.kernels.matvec is None:
+        if self.kernels.matvec is None or not self.kernels.pays(group):
             return False
         return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
 
@@ -202,6 +202,9 @@ class FusedStep:
         out = self._buffer("out", (x.shape[0], sum(leaf.out_features for leaf in leaves)), x.dtype)
         module = self.kernels.matvec
         if not self._is_ours[leaves[0]]:
+            if len(leaves) == 1:
+                found: Tensor = leaves[0](x)
+                return found
             start = 0
             for leaf in leaves:
                 out[:, start : start + leaf.out_features] = leaf(x)

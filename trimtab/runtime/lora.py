@@ -399,7 +399,7 @@ def attach(
             made.append((path, _make(builder, modules[path], found.get("lora"), found.get("saved"))))
     for path, adapter in made:
         if adapter is not None:
-            _install(model, path, name, adapter, by_module[path], route)
+            _install(model, modules[path], path, name, adapter, by_module[path], route)
     route.attached(name)
 
 
@@ -440,9 +440,9 @@ def _make(builder: _Builder, module: Any, lora: AdapterTarget | None, saved: Ada
 
 
 def _install(
-    model: nn.Module, path: str, name: str, adapter: Any, found: Mapping[str, AdapterTarget], route: Route
-) -> None:
-    module = model.get_submodule(path)
+    model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, found: Mapping[str, AdapterTarget],
+    route: Route,
+) -> None:  # fmt: skip
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
         module = SavedModule(module, route, found["saved"].part)
         _replace(model, path, module)

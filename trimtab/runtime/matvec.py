@@ -610,8 +610,11 @@ def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) 
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                with suppress(Exception):  # it would only say that something failed before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         graph.replay()
         times = []
         for _ in range(repeat):

@@ -229,6 +229,7 @@ class Streamer:
         """
         self._forget()
         self._entered, self._next = [], {}
+        self._join()
         if order:
             self._next = dict(zip(order, [*order[1:], None], strict=True))
             self._fetch(order[0], avoid=None)
@@ -236,6 +237,8 @@ class Streamer:
     def end_pass(self) -> list[Group]:
         """End it with every copy done for whatever comes next on this stream; returns the groups in the order entered."""
         self._forget()
+        if self._entered:
+            self._join()
         self._next = None
         return self._entered
 
@@ -247,8 +250,14 @@ class Streamer:
                     self._settle(slot)
             slot.owner, slot.ready = None, None
         self._current = None
-        if self._stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def _join(self) -> None:
+        """Let what comes next on the computing stream wait for all copies."""
+        if self._stream is None:
+            return
+        if not self._entered and torch.cuda.is_current_stream_capturing():
+            return  # copies from before the capture are no part of it; whoever captures has waited for them
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
 
     def enter(self, group: Group) -> Slot:
         """Return the slot with the group's bytes; work enqueued on the current stream from now on may read them."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
-from trimtab.request import LoadRequest, parse_bytes
+from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
 MEDIA = ("image", "audio")
@@ -43,7 +43,7 @@ class ServedModel:
     request: what is planned, without adapters. adapters: name -> folder. kept: never taken off the model. resident_limit:
     how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
     seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
-    in any case.
+    in any case. decode: how steps are computed, as `trimtab.load` has it.
     """
 
     name: str
@@ -54,8 +54,10 @@ class ServedModel:
     resident_limit: int | None = None
     idle_unload_s: float | None = None
     supports: tuple[str, ...] = MEDIA
+    decode: str = "auto"
 
     def __post_init__(self) -> None:
+        check_choice(self.decode, DECODE_MODES, field_name="decode")
         if not _NAME.match(self.name):
             raise RequestError("a model name has letters, digits and ._/- only", field="name", value=self.name)
         LoadRequest(model=self.request.model, adapters=dict(self.adapters))  # checks the names
@@ -83,7 +85,7 @@ class ServedModel:
         return {
             "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
-            "prompt_tokens": prompt_tokens,
+            "prompt_tokens": prompt_tokens, "decode": self.decode,
         }  # fmt: skip
 
 
@@ -103,10 +105,12 @@ _OWN = (
     "idle_unload_s",
     "supports_image",
     "supports_audio",
+    "decode",
 )
 _KINDS: Mapping[str, tuple[type, ...]] = {
     "path": (str,), "plan": (str,), "adapters": (dict,), "keep": (list,), "rows": (int,), "resident_adapters": (int,),
-    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,), "quant": (str,), "dtype": (str,),
+    "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),
+    "decode": (str,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,),
 }  # fmt: skip
@@ -216,6 +220,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
     return ServedModel(
         name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows", 8),
         resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
+        decode=table.get("decode", "auto"),
     )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ class _Worker:
         is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
         self.plan = before if is_same and before is not None else plan_request(request)
         self._told = 0.0
-        self.model = load(self.plan, progress=self._loading)
+        self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
         from trimtab.serve.engine import LoadedEngine
 
         self.engine = LoadedEngine(
