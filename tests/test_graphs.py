@@ -208,6 +208,22 @@ def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, mon
         answers(joined(model, "graph", ASKED[:2]))
 
 
+def test_a_replay_that_gives_other_scores_is_found():
+    expected = torch.tensor([[1.0, -8.0, 3.0], [0.0, 2.0, 1.0], [9.0, 9.0, 9.0]])
+    graphs.check_replay(expected + 2**-7, expected, 3)
+    found = expected.clone()
+    found[1, 2] += 0.5
+    with pytest.raises(RuntimeError, match="differ by up to 0.5 "):
+        graphs.check_replay(found, expected, 2)
+    graphs.check_replay(found, expected, 1)  # rows beyond the active ones are nobody's
+    found[1] = float("nan")
+    with pytest.raises(RuntimeError):
+        graphs.check_replay(found, expected, 2)
+    broken = expected.clone()
+    broken[0] = float("nan")  # an adapter of NaN is told by its row, not by the capture
+    graphs.check_replay(broken, broken, 3)
+
+
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
 def test_more_rows_than_any_bucket_have_one_of_their_own(model, replayed):
     asked = [ASKED[3], ASKED[4]] * 5

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Everything that claims a property of a GPU, in one go: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one.
-# Timings run alone; tests, merges and bridges share the GPU afterwards. Each step has its own time limit and log.
+# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 15 minutes.
+# Timings run alone; tests and merges share the GPU afterwards. Each step has its own time limit and log. STEPS="graphs decode"
+# runs some of them. What the stock stack imports must be there whole: PEFT needs transformers' Bloom, for one.
 out=$1; end=$(($(date +%s) + $2)); work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}
 mkdir -p "$out" "$work"
 export TRIMTAB_TEST_DEVICE=cuda TMPDIR=${TMPDIR:-/tmp}
 step() { # NAME SECONDS COMMAND...: run within its time, and within what is left of all
+  [ -n "${STEPS:-}" ] && [[ " $STEPS " != *" $1 "* ]] && return
   local name=$1 limit=$2 left=$((end - $(date +%s))) start=$(date +%s); shift 2
   [ "$left" -lt "$limit" ] && limit=$left
   [ "$limit" -lt 5 ] && { echo "== $name: no time left"; return; }
@@ -12,7 +14,7 @@ step() { # NAME SECONDS COMMAND...: run within its time, and within what is left
   echo "== $name: exit $? after $(($(date +%s) - start)) s: $(grep -v '^$' "$out/$name.log" | tail -1 | cut -c1-300)"
 }
 size=${SIZE:-e4b}
-step make-$size 90 $py -c "
+step make 90 $py -c "
 from pathlib import Path
 from bench.checkpoints import write_adapter, write_checkpoint
 work = Path('$work')
@@ -24,18 +26,18 @@ talking = work / '$size-talking'
 shutil.copytree(folder, talking, copy_function=os.link)
 give_voice(talking)
 sized('$size', work, 8, device='cuda')" &
-step kernels 60 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py -x --maxfail=12 &
-step graphs 75 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py --maxfail=12
+step kernels 90 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py -x --maxfail=12 &
+step graphs 120 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py --maxfail=12
 wait
-step decode 140 $py -m bench.decode --work "$work" --models $size --timeout-s 90 --save "$out/decode.json"
+step decode 300 $py -m bench.decode --work "$work" --models $size --timeout-s 90 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
-step merge 110 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
-step bridge 90 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
-step load 70 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 3 \
+step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
+step bridge 120 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
+step load 180 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 5 \
   --max-tokens 32 --rates 4 --save "$out/load.json"
-step tests 100 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py \
-  tests/gpu/test_memory.py &
-step lanes 100 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
+step tests 180 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py \
+  tests/gpu/test_memory.py tests/gpu/test_matrix.py &
+step lanes 180 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
 wait
 step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
 echo "== done with $((end - $(date +%s))) s left"

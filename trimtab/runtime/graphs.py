@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 # Each graph of transformers' modules is a few thousand nodes, some MiB of the driver's memory.
 MOST_GRAPHS = 16
-# What a graph's nodes and buffers took on an H200: 10 MiB of a fused step, 30 of the modules'.
+# Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
+REPLAY_TOLERANCE = 2**-6
+# Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.
 NODES_BYTES = 48 * 2**20
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
 SMALLEST_PLACES = 256
@@ -45,6 +47,19 @@ def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     best, token = logits.max(dim=-1)
     # The largest of scores of which one is not a number is not a number.
     return logits, torch.where(best.isnan(), -1, token)
+
+
+def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
+    """Raise RuntimeError unless a graph's scores of the first `count` rows are those of the step it was captured from.
+
+    The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
+    that a replay reads too early, or from where they no longer are, give scores that have nothing to do with these.
+    """
+    found, expected = found[:count], expected[:count]
+    allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
+    if not torch.allclose(found, expected, rtol=0.0, atol=allowed, equal_nan=True):
+        most = float((found - expected).nan_to_num().abs().max())
+        raise RuntimeError(f"a replay's scores differ by up to {most:.3g} from the step it was captured from")
 
 
 @dataclass(frozen=True)
@@ -378,7 +393,7 @@ class Steps:
         # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
         with torch.cuda.stream(side), self._pass(()):
             before = self.batch.tokens.clone()
-            run()
+            expected = run()[0].clone()
             self.batch.tokens.copy_(before)
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
@@ -397,6 +412,10 @@ class Steps:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        with self._streamed():
+            graph.replay()
+        self.batch.tokens.copy_(before)
+        check_replay(outputs[0], expected, len(self.batch.active))
         return _Captured(graph, outputs, keep)
 
     @contextmanager
