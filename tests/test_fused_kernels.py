@@ -6,7 +6,10 @@ Slow, thread by thread: few steps of the demo model. That the kernels are right 
 from __future__ import annotations
 
 import pytest
+import torch
 
+import trimtab
+from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
 from trimtab.runtime import fused, graphs, kernels, matvec, nvrtc
@@ -16,6 +19,7 @@ pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_no
 STEP_TOLERANCE = 2**-4
 
 
+RANKS = {"a": 4, "b": 20}
 MATVEC = ("matvec_1_4", "matvec_2_2", "lora_shrink", "lora_add")
 
 
@@ -37,6 +41,35 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(fused, "load_attention", attention)
     monkeypatch.setattr(graphs.Kernels, "none", staticmethod(lambda: chosen))
     return chosen
+
+
+def test_adapters_by_table_serve_families_without_a_fused_step(on_cpu, replayed, tmp_path):  # noqa: F811
+    """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
+    assert kernels._wrong_lora(on_cpu.matvec, torch.bfloat16) is None
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {
+        name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())
+    }
+    plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")
+    asked = [("a", [5, 6, 7], {}), (None, [9, 8], {}), ("b", [4], {})]
+    with trimtab.load(plan) as model:
+        eager, batch = (joined(model, way, asked, rows=4) for way in ("eager", "auto"))
+        assert batch.steps.is_captured and batch.steps._slots is None
+        for names in (["a", None, "b"], ["b", "a", None], [None, "b", "b"]):
+            for one in (eager, batch):
+                for row, name in zip(one.active, names, strict=True):
+                    row.adapter = name
+                    row.token_ids.append(11)
+                one.tell_tokens()
+            wanted, found = eager.logits(), batch.logits()
+            assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+        assert batch.steps.captures == 1 and on_cpu.matvec.launches.count("lora_shrink") > 20
+
+
+def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):
+    monkeypatch.setattr(matvec, "lora_shrink", lambda x, args, module: args.low.zero_())
+    assert "relative error" in kernels._wrong_lora(on_cpu.matvec, torch.bfloat16)
+    assert "float32" in kernels._wrong_lora(on_cpu.matvec, torch.float32)
 
 
 def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):  # noqa: F811

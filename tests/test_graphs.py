@@ -322,3 +322,16 @@ def test_one_answer_is_decoded_from_captured_steps_within_what_was_counted(model
         memory = loaded.memory()
         assert memory["gpu_peak_bytes"] <= loaded.plan.gpu_peak_bytes + memory["gpu_decode_bytes"]
     assert answer.token_ids == model.answer("What do you see?", **LOOK, adapter="style", max_new_tokens=32).token_ids
+
+
+@pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_every_family_is_captured_or_says_why(family, tmp_path):
+    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
+    asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20, 11)]
+    with trimtab.load(plan) as loaded:
+        expected = answers(joined(loaded, "eager", asked, tokens=24))
+        batch = joined(loaded, "auto", asked, tokens=24)
+        assert answers(batch) == expected
+        reasons = [fall.why for fall in batch.steps.fallbacks if fall.what == "graph"]
+        assert batch.steps.captures > 0 or reasons

@@ -169,14 +169,19 @@ class Steps:
         why = hf_gemma4.why_not(self.model.hf_model)
         if why is not None:
             self._fall_back("fused step", why, asked=self.mode == "fused")
+            if self.device.type == "cuda":
+                self._take(Kernels.for_adapters(self.device, self.model.dtype))
             return
         self._is_fusable = True
         if self.device.type == "cuda":
-            self.kernels = hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows)
-            for name, reason in self.kernels.left_out.items():
-                self._fall_back(name, reason, asked=False)
+            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows))
             # Without any of them the modules' own operations are as few as plain torch's.
             self._is_fusable = self.mode == "fused" or not self.kernels.is_empty
+
+    def _take(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        for name, reason in kernels.left_out.items():
+            self._fall_back(name, reason, asked=False)
 
     # One step ----------------------------------------------------------------------------------------------------------
 

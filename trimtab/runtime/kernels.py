@@ -26,7 +26,7 @@ MOST_ROWS = matvec.MAX_ROWS
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
 BUCKETS = (1, 2, 4, 8)
-SMALL, PRODUCTS = "fused small kernels", "fused 4-bit products"
+SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 
 
 @dataclass(eq=False)
@@ -58,6 +58,16 @@ class Kernels:
     @staticmethod
     def none() -> Kernels:
         return Kernels()
+
+    @staticmethod
+    def for_adapters(device: torch.device, dtype: torch.dtype) -> Kernels:
+        """Return the kernels that choose adapters by table, for a family whose step stays with its own modules."""
+        key = (str(device), dtype)
+        if key not in _CHOSEN:
+            left_out: dict[str, str] = {}
+            found = _tried(ADAPTERS, left_out, lambda: matvec.load(device), lambda module: _wrong_lora(module, dtype))
+            _CHOSEN[key] = Kernels(None, found, left_out)
+        return _CHOSEN[key]
 
     @property
     def has_lora(self) -> bool:
@@ -207,6 +217,35 @@ def _wrong_products(
         return "no layer of this model is in a 4-bit format that they read"
     if ours >= theirs:
         return f"slower here: {ours:.0f} µs against bitsandbytes' {theirs:.0f} for one layer"
+    return None
+
+
+def _wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
+    """Return what is wrong with the adapters' own kernels: random ones of two ranks, rows with and without, in float64."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"the model computes in {dtype}, not in bfloat16 or float16"
+    device, wide, high = module.device, 192, 320
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, generator=generator)
+
+    adapters = [(random(rank, wide) / wide**0.5, random(high, rank), 0.5) for rank in (8, 24)]
+    for n in _ROWS:
+        numbers = [i % 3 - 1 for i in range(n)]
+        args = matvec.lora_args([adapters], torch.tensor(numbers, dtype=torch.int32, device=device), 32)
+        args.low.fill_(float("nan"))
+        x, before = random(n, wide).to(dtype), random(n, high).to(dtype)
+        y = before.clone()
+        matvec.lora_shrink(x, args, module)
+        matvec.lora_add(y, args, module)
+        wanted = before.double()
+        for i, number in enumerate(numbers):
+            if number >= 0:
+                A, B, scale = adapters[number]
+                wanted[i] += scale * (B.double() @ (A.double() @ x[i].double()))
+        if (error := matvec.relative_error(y, wanted)) > matvec.LARGEST_ERROR:
+            return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None
 
 
