@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import fused, matvec, nvrtc
+from trimtab.runtime import cuts, fused, matvec, nvrtc
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers
@@ -42,6 +42,11 @@ class Product:
     name: str
     rows: tuple[int, ...]
     columns: int
+
+    @property
+    def gate(self) -> str | None:
+        """The activation of a product whose two members are multiplied at once."""
+        return "gelu_tanh" if self.name == "gate+up" else None
 
 
 def products(size: dict[str, Any]) -> list[Product]:
@@ -116,20 +121,20 @@ class Bench:
         wrong = matvec.check(groups[0], self.module, rows=sorted({*counts, 3}))
         for n in counts:
             if wrong is None and self.tune:
-                taken = matvec.tune(groups, n, self.module)
+                taken = matvec.tune(groups, n, self.module, gate=product.gate)
                 found = ", ".join(f"{us:.2f}" for us in taken.values())
             x = torch.randn(n, product.columns, device=self.device).bfloat16()
-            out = torch.empty(n, sum(product.rows), dtype=torch.bfloat16, device=self.device)
+            gate = None if product.gate is None else matvec.Gate(product.gate)
+            width = sum(product.rows) if gate is None else product.rows[0]
+            out = torch.empty(n, width, dtype=torch.bfloat16, device=self.device)
 
             def run(x: Tensor = x, out: Tensor = out, lora: matvec.LoraArgs | None = None) -> None:
                 for group in groups:
-                    if lora is not None:
-                        matvec.lora_shrink(x, lora, self.module)
-                    matvec.matvec4(x, group, out, lora=lora, module=self.module)
+                    matvec.matvec4(x, group, out, lora=lora, gate=gate, module=self.module)  # noqa: B023
 
             more: dict[str, Any] = {"error": wrong}
             if wrong is None:
-                more["cut"] = str(matvec.choose(groups[0], n, self.module))
+                more["cut"] = str(matvec.choose(groups[0], n, self.module, pair=gate is not None))
                 more["tried_us"] = found if self.tune else None
                 more["overlap_us"] = self.overlapped_us(run, len(groups))
             more["bitsandbytes_us"] = round(matvec.stock_us(groups, x), 2)
@@ -207,7 +212,7 @@ def main() -> None:
         if not options.no_attention:
             bench.attention(model, SIZES[model], counts)
     if options.tune:
-        matvec.save_cuts(bench.module.kept, matvec.cuts_file(bench.module))
+        cuts.save_cuts(matvec.tuned_cuts(bench.module), matvec.cuts_file(bench.module))
     if options.json:
         facts = {
             "gpu": torch.cuda.get_device_name(0), "copy_Bps": bench.bandwidth, "torch": torch.__version__,

@@ -12,8 +12,8 @@ import sys
 import torch
 
 from tests.cuda_on_cpu import run
-from tests.test_matvec import H200, KERNELS, SHAPES, adapters_of, exact, group_of
-from trimtab.runtime import matvec, nvrtc
+from tests.test_matvec import H200, SHAPES, adapters_of, exact, group_of
+from trimtab.runtime import cuts, matvec
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -61,23 +61,29 @@ def check(module, fences, rows, columns, n, quant, dtype):
     tables = matvec.lora_args(adapters, torch.arange(n, dtype=torch.int32) % 3, 12)
     names = ("A_ptr", "B_ptr", "rank", "scale", "row_slots", "low")
     lora = matvec.LoraArgs(*[fences.put(getattr(tables, name)) for name in names])
-    cuts = {(cut.tiles, cut.splits, cut.k_warps % 2): cut for cut in matvec.cuts(rows, columns, n, **H200)}
-    for cut in cuts.values():
+    found = {(cut.splits, cut.units % 2, cut.k_warps % 2): cut for cut in cuts.cuts(rows, columns, n, **H200)}
+    for cut in found.values():
         if cut.splits > 1:
-            module.kept["parts"] = fences.put(torch.zeros(cut.splits * n * sum(rows)))
+            module.kept["parts"] = fences.put(torch.zeros(cut.splits * n * cut.grid * cut.units * 16))
             module.kept["arrived"] = fences.put(torch.zeros(cut.grid, dtype=torch.int32))
-        matvec.lora_shrink(x, lora, module)
         matvec.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
         out.fill_(math.nan)
         matvec.matvec4(x, group, out, module=module, cut=cut)
         assert matvec.relative_error(out, exact(x, group)) < matvec.LARGEST_ERROR
+    if len(rows) == 1 or len(set(rows)) > 1:
+        gate = matvec.Gate("silu", fences.put(torch.randn(n, rows[0], dtype=torch.float32).to(dtype)))
+        matvec.matvec4(x, group[:1], fences.put(torch.zeros(n, rows[0], dtype=dtype)), gate=gate, module=module)
+    else:
+        gate = matvec.Gate("gelu_tanh")
+        matvec.matvec4(x, group, fences.put(torch.zeros(n, rows[0], dtype=dtype)), lora=lora, gate=gate, module=module)
     first = matvec.LoraArgs(*[fences.put(getattr(lora.member(0), name)) for name in names])
+    matvec.lora_shrink(x, first, module)
     matvec.lora_add(fences.put(torch.zeros(n, rows[0], dtype=dtype)), first, module)
 
 
 def main():
     torch.manual_seed(0)
-    module = run.CpuModule(nvrtc.source("matvec4.cu"), KERNELS, order=7)
+    module = run.CpuModule(matvec.source(), matvec.NAMES, order=7)
     matvec.prepare(module)
     for at_end in (True, False):
         fences = Fences(at_end)

@@ -301,6 +301,58 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
     assert torch.equal(found["eager"], found[decode])
 
 
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(model, decode, replayed, monkeypatch):
+    def story(look_ahead):
+        batch, said, ahead = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), [], []
+        if not look_ahead:
+            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
+        run = batch.steps.run
+        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        first, second, third, fourth = batch.active
+
+        def steps(count):
+            for _ in range(count):
+                said.append([(drawn.row.prompt_tokens, drawn.token_id) for drawn in batch.step()])
+
+        steps(3)
+        batch.leave(second)  # the last one takes its place
+        batch.leave(fourth)  # and goes at once: nobody is where it was, but the tokens were told
+        steps(2)
+        batch.leave(first)
+        steps(2)
+        third.adapter = "specialist"
+        steps(2)
+        through(batch, model.prepare(ASKED[2][1], **ASKED[2][2]), GenerateRequest(max_new_tokens=3), adapter="style")
+        steps(1)
+        request = GenerateRequest(max_new_tokens=8, temperature=1.0, seed=3)
+        through(batch, model.prepare(ASKED[6][1]), request, adapter=None)
+        steps(4)
+        said.append(batch.logits().argmax(-1).tolist())
+        return said, ahead
+
+    expected, never = story(False)
+    found, ahead = story(True)
+    assert found == expected
+    assert not any(never) and sum(ahead) >= 6
+
+
+def test_a_step_ahead_that_fails_loses_no_token(model, replayed, monkeypatch):
+    expected = answers(joined(model, "graph", [ASKED[3]], tokens=8))
+    batch = joined(model, "graph", [ASKED[3]], tokens=8)
+    run, failed = batch.steps.run, []
+
+    def fails(*, ahead=False):
+        if ahead and len(failed) < 3:
+            failed.append(True)
+            batch.tokens.zero_()
+            raise RuntimeError("out of memory")
+        return run(ahead=ahead)
+
+    monkeypatch.setattr(batch.steps, "run", fails)
+    assert answers(batch) == expected and len(failed) == 3
+
+
 @pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
 def test_switching_adapters_captures_nothing_anew(model):
     batch = joined(model, "auto", [ASKED[0], ASKED[1]], rows=2)
@@ -310,6 +362,97 @@ def test_switching_adapters_captures_nothing_anew(model):
         for row, name in zip(batch.active, names, strict=True):
             row.adapter = name
         batch.step()
+    assert batch.steps.captures == captured
+
+
+BASE_ROWS = [(None, prompt, media) for _, prompt, media in ASKED[:3]]
+
+
+def fill(batch, asked):
+    for name, prompt, media in asked:
+        through(batch, batch.model.prepare(prompt, **media), GenerateRequest(max_new_tokens=48), adapter=name)
+    return batch
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_steps_captured_beforehand_are_those_of_the_first_requests(model, replayed, decode, rows):
+    expected = answers(joined(model, "eager", BASE_ROWS))
+    batch = Batch(model, rows=rows, decode=decode)
+    batch.prepare()
+    # The rows themselves, 2 and 1; nothing is left of the stand-ins.
+    assert batch.steps.captures == len(replayed) == 3 and batch.steps.capture_s > 0
+    assert batch.active == [] and batch.free_rows == rows and not batch.cache.positions.any()
+    assert answers(fill(batch, BASE_ROWS)) == expected
+    assert batch.steps.captures == 3 and batch.steps.fallbacks == []
+
+
+def test_nothing_is_captured_beforehand_while_requests_have_rows(model):
+    batch = joined(model, "auto", ASKED[:1])
+    with pytest.raises(RequestError, match="requests have rows"):
+        batch.prepare()
+    assert len(batch.active) == 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_preparing_does_nothing_where_steps_are_not_captured(model):
+    batch = Batch(model, rows=2)
+    batch.prepare()
+    assert batch.steps.captures == 0 and batch.cache.layers == []
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, replayed, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    batch = Batch(model, rows=8)
+    batch.prepare()
+    assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
+
+    def fail(self, run, keep):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(graphs.Steps, "_captured", fail)
+    batch = Batch(model, rows=2)
+    batch.prepare()
+    (fall,) = batch.steps.fallbacks
+    assert "not permitted" in fall.why and not batch.steps.is_captured and batch.active == []
+    assert answers(fill(batch, BASE_ROWS[:2])) == answers(joined(model, "eager", BASE_ROWS[:2]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_every_family_is_prepared_and_its_rows_are_clean_afterwards(family, replayed, tmp_path):
+    plan = trimtab.plan(pico.build(family, tmp_path), quant="none", dtype="float32", context=128, device=DEVICE)
+    asked = [(None, list(range(5, 5 + count)), {}) for count in (3, 20)]
+    with trimtab.load(plan) as loaded:
+        expected = answers(joined(loaded, "eager", asked, tokens=12))
+        batch = Batch(loaded, rows=2, decode="graph")
+        batch.prepare()
+        captured = batch.steps.captures
+        assert captured == 2
+        found = [through(batch, loaded.prepare(ids), GenerateRequest(max_new_tokens=12)) for _, ids, _ in asked]
+        assert len(found) == 2 and answers(batch) == expected
+        assert batch.steps.captures == captured
+
+
+def test_graphs_that_look_up_fewer_layers_than_are_covered_now_are_dropped(model):
+    steps = Batch(model, rows=1).steps
+    keys = [("fused", 1), ("fused", 1, graphs._TABLE, (16, 48)), ("fused", 2, graphs._TABLE, (16, 56))]
+    steps._graphs.update(dict.fromkeys(keys))
+    steps._forget_smaller((16, 56))
+    assert list(steps._graphs) == [keys[0], keys[2]]
+
+
+@pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
+def test_after_preparing_no_request_waits_for_a_capture(model):
+    expected = answers(joined(model, "eager", ASKED[:4]))
+    batch = Batch(model, rows=4)
+    batch.prepare()
+    assert batch.steps.kernels.has_lora
+    captured = batch.steps.captures
+    assert captured == 6 and batch.steps.capture_s > 0  # 4, 2 and 1 rows, without adapters and by table
+    assert answers(fill(batch, ASKED[:4])) == expected
     assert batch.steps.captures == captured
 
 

@@ -14,11 +14,10 @@ import torch
 
 from tests.cuda_on_cpu import run
 from trimtab.errors import DeviceError
-from trimtab.runtime import matvec, nvrtc
+from trimtab.runtime import cuts, fused, matvec
 from trimtab.runtime.lora import LinearAdapter
 from trimtab.runtime.quant import dequantize, quantize, shell
 
-KERNELS = ("matvec_1_4", "matvec_2_2", "lora_shrink", "lora_add")
 H200 = {"multiprocessors": 132, "shared_bytes": 232448}
 needs_gxx = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 
@@ -28,7 +27,7 @@ def modules():
     """The kernels on the CPU, threads and blocks forwards, backwards and shuffled."""
     made = []
     for order in (0, 1, 7):
-        module = run.CpuModule(nvrtc.source("matvec4.cu"), KERNELS, order=order)
+        module = run.CpuModule(matvec.source(), matvec.NAMES, order=order)
         matvec.prepare(module)
         module.kept["parts"].fill_(math.nan)
         made.append(module)
@@ -176,42 +175,53 @@ def test_types_rows_codes_and_alignment_are_refused_by_name():
      ((3840,), 15360), ((2112, 2112), 2816), ((2816,), 2112), ((256,), 2560), ((2560,), 256), ((17,), 64)],
 )  # fmt: skip
 def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n):
-    found = matvec.cuts(rows, columns, n, **H200)
+    pair = len(rows) == 2 and rows[0] == rows[1]
+    found = cuts.cuts(rows, columns, n, pair=pair, **H200)
     assert found == sorted(found, key=lambda cut: cut.estimated_us)
     for cut in found:
-        units = sum(-(-one // (16 * cut.tiles)) for one in rows)
-        assert (cut.grid - 1) * cut.row_warps < units <= cut.grid * cut.row_warps
+        units = cuts.units_of(rows, pair=pair)
+        assert (cut.grid - 1) * cut.units < units <= cut.grid * cut.units
+        assert cut.units % 2 == 0 or not pair
         blocks = columns // 64
         assert (cut.splits - 1) * cut.chunk < blocks <= cut.splits * cut.chunk
-        assert cut.chunk % 4 == 0  # scales are read four at a time
-        assert 32 * cut.row_warps * cut.k_warps <= matvec.MAX_THREADS
+        assert cut.chunk % 4 == 0  # blocks are read four at a time
+        assert cut.k_warps * cut.groups <= cuts.MAX_WARPS and cut.k_warps <= cut.piece // 4 and cut.groups <= cut.units
+        assert cut.chunk % cut.piece == 0 and 1 <= cut.stages <= cuts.MOST_STAGES
         assert cut.needed_bytes(n) == cut.shared_bytes <= H200["shared_bytes"]
+        assert cut.splits * cut.grid * cut.units * 16 * n <= cuts.MOST_PARTS or cut.splits == 1
+        # Blocks that make A x do not push others to a second turn, unless each had more than eight turns to do.
+        dots, free = 16 * len(rows) * n, cut.resident * 132 - cut.grid * cut.splits
+        turns = -(-dots // max(1, cut.threads // 128))
+        assert 1 <= cut.low_blocks(dots, 132) <= max(1, free, -(-turns // 8))
     assert len({str(cut) for cut in found}) == len(found) > 0
 
 
 def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     small = {"multiprocessors": 46, "shared_bytes": 101376}  # compute capability 8.6 and 8.9
-    assert {cut.splits for cut in matvec.cuts((2560,), 10240, 8, **small)} == {6, 8}
-    assert matvec.cuts((2560,), 10240, 1, **small)
-    assert not matvec.cuts((2560,), 65536, 8, **small)
+    assert {cut.splits for cut in cuts.cuts((2560,), 10240, 8, **small)} == {14}
+    assert cuts.cuts((2560,), 10240, 1, **small)
+    assert not cuts.cuts((2560,), 65536, 8, **small)
 
 
 def test_tuned_cuts_are_read_again_and_foreign_ones_left_out(tmp_path):
-    cut = matvec.cuts((2560,), 2048, 1, **H200)[5]
-    key = ("cut", (2560,), 2048, 1)
-    matvec.save_cuts({key: cut, "parts": torch.zeros(1)}, tmp_path / "sub" / "cuts.json")
-    assert matvec.read_cuts(tmp_path / "sub" / "cuts.json") == {key: cut}
+    cut = cuts.cuts((2560,), 2048, 1, **H200)[5]
+    pair = cuts.cuts((512, 512), 2048, 3, pair=True, **H200)[2]
+    cuts.save_cuts({("cut", (512, 512), 2048, 3, True): pair}, tmp_path / "pair.json")
+    assert list(cuts.read_cuts(tmp_path / "pair.json").values()) == [pair]
+    key = ("cut", (2560,), 2048, 1, False)
+    cuts.save_cuts({key: cut}, tmp_path / "sub" / "cuts.json")
+    assert cuts.read_cuts(tmp_path / "sub" / "cuts.json") == {key: cut}
     wrong = dataclasses.replace(cut, grid=cut.grid - 1)
-    matvec.save_cuts({key: wrong}, tmp_path / "cuts.json")
-    assert matvec.read_cuts(tmp_path / "cuts.json") == {}
+    cuts.save_cuts({key: wrong}, tmp_path / "cuts.json")
+    assert cuts.read_cuts(tmp_path / "cuts.json") == {}
     (tmp_path / "cuts.json").write_text("[1, 2")
-    assert matvec.read_cuts(tmp_path / "cuts.json") == {}
-    assert matvec.read_cuts(tmp_path / "missing.json") == {}
+    assert cuts.read_cuts(tmp_path / "cuts.json") == {}
+    assert cuts.read_cuts(tmp_path / "missing.json") == {}
 
 
 @needs_gxx
 def test_a_product_that_fits_no_cut_is_a_named_error(modules):
-    module = run.CpuModule(nvrtc.source("matvec4.cu"), KERNELS)
+    module = run.CpuModule(matvec.source(), matvec.NAMES)
     matvec.prepare(module)
     module.shared_bytes = 65536
     x, out = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 16).bfloat16()
@@ -245,7 +255,7 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
         out = torch.full((n, sum(rows)), math.nan, dtype=dtype)
         matvec.matvec4(x, group, out, bias=bias, module=module)
         outs.append(out)
-        assert not module.kept["arrived"].any()
+        assert not module.kept["arrived"].any() and not module.kept["flags"].any()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     reference = torch.empty_like(outs[0])
     matvec.matvec4_torch(x, group, reference, bias=bias)
@@ -257,18 +267,16 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
 
 
 @needs_gxx
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("n", [1, 7])
 @pytest.mark.parametrize("splits", [1, 2, 4])
-def test_every_cut_gives_the_same_product(modules, tiles, splits):
+def test_every_cut_gives_the_same_product(modules, n, splits):
     torch.manual_seed(4)
-    rows, columns, n = (80, 33), 1024, 7
+    rows, columns = (80, 33), 1024
     group = group_of(rows, columns)
     x = torch.randn(n, columns).bfloat16()
     wanted = exact(x, group)
-    found = [cut for cut in matvec.cuts(rows, columns, n, **H200) if (cut.tiles, cut.splits) == (tiles, splits)]
-    tried = {
-        (cut.row_warps, cut.k_warps): cut for cut in found if cut.row_warps in (1, 2, 5) and cut.k_warps in (1, 2, 3, 8)
-    }
+    found = [cut for cut in cuts.cuts(rows, columns, n, **H200) if cut.splits == splits]
+    tried = {(cut.units, cut.k_warps, cut.groups, cut.piece): cut for cut in found if cut.units in (1, 2, 4, 8)}
     assert len(tried) >= 3
     for number, cut in enumerate(tried.values()):
         out = torch.full((n, sum(rows)), math.nan, dtype=torch.bfloat16)
@@ -277,17 +285,37 @@ def test_every_cut_gives_the_same_product(modules, tiles, splits):
 
 
 @needs_gxx
+@pytest.mark.parametrize("n", [2, 6])
+@pytest.mark.parametrize("groups, k_warps", [(1, 5), (2, 2), (5, 1)])
+def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, groups, k_warps):
+    torch.manual_seed(12)
+    rows, columns = (200,), 1024
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    outs = []
+    for stages in (1, 2, 3, 13):
+        cut = cuts.Cut(n, 13, k_warps, groups, 8, stages * groups, 1, 16, 1, 0, 0.0)
+        cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
+        if cut.shared_bytes > H200["shared_bytes"] or cut.stages > cuts.MOST_STAGES:
+            continue
+        out = torch.full((n, 200), math.nan, dtype=torch.bfloat16)
+        matvec.matvec4(x, group, out, module=modules[stages % 3], cut=cut)
+        outs.append(out)
+    assert matvec.relative_error(outs[0], exact(x, group)) < matvec.LARGEST_ERROR
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@needs_gxx
 def test_splits_add_their_parts_in_the_same_order_whoever_comes_last(modules):
     """Blocks arrive forwards, backwards and shuffled; the sum of six parts must not depend on it."""
     torch.manual_seed(5)
     group, x = group_of((48,), 1536), torch.randn(2, 1536).bfloat16()
-    cut = next(cut for cut in matvec.cuts((48,), 1536, 2, **H200) if cut.splits == 6)
+    cut = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if cut.splits == 6)
     outs = []
     for module in modules:
         out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=module, cut=cut)
         outs.append(out)
-        assert not module.kept["arrived"].any()
+        assert not module.kept["arrived"].any() and not module.kept["flags"].any()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
@@ -329,9 +357,8 @@ def test_layers_with_other_code_tables_are_launched_alone(modules):
     lora = matvec.lora_args(adapters, torch.tensor([0, -1], dtype=torch.int32), 4)
     out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
     before = len(module.launches)
-    matvec.lora_shrink(x, lora, module)
     matvec.matvec4(x, group, out, lora=lora, module=module)
-    assert [name.partition("_")[0] for name in module.launches[before:]] == ["lora", "matvec", "matvec"]
+    assert module.launches[before:] == ["matvec_4", "matvec_4"]
     matvec.matvec4_torch(x, group, wanted, lora=lora)
     assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
 
@@ -359,24 +386,62 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
     adapters[1][1] = None  # this layer is not adapted by slot 1
     slots = torch.tensor([0, 1, -1, 3, 3, 2, 0, 1], dtype=torch.int32)
     x = torch.randn(n, columns).to(dtype)
-    cut = next(cut for cut in matvec.cuts(rows, columns, n, **H200) if cut.splits == splits)
+    cut = next(cut for cut in cuts.cuts(rows, columns, n, **H200) if cut.splits == splits)
     for module in modules:
         lora = matvec.lora_args(adapters, slots, width)
         reference = dataclasses.replace(lora, low=torch.full_like(lora.low, math.nan))
-        lora.low.fill_(math.nan)
-        matvec.lora_shrink(x, lora, module)
-        matvec.lora_shrink_torch(x, reference)
+        for apart in (True, False):  # by the kernel for other layers, and by the product itself
+            lora.low.fill_(math.nan)
+            out, wanted, plain = (torch.full((n, sum(rows)), math.nan, dtype=dtype) for _ in range(3))
+            if apart:
+                matvec.lora_shrink(x, lora, module)
+            else:
+                matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
+            matvec.lora_shrink_torch(x, reference)
+            assert torch.equal(lora.low.isnan(), reference.low.isnan())
         # Rows and ranks without an adapter are not written.
         assert torch.equal(lora.low.isnan(), reference.low.isnan())
         torch.testing.assert_close(lora.low, reference.low, rtol=1e-4, atol=1e-5, equal_nan=True)
-        out, wanted, plain = (torch.full((n, sum(rows)), math.nan, dtype=dtype) for _ in range(3))
-        matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
         matvec.matvec4_torch(x, group, wanted, lora=reference)
         matvec.matvec4(x, group, plain, module=module, cut=cut)
         assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
         for i, start, end in ((2, 0, 81), (5, 0, 81), (1, 48, 64), (7, 48, 64)):
             assert torch.equal(out[i, start:end], plain[i, start:end])  # no adapter: bit for bit the base's
         assert not torch.equal(out[0], plain[0])
+
+
+@needs_gxx
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("kind", fused.ACTIVATIONS)
+def test_gate_and_product_are_one_launch(modules, n, kind, splits):
+    """act(gate) up of two layers, and act(product) other: the same bits as the product and the gate one after the other."""
+    torch.manual_seed(11)
+    rows, columns = (40, 40), 1024
+    group, adapters = group_of(rows, columns), adapters_of(rows, columns, [4, 6])
+    x, other = torch.randn(n, columns).bfloat16(), torch.randn(n, 3, 40).bfloat16()[:, 1]
+    for module in modules:
+        slots = torch.tensor([0, -1, 1, 1, 0][:n], dtype=torch.int32)
+        for members, gate in ((group, matvec.Gate(kind)), (group[:1], matvec.Gate(kind, other))):
+            pair = len(members) == 2
+            lora = matvec.lora_args(adapters[: len(members)], slots, 8)
+            found = cuts.cuts(rows[: len(members)], columns, n, pair=pair, **H200)
+            cut = next(cut for cut in found if cut.splits == splits and cut.k_warps == 2)
+            out, wanted = (torch.full((n, 40), math.nan, dtype=torch.bfloat16) for _ in range(2))
+            wide = torch.full((n, 40 * len(members)), math.nan, dtype=torch.bfloat16)
+            matvec.matvec4(x, members, out, lora=lora, gate=gate, module=module, cut=cut)
+            plain = next(
+                one for one in cuts.cuts(rows[: len(members)], columns, n, **H200)
+                if (one.splits, one.k_warps) == (splits, 2)
+            )  # fmt: skip
+            matvec.matvec4(x, members, wide, lora=lora, module=module, cut=plain)
+            fused.gated(wide[:, :40], wide[:, 40:] if pair else other, wanted, kind)
+            # The activation is the C library's here and torch's there: a step of bf16 at most.
+            torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
+            assert (out == wanted).float().mean() > 0.98
+            matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
+            assert matvec.relative_error(out, wanted) < 3 * matvec.LARGEST_ERROR
+        assert not module.kept["arrived"].any() and not module.kept["flags"].any()
 
 
 @needs_gxx
@@ -390,7 +455,6 @@ def test_the_change_is_rounded_before_it_is_added(modules):
     bias, out = torch.full((16,), 256.0).bfloat16(), torch.zeros(1, 16).bfloat16()
     packed = packed_of(16, 64)
     zero = packed.with_parts(packed.parts | {"nested_absmax": torch.zeros(1), "offset": torch.zeros(1)}, packed.codes)
-    matvec.lora_shrink(x, lora, modules[0])
     matvec.matvec4(x, [zero], out, bias=[bias], lora=lora, module=modules[0])
     assert (out == 256).all()
 
@@ -430,8 +494,7 @@ def test_tables_may_be_parts_of_the_models_table(modules):
     )
     x = torch.randn(2, columns).bfloat16()
     out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
-    matvec.lora_shrink(x, lora, modules[0])
-    matvec.matvec4(x, group, out, lora=lora, module=modules[0], dependent="low")
+    matvec.matvec4(x, group, out, lora=lora, module=modules[0])
     matvec.matvec4_torch(x, group, wanted, lora=lora)
     assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
 
@@ -440,14 +503,14 @@ def test_tables_may_be_parts_of_the_models_table(modules):
 def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     group = group_of((32, 16), 128)
     assert matvec.check(group, modules[0], rows=(1, 3)) is None
-    launch = modules[0].launch
+    own = modules[0].variant(matvec.options(group[0], torch.bfloat16))
+    launch = own.launch
 
     def spoiled(name, grid, block, args, **more):
         launch(name, grid, block, args, **more)
-        if name.startswith("matvec"):
-            args[4][0, 3] += 1
+        args[4][0, 3] += 1
 
-    monkeypatch.setattr(modules[0], "launch", spoiled)
+    monkeypatch.setattr(own, "launch", spoiled)
     assert "relative error" in matvec.check(group, modules[0], rows=(1, 3))
-    monkeypatch.setattr(modules[0], "launch", lambda *_, **__: None)
+    monkeypatch.setattr(own, "launch", lambda *_, **__: None)
     assert "relative error inf" in matvec.check(group, modules[0], rows=(1,))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import nvrtc
+from trimtab.runtime import matvec, nvrtc
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
 
@@ -134,6 +134,7 @@ def test_a_card_newer_than_the_compiler_gets_portable_code(compiler):
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_the_kernels_of_the_package_compile(compiler, target):
-    code = compiler.compile(nvrtc.source("matvec4.cu"), target, name="matvec4.cu")
-    for name in (b"matvec_1_4", b"matvec_2_2", b"lora_shrink", b"lora_add"):
-        assert name in code
+    assert all(name.encode() in compiler.compile(matvec.source(), target) for name in matvec.NAMES)
+    for options in (("-DHALF=0", "-DNESTED=1", "-DWHOLE=1"), ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0")):
+        code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
+        assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)

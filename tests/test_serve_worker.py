@@ -12,6 +12,7 @@ import pytest
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime.batch import Batch
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
 from trimtab.serve.job import Job
 from trimtab.serve.worker import _Worker
@@ -142,6 +143,30 @@ def test_a_worker_comes_back_with_its_plan_and_without_adapters_whose_files_are_
     third.ask("b", adapter="style")
     assert third.end_of("a").error["class"] == "AdapterError" and third.end_of("b").kind == "done"
     third.close()
+
+
+def test_steps_are_captured_once_and_before_the_worker_says_that_it_is_ready(monkeypatch):
+    told, prepare, send = [], Batch.prepare, Channel.send
+
+    def prepared(self, expected=()):
+        told.append([held.spec.file.folder.name for held in expected])
+        prepare(self, expected)
+
+    def sent(self, message):
+        told.append(message.get("say") or message.get("do"))
+        send(self, message)
+
+    monkeypatch.setattr(Batch, "prepare", prepared)
+    monkeypatch.setattr(Channel, "send", sent)
+    adapters = {name: DEMO / "adapters" / name for name in ("style", "specialist")}
+    running = Running(settings_of(adapters, resident_limit=1))
+    running.ask("one", adapter="style")
+    assert running.end_of("one").kind == "done"
+    running.close()
+    calls = [entry for entry in told if isinstance(entry, list)]
+    assert calls == [["style", "specialist"]]  # those that wait in host memory too
+    assert told.index(calls[0]) < told.index("ready")
+    assert (running.ready["captures"], running.ready["capture_s"]) == (0, 0.0)
 
 
 def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):

@@ -37,10 +37,12 @@ def plan(
     keep_unquantized: Sequence[str] = (),
     device: str = "auto",
     offload_dir: str | Path | None = None,
+    head: str = "full",
 ) -> Plan:
     """Return where every block of the model goes, from headers alone; nothing is loaded.
 
     model: a checkpoint folder or a hub id that is in the local cache. Sizes are bytes or text such as "4GiB".
+    head: "int8" computes with an 8-bit copy of the output head.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     return plan_request(
@@ -60,6 +62,7 @@ def plan(
             keep_unquantized=tuple(keep_unquantized),
             device=device,
             offload_dir=str(offload_dir) if offload_dir is not None else None,
+            head=head,
         )
     )
 
@@ -71,7 +74,9 @@ def plan_request(request: LoadRequest) -> Plan:
     checkpoint = read_checkpoint(request.model)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     probe = hf.probe(checkpoint, request.dtype)
-    anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
+    anatomy = hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
+    )
     adapters = {
         name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
     }

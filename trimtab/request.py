@@ -16,6 +16,8 @@ from trimtab.errors import RequestError
 TIERS = ("resident", "gather", "stream", "disk", "host")
 QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
+# The output head as the checkpoint has it, or an 8-bit copy of it.
+HEADS = ("full", "int8")
 DECODE_MODES = ("auto", "eager", "graph", "fused")
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -61,7 +63,8 @@ class LoadRequest:
     together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows
     decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
     activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
-    form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N".
+    form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
+    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is.
     """
 
     model: str
@@ -79,10 +82,12 @@ class LoadRequest:
     keep_unquantized: tuple[str, ...] = ()
     device: str = "auto"
     offload_dir: str | None = None
+    head: str = "full"
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
         check_choice(self.dtype, DTYPES, field_name="dtype")
+        check_choice(self.head, HEADS, field_name="head")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -55,7 +55,7 @@ struct dim3 { unsigned x, y, z; };
 
 // Fibers ----------------------------------------------------------------------------------------------------------------
 namespace cuda_on_cpu {
-enum Wait { RUNS, BLOCK, WARP, DONE };
+enum Wait { RUNS, BLOCK, WARP, TURN, DONE };  // TURN: until all others have had one
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int GUARD_BYTES = 256;
 
@@ -138,6 +138,10 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
           if (l < lanes && fibers[first + l].wait == RUNS) resume(fibers[first + l]);
       while (release_warp(first, lanes));
     }
+    bool any = false;
+    for (Fiber& fiber : fibers)
+      if (fiber.wait == TURN) fiber.wait = RUNS, any = true;
+    if (any) continue;
     int at_block = 0, done = 0;
     for (const Fiber& fiber : fibers) at_block += fiber.wait == BLOCK, done += fiber.wait == DONE;
     if (done == count) return true;
@@ -159,7 +163,8 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
 }
 
 // shared_memory holds shared_bytes between two guards. Returns 0, or 1 with `error` set.
-inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
+// The first `leading` blocks run first whatever the order: others may wait for them.
+inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order, size_t leading) {
   error.clear();
   block_size = {block[0], block[1], block[2]};
   grid_size = {grid[0], grid[1], grid[2]};
@@ -187,7 +192,7 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     for (size_t i = length; order > 1 && i-- > 1;) std::swap(numbers[i], numbers[random() % (i + 1)]);
   };
   for (size_t turn = 0; turn < blocks; turn++) {
-    const size_t b = order == 1 ? blocks - 1 - turn : turn;
+    const size_t b = order == 1 && turn >= leading ? blocks - 1 - (turn - leading) : turn;
     block_index = {(unsigned)(b % grid[0]), (unsigned)(b / grid[0] % grid[1]), (unsigned)(b / grid[0] / grid[1])};
     memset(shared_memory - GUARD_BYTES, 0xff, shared_bytes + 2 * GUARD_BYTES);  // not a number, until written
     mix(warp_order);
@@ -237,11 +242,12 @@ struct Bound {
   }
 };
 template <typename... A>
-int start(void (*kernel)(A...), void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
+int start(void (*kernel)(A...), void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order,
+          int leading) {
   Bound<A...> bound = {kernel, args};
   body = Bound<A...>::run;
   body_args = &bound;
-  return launch(grid, block, shared_bytes, order);
+  return launch(grid, block, shared_bytes, order, leading);
 }
 
 inline Warp& warp() { return warps[now->warp]; }
@@ -409,9 +415,41 @@ static inline unsigned short to_bf16(float f) {
 }
 static inline unsigned two_halves(float low, float high) { return to_half(low) | (unsigned)to_half(high) << 16; }
 static inline unsigned two_bf16(float low, float high) { return to_bf16(low) | (unsigned)to_bf16(high) << 16; }
+static inline unsigned add_bf16x2(unsigned a, unsigned b) {
+  const float low = __uint_as_float(a << 16) + __uint_as_float(b << 16);
+  const float high = __uint_as_float(a & 0xffff0000u) + __uint_as_float(b & 0xffff0000u);
+  return two_bf16(low, high);
+}
 static inline uint2 load_once(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline uint4 load_once_16(const void* p) { return cpu_load((const uint4*)p); }
 static inline void prefetch(const void*) {}
+static inline unsigned load_flag(const unsigned* p) { return *p; }
+// A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
+#define FILLERS 1
+struct CpuBarrier { unsigned short count, arrived; unsigned phases; };  // in the barrier's own 64 bits
+static inline void barrier_init(unsigned long long* p, int count) { *(CpuBarrier*)p = {(unsigned short)count, 0, 0}; }
+static inline void barrier_arrive(unsigned long long* p) {
+  CpuBarrier& b = *(CpuBarrier*)p;
+  if (++b.arrived == b.count) b.arrived = 0, b.phases++;
+}
+static inline void barrier_wait(unsigned long long* p, int parity) {
+  for (int turns = 0; ((((CpuBarrier*)p)->phases - 1) & 1) != (unsigned)parity; turns++) {
+    if (turns > 100000) { fprintf(stderr, "a barrier that nobody completes\n"); abort(); }
+    cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "barrier_wait");
+  }
+}
+static inline void barriers_are_made() {}
+static inline void fill(unsigned char* to, int stride, const unsigned char* from, int bytes, unsigned long long* barrier) {
+  const int lane = cuda_on_cpu::now->lane;
+  if (lane < 16) {
+    if (((uintptr_t)from | (uintptr_t)(to + lane * stride) | bytes) & 15) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
+    memcpy(to + lane * stride, from, bytes);
+  }
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
+}
+#define SPINS 1  // whoever runs later does not run meanwhile
+static inline void __trap() { fprintf(stderr, "a block waits for one that starts later\n"), abort(); }
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import fused, matvec, nvrtc
-
-MATVEC_NAMES = ("matvec_1_4", "matvec_2_2", "lora_shrink", "lora_add")
+from trimtab.runtime import fused, matvec
 
 
 class _Kept(dict):
@@ -40,8 +38,7 @@ def small(
 
 def products(order: int = 0, *, multiprocessors: int = 16) -> CpuModule:
     """Return the kernels of runtime/matvec.py."""
-    source = nvrtc.source("matvec4.cu")
-    module = CpuModule(source, MATVEC_NAMES, order=order, multiprocessors=multiprocessors)
+    module = CpuModule(matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
     matvec.prepare(module)
     return module
 

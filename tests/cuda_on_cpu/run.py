@@ -48,8 +48,9 @@ def _library(source: str, names: tuple[str, ...], defines: tuple[str, ...]) -> c
     for name in names:
         text += f"""
 extern "C" const char* cpu_signature_{name}() {{ return cuda_on_cpu::signature({name}); }}
-extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order) {{
-  return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order);
+extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order,
+    int leading) {{
+  return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order, leading);
 }}
 """
     key = hashlib.sha256(repr((text, HEADER.read_text(encoding="utf-8"), defines)).encode()).hexdigest()[:24]
@@ -72,7 +73,14 @@ def _three(sizes: int | Sequence[int]) -> Any:
 
 
 def _start(
-    library: ctypes.CDLL, name: str, grid: Any, block: Any, values: Sequence[Any], shared_bytes: int, order: int
+    library: ctypes.CDLL,
+    name: str,
+    grid: Any,
+    block: Any,
+    values: Sequence[Any],
+    shared_bytes: int,
+    order: int,
+    leading: int = 0,
 ) -> None:
     wanted = getattr(library, f"cpu_signature_{name}")().decode()
     kinds = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_int64: "l", ctypes.c_float: "f"}
@@ -81,7 +89,7 @@ def _start(
         at = next((i for i, (a, b) in enumerate(zip(given, wanted)) if a != b), min(len(given), len(wanted)))
         raise LaunchError(f"{name} takes ({wanted}), not ({given}); they differ from argument {at} on")
     pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
-    if getattr(library, f"cpu_start_{name}")(pointers, _three(grid), _three(block), shared_bytes, order):
+    if getattr(library, f"cpu_start_{name}")(pointers, _three(grid), _three(block), shared_bytes, order, leading):
         raise LaunchError(f"{name}: {library.cpu_error().decode()}")
 
 
@@ -129,6 +137,8 @@ def compile_for_cpu(source: str, name: str, defines: Mapping[str, Any] | Sequenc
 class CpuModule:
     """The interface of `nvrtc.Module` on CPU tensors. names: the kernels of the source. launches: their names, in order."""
 
+    variant_names: Sequence[str] = ("matvec_4", "matvec_8")
+
     def __init__(
         self, source: str, names: Sequence[str], *, options: Sequence[str] = (), order: int = 0,
         capability: tuple[int, int] = (9, 0), multiprocessors: int = 4,
@@ -141,11 +151,25 @@ class CpuModule:
         self.kept: dict[Any, Any] = {}
         self.launches: list[str] = []
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
+        self._source, self._facts = (
+            source,
+            {"order": order, "capability": capability, "multiprocessors": multiprocessors},
+        )
         self._library = _library(source, tuple(names), defines)
+
+    def variant(self, options: tuple[str, ...]) -> CpuModule:
+        """The same source compiled with other options; its launches count as this module's."""
+        key = ("variant", options)
+        if dict.get(self.kept, key) is None:
+            # Kernels that these options bring.
+            made = CpuModule(self._source, self.variant_names, options=options, **self._facts)
+            made.launches = self.launches
+            self.kept[key] = made
+        return self.kept[key]
 
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0,
-        dependent: bool | None = None,
+        dependent: bool | None = None, leading: int = 0,
     ) -> None:  # fmt: skip
         import torch
 
@@ -153,4 +177,4 @@ class CpuModule:
             ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _plain(value) for value in args
         ]
         self.launches.append(name)
-        _start(self._library, name, grid, block, values, shared_bytes, self.order)
+        _start(self._library, name, grid, block, values, shared_bytes, self.order, leading)

@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import fused, matvec, nvrtc
+from trimtab.runtime import cuts, fused, matvec, nvrtc
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -54,12 +54,45 @@ def test_other_formats_agree_with_float64(module, weights, quant, dtype):
 )
 def test_every_likely_cut_is_right(module, weights, rows, columns, n):
     group = [weights["nf4-dq"].make(one, columns) for one in rows]
-    found = matvec.cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
-    tried = matvec.unlike(found, 12)
+    tried = cuts.unlike(matvec.ways(group, n, module), 12)
     assert len(tried) > 3
     for cut in tried:
         assert matvec.check(group, module, rows=(n,), cut=cut) is None, cut
-    assert not module.kept["arrived"].any()
+    assert not module.kept["arrived"].any() and not module.kept["flags"].any()
+
+
+@pytest.mark.parametrize("n", [1, 4, 8])
+@pytest.mark.parametrize("groups, k_warps", [(1, 10), (1, 4), (2, 5), (5, 2), (10, 1)])
+def test_a_ring_that_goes_round_gives_the_same_product(module, weights, n, groups, k_warps):
+    group = [weights["nf4-dq"].make(20000, 2560)]
+    x = torch.randn(n, 2560, device=DEVICE).bfloat16()
+    wanted = matvec._exact(x, group)
+    for piece, stages in ((8, 1), (8, 2), (8, 3), (20, 1)):
+        cut = cuts.Cut(n, 10, k_warps, groups, piece, stages * groups, 1, 40, 125, 0, 0.0)
+        cut = dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
+        if cut.shared_bytes > module.shared_bytes:
+            continue
+        for _ in range(3):
+            out = torch.full((n, 20000), math.nan, dtype=torch.bfloat16, device=DEVICE)
+            matvec.matvec4(x, group, out, module=module, cut=cut)
+            assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR, cut
+
+
+@pytest.mark.parametrize("n", [1, 2, 8])
+@pytest.mark.parametrize("columns, width", [(2560, 10240), (1536, 6144), (2816, 2112)])
+def test_gate_and_product_in_one_launch_equal_both_apart(module, weights, n, columns, width):
+    group = [weights["nf4-dq"].make(width, columns) for _ in range(2)]
+    slots = [[(torch.randn(8, columns, device=DEVICE) / 50, torch.randn(width, 8, device=DEVICE), 0.5)] for _ in group]
+    x, other = torch.randn(n, columns, device=DEVICE).bfloat16(), torch.randn(n, width, device=DEVICE).bfloat16()
+    for members, gate in ((group, matvec.Gate("gelu_tanh")), (group[:1], matvec.Gate("gelu_tanh", other))):
+        lora = matvec.lora_args(slots[: len(members)], torch.zeros(n, dtype=torch.int32, device=DEVICE), 8)
+        for cut in cuts.unlike(matvec.ways(members, n, module, pair=gate.other is None), 6):
+            out, wanted = (torch.full((n, width), math.nan, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+            matvec.matvec4(x, members, out, lora=lora, gate=gate, module=module, cut=cut)
+            matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
+            # Two rounded numbers and their product, each a step away at most here and there.
+            assert matvec.relative_error(out, wanted) < 2 * matvec.LARGEST_ERROR, cut
+    assert not module.kept["arrived"].any() and not module.kept["flags"].any()
 
 
 def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weights):
@@ -79,7 +112,6 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
     out = torch.empty(n, 3072, dtype=torch.bfloat16, device=DEVICE)
 
     def run():
-        matvec.lora_shrink(x, lora, module)
         matvec.matvec4(x, group, out, lora=lora, module=module)
 
     run()
@@ -102,7 +134,7 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
 
 
 def test_a_row_is_the_same_alone_and_among_others(module, weights):
-    """Other rows and their adapters must not leak into a row: same cut, same bits."""
+    """Other rows and their adapters must not leak into a row: the same way to cut it, the same bits."""
     group = [weights["nf4-dq"].make(512, 1536)]
     slots = [
         [
@@ -112,34 +144,36 @@ def test_a_row_is_the_same_alone_and_among_others(module, weights):
     ]
     x = torch.randn(8, 1536, device=DEVICE).bfloat16()
     numbers = torch.tensor([0, 1, -1, 0, 1, 1, -1, 0], dtype=torch.int32, device=DEVICE)
-    cut = matvec.choose(group, 8, module)
 
     def run(x, numbers):
+        n = x.shape[0]
+        found = matvec.ways(group, n, module)
+        cut = next(cut for cut in found if cut.splits == 1 and cut.k_warps == found[0].k_warps)
         lora = matvec.lora_args(slots, numbers, 8)
-        out = torch.full((x.shape[0], 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
-        matvec.lora_shrink(x, lora, module)
+        out = torch.full((n, 512), math.nan, dtype=torch.bfloat16, device=DEVICE)
         matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
         return out
 
     together = run(x, numbers)
     for i in range(8):
+        # One row alone multiplies scale and power of two first: exact, so nothing changes.
         assert torch.equal(run(x[i : i + 1], numbers[i : i + 1])[0], together[i])
+        pair = [i, (i + 3) % 8]
+        assert torch.equal(run(x[pair], numbers[pair])[0], together[i])
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="dependent launch begins with 9.0")
 def test_a_dependent_launch_waits_for_what_it_reads(module, weights):
-    """The product starts before `lora_shrink` ends, and `lora_shrink` before what makes x: same bits as in plain order."""
+    """The product starts before what makes x ends: same bits as in plain order."""
     group = [weights["nf4-dq"].make(10240, 2560)]
     slots = [[(torch.randn(64, 2560, device=DEVICE) / 50, torch.randn(10240, 64, device=DEVICE), 0.5)]]
     lora = matvec.lora_args(slots, torch.zeros(8, dtype=torch.int32, device=DEVICE), 64)
     for _ in range(20):
         x = torch.randn(8, 2560, device=DEVICE).bfloat16()
         plain, early = (torch.empty(8, 10240, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-        matvec.lora_shrink(x, lora, module)
         matvec.matvec4(x, group, plain, lora=lora, module=module)
         lora.low.fill_(math.nan)
-        matvec.lora_shrink(x, lora, module)
-        matvec.matvec4(x, group, early, lora=lora, module=module, dependent="low")
+        matvec.matvec4(x, group, early, lora=lora, module=module, dependent=True)
         assert torch.equal(plain, early)
 
 
@@ -156,7 +190,6 @@ def test_a_chain_of_overlapping_launches_gives_the_bits_of_plain_order(module, w
     def run():
         narrow[0].copy_(start)
         for x, y in zip(narrow, narrow[1:]):
-            matvec.lora_shrink(x, lora, module)
             matvec.matvec4(x, [up], wide, lora=lora, module=module)
             wide.div_(wide.abs().amax())
             matvec.matvec4(wide, [down], y, module=module)
@@ -200,13 +233,8 @@ def test_the_change_of_a_layer_that_is_not_4_bit(module, round_change):
 
 def test_a_kernel_that_is_wrong_is_found(module, weights, monkeypatch):
     group = [weights["nf4-dq"].make(64, 256)]
-    launch = module.launch
-
-    def skip(name, *args, **more):
-        if not name.startswith("matvec"):
-            launch(name, *args, **more)
-
-    monkeypatch.setattr(module, "launch", skip)
+    own = module.variant(matvec.options(group[0], torch.bfloat16))
+    monkeypatch.setattr(own, "launch", lambda *_, **__: None)
     assert "relative error inf" in matvec.check(group, module, rows=(1,))
 
 
@@ -215,8 +243,8 @@ def test_tuning_keeps_the_fastest_cut_and_the_next_process_reads_it(module, weig
     taken = matvec.tune(groups, 1, module, limit=3)
     best = min(taken, key=lambda cut: taken[cut])
     assert matvec.choose(groups[0], 1, module) == best
-    matvec.save_cuts(module.kept, tmp_path / "cuts.json")
-    assert matvec.read_cuts(tmp_path / "cuts.json")[matvec.cut_key(groups[0], 1)] == best
+    cuts.save_cuts(matvec.tuned_cuts(module), tmp_path / "cuts.json")
+    assert cuts.read_cuts(tmp_path / "cuts.json")[matvec.cut_key(groups[0], 1)] == best
 
 
 def test_a_thread_of_its_own_may_launch(module, weights):

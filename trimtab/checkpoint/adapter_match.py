@@ -357,7 +357,7 @@ class _Builder:
 
     def _partners(self, path: str) -> list[str]:
         def owner(row: ModuleRow) -> str | None:
-            return None if row.weight is None else row.weight.tied_to or row.weight.tensor_path
+            return None if row.weight is None else row.weight.tied_to or row.weight.copy_of or row.weight.tensor_path
 
         own = owner(self.places.rows[path])
         if own is None:

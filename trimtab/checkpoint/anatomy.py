@@ -26,7 +26,8 @@ class TensorRow:
     """One parameter or buffer as the loaded model would hold it (before quantization).
 
     tensor_path: full path in the model. sources: the file tensors it is made of, empty when it is computed at load.
-    tied_to: path of the tensor whose storage it shares, None for an owner.
+    tied_to: path of the tensor whose storage it shares, None for an owner. copy_of: path of the tensor that it would share
+    but for being held in another form (an 8-bit head).
     """
 
     tensor_path: str
@@ -35,6 +36,7 @@ class TensorRow:
     is_buffer: bool
     sources: tuple[str, ...]
     tied_to: str | None = None
+    copy_of: str | None = None
 
     @property
     def numel(self) -> int:
@@ -53,6 +55,7 @@ class ModuleRow:
     quantized: whether the request's quantization applies to its weight; otherwise why_unquantized says why not
     (empty for modules that have nothing to quantize). wraps: path of the inner linear of a wrapper such as
     Gemma4ClippableLinear. gather_only: an embedding whose table is only ever indexed, so rows can be fetched on demand.
+    is_head8: the output head, held in 8 bits (`--head int8`).
     """
 
     module_path: str
@@ -65,6 +68,7 @@ class ModuleRow:
     why_unquantized: str = ""
     wraps: str | None = None
     gather_only: bool = False
+    is_head8: bool = False
 
     @property
     def weight(self) -> TensorRow | None:

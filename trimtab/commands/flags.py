@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RequestError
-from trimtab.request import DTYPES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import DTYPES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
 def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
@@ -22,6 +22,10 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     group.add_argument(
         "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
     )
+    group.add_argument(
+        "--head", metavar="FORM",
+        help=f"the output head: {', '.join(HEADS)} (default: full, as the checkpoint has it; int8 reads half the bytes)",
+    )  # fmt: skip
     group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: bfloat16)")
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
     group.add_argument(
@@ -58,7 +62,7 @@ PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
-    "keep_unquantized": "keep_unquantized",
+    "keep_unquantized": "keep_unquantized", "head": "head",
 }  # fmt: skip
 
 

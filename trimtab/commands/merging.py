@@ -11,6 +11,7 @@ import trimtab
 from trimtab import show
 from trimtab.commands.flags import pairs
 from trimtab.commands.saying import Command, print_json, saying
+from trimtab.request import HEADS
 
 DIFFERS = 1
 
@@ -39,11 +40,12 @@ def add(command: Command) -> None:
     verified.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",
-        help="resident, stock, base, bf16, single, alone, or the folder of a merged model (default: resident)",
+        help="resident, stock, base, bf16, full-head, single, alone, eager, or the folder of a merged model (default: resident)",
     )  # fmt: skip
     verified.add_argument(
         "--quant", metavar="FORMAT", help="the format of the plan (default: the checkpoint's own, or nf4-dq)"
     )
+    verified.add_argument("--head", metavar="FORM", help=f"the output head: {', '.join(HEADS)} (default: full)")
     verified.add_argument(
         "--prompts", metavar="FILE", help="JSONL with id, text, image, audio (default: a built-in set)"
     )
@@ -95,7 +97,7 @@ def run_verify(options: argparse.Namespace) -> int:
         plan_or_model(options.model),
         adapters=pairs(options.adapter, "--adapter", "NAME=PATH", first=True) if options.adapter else None,
         adapter=options.use, prompts=options.prompts, against=options.against, quant=options.quant,
-        python=options.python, new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
+        head=options.head, python=options.python, new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
     )  # fmt: skip
     if options.save:
         report.save(options.save)

@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
+from trimtab.plan.cost import HEAD_CHUNK_VALUES
 from trimtab.request import LoadRequest
 
 # The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
@@ -51,6 +52,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "dequantized": (1, "x d: a 4-bit weight dequantized whole for a product with several rows (matmul_4bit)"),
         "experts.rows": (8, "rows a token becomes in fused experts: the usual top-k, which the anatomy does not say"),
         "logits.model": (3, "x d: logits, divided by the soft cap, after tanh"),
+        "head8.chunk": (1, "x f: the weights of an 8-bit head that are computed with at a time (runtime/head8.py)"),
         "logits.float": (3, "x f: generate's float32 copy, its sorted or masked form, probabilities"),
         "vision.pixels": (3, "x f: pixel patches as given, shifted, and cast"),
         "vision.hidden": (4, "x d: residual, norm output, clamped input, attention output"),
@@ -247,6 +249,8 @@ class _Counter:
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
         self.int8 = quant == "int8"
+        heads = [row.weight.numel for row in anatomy.rows if row.is_head8 and row.weight is not None]
+        self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, max(heads, default=0)))
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
         rows = anatomy.rows
         self.ple = sum(
@@ -323,7 +327,7 @@ class _Counter:
         logits = self.use.batch * (
             self.d("logits.model", self.anatomy.vocab_size) + self.f("logits.float", self.anatomy.vocab_size)
         )
-        head = rows * hidden * dtype_bytes + logits
+        head = rows * hidden * dtype_bytes + logits + self.head8
         return ceil(max(held + layer, held + first, held + gemm, head))
 
     def pictures(self) -> int:

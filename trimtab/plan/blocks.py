@@ -14,7 +14,7 @@ from typing import Literal
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, Part, TensorRow
 from trimtab.errors import gib
-from trimtab.plan.cost import allocated_bytes, buffer_bytes, packed_parts
+from trimtab.plan.cost import HEAD8, HEAD_PIECE_BYTES, allocated_bytes, buffer_bytes, packed_parts
 from trimtab.request import DEFAULT_QUANT, QUANTS, TIERS
 
 Paid = Literal["token", "image", "audio", "request"]
@@ -27,7 +27,8 @@ class Leaf:
     """One movable weight: bytes by part as stored, and bytes at full precision.
 
     packs: whether loading packs it (quantized by us, not already packed in the file). load_transient_bytes: what the
-    execution device holds while that happens: the whole weight, its packed form and, for int8, its float16 copy.
+    execution device holds while that happens: the whole weight, its packed form and, for int8, its float16 copy; an 8-bit
+    head is made piece by piece in the place where it stays.
     """
 
     tensor_path: str
@@ -52,6 +53,8 @@ class Leaf:
     def load_transient_bytes(self) -> int:
         if not self.packs:
             return self.nbytes
+        if "scale" in self.parts:
+            return min(HEAD_PIECE_BYTES, 13 * prod(self.shape))
         return self.dense_bytes + self.nbytes + (2 * prod(self.shape) if "SCB" in self.parts else 0)
 
 
@@ -116,12 +119,12 @@ def leaves_of(row: ModuleRow, quant: str, tied: Mapping[str, str], *, prequantiz
         tensors = [tensor for tensor in row.tensors if len(tensor.shape) == 3 and not tensor.is_buffer]
     else:
         return ()
-    kind = quant if row.quantized and row.kind != "embedding" else "none"
+    kind = HEAD8 if row.is_head8 else quant if row.quantized and row.kind != "embedding" else "none"
     return tuple(
         Leaf(
             tensor_path=tensor.tensor_path, module_path=row.module_path, shape=tensor.shape,
             parts=packed_parts(tensor.shape, kind, tensor.dtype), dense_bytes=tensor.nbytes,
-            packs=kind != "none" and not prequantized,
+            packs=kind == HEAD8 or (kind != "none" and not prequantized),
         )
         for tensor in tensors
         if tensor.tensor_path not in tied

@@ -19,6 +19,12 @@ WEIGHT_BLOCK = 64
 NESTED_BLOCK = 256
 # Look-up tables are shared by all weights of one model: 16 and 256 float32 entries.
 CODE_BYTES = {"code": 64, "nested_code": 1024}
+# An 8-bit head (runtime/head8.py) is made from pieces of so many weights, and computed with so many at a time in float32.
+# Making a piece holds it as read (4 bytes a weight at most), twice in float32 and once in 8 bits.
+HEAD8 = "head8"
+HEAD_PIECE_VALUES = 2 * 2**20
+HEAD_PIECE_BYTES = 13 * HEAD_PIECE_VALUES
+HEAD_CHUNK_VALUES = 4 * 2**20
 # One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors: parts of a block buffer start at multiples.
 ALIGN_BYTES = 256
 
@@ -40,7 +46,7 @@ def round_up(byte_count: int, step: int) -> int:
 def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
     """Return the bytes of each part of a stored weight, by part name.
 
-    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4" or "nf4-dq". An odd number of weights
+    Shapes: [D_out, D_in] or [E, D_out, D_in]. kind: "none", "int8", "fp4", "nf4", "nf4-dq" or HEAD8. An odd number of weights
     is padded to a whole byte. Source: bitsandbytes 0.50.2, quantize_4bit (absmax float32, or uint8 with float32
     second-level scales and one float32 offset) and int8_vectorwise_quant (one float32 per output row).
     """
@@ -49,6 +55,8 @@ def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
         return {"weight": numel * DTYPE_BYTES[dtype]}
     if kind == "int8":
         return {"weight": numel, "SCB": 4 * prod(shape[:-1])}
+    if kind == HEAD8:
+        return {"weight": numel, "scale": 4 * prod(shape[:-1])}
     if kind not in ("fp4", "nf4", "nf4-dq"):
         raise ValueError(f"no such weight format: {kind!r}")
     blocks = ceil(numel / WEIGHT_BLOCK)

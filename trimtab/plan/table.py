@@ -15,6 +15,7 @@ def table(plan: Plan) -> str:
     request = plan.request
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"{'8-bit head, ' if request.head == 'int8' else ''}"
         f"context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
         f"sound {request.audio_s:g} s"
     )

@@ -22,6 +22,7 @@ AGAINST: Mapping[str, str] = {
     "stock": "trimtab against transformers, bitsandbytes and PEFT",
     "base": "the adapter against the base: is it active at all?",
     "bf16": "quantized weights against bf16 ones",
+    "full-head": "an 8-bit output head against the whole one",
     "single": "prompts in one batch against each alone",
     "alone": "several adapters in one batch against each alone",
     "eager": "answers token by token, from captured steps where there is a GPU, against one pass of the modules",
@@ -63,7 +64,7 @@ def case_of(
         return _folder_case(ours, sized, checkpoint, folder, common)
     makers = {
         "resident": _resident_case, "stock": _stock_case, "base": _base_case, "bf16": _bf16_case,
-        "single": _single_case, "alone": _alone_case, "eager": _eager_case,
+        "full-head": _full_head_case, "single": _single_case, "alone": _alone_case, "eager": _eager_case,
     }  # fmt: skip
     if word == "stock":
         return _stock_case(ours, sized, checkpoint, common, python)
@@ -124,6 +125,10 @@ def _stock_case(
             "keep_unquantized has no equal in the stock stack, whose own list it would replace", field="against",
             value="stock",
         )  # fmt: skip
+    if request.head != "full":
+        raise RequestError(
+            "the stock stack has no 8-bit head", field="against", value="stock", hint="Compare against full-head"
+        )
     stock = Route(
         label="the stock stack", engine="stock", folder=str(checkpoint.folder), dtype=request.dtype,
         quant=resolve_quant(request.quant, checkpoint), device=devices.resolve_device(request.device),
@@ -147,9 +152,20 @@ def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
             "compares a quantized load of a checkpoint that is not: give --quant and the original checkpoint",
             field="against", value="bf16",
         )  # fmt: skip
-    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=())
+    whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full")
     subject = replace(ours, label=f"{'nf4-dq' if request.quant == 'auto' else request.quant} weights")
     return Case(against="bf16", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
+
+
+def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
+    if request.head == "full":
+        raise RequestError(
+            "compares an 8-bit head with the whole one: ask for the first", field="against", value="full-head",
+            hint="--head int8",
+        )  # fmt: skip
+    whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
+    subject = replace(ours, label="the 8-bit head")
+    return Case(against="full-head", reference=whole, subject=subject, subject_adapter=common["adapter"], **common)
 
 
 def _batched(ours: Route, word: str, label: str) -> Route:

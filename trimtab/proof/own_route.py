@@ -37,7 +37,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     with load(plan, decode=route.get("decode") or "eager") as model:
         tell(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
-             "tiers": _tally(plan), "quant": plan.request.quant, "adapters": list(model.adapters)}
+             "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters)}
         )  # fmt: skip
         items = request["items"]
         if request.get("batched"):
@@ -51,6 +51,10 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             : request["noise_items"] if request["noise"] else 0
         ]:
             _tell_noise(model, item, continuation, request, tell)
+
+
+def _head(plan: Plan) -> str:
+    return "8-bit head" if plan.request.head == "int8" else ""
 
 
 def _tally(plan: Plan) -> dict[str, int]:

@@ -103,7 +103,7 @@ class Ran:
 
     def to_json(self) -> dict[str, Any]:
         """Return what a report says of the route."""
-        names = ("device", "quant", "tiers", "adapters", "notes", "warnings", "versions")
+        names = ("device", "quant", "head", "tiers", "adapters", "notes", "warnings", "versions")
         shown = {name: self.loaded.get(name) for name in names}
         return {
             "label": self.route.label, "engine": self.route.engine, "memory": dict(self.memory),

@@ -33,13 +33,13 @@ def verify(
     adapter: str | None = None,
     prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None = None, against: str | Path = "resident",
     quant: str | None = None, python: str | Path | None = None, new_tokens: int = NEW_TOKENS, lanes: bool = False,
-    isolated: bool = True, say: Say | None = None,
+    isolated: bool = True, say: Say | None = None, head: str | None = None,
 ) -> ParityReport:  # fmt: skip
     """Return a report on two routes to the answers of every prompt.
 
     plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters` and
-    `quant` (by default none for a comparison with a merged folder, else the checkpoint's own or nf4-dq). adapter: the one
-    that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word
+    `quant` (by default none for a comparison with a merged folder, else the checkpoint's own or nf4-dq) and `head`. adapter:
+    the one that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word
     of AGAINST or a merged model's folder. python: an interpreter with the stock stack to use for its side. new_tokens:
     length of the greedy texts. lanes: run the merge lanes as well. isolated False: all in this process (quicker; host
     peaks are not recorded).
@@ -53,7 +53,7 @@ def verify(
         raise RequestError(
             "has no effect: no side of this comparison is the stock stack's", field="python", value=str(python)
         )
-    request = _request(plan_or_model, adapters, quant, against)
+    request = _request(plan_or_model, adapters, quant, head, against)
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)
     with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:
@@ -73,11 +73,11 @@ def verify(
 
 def _request(
     plan_or_model: Plan | LoadRequest | str | Path, adapters: Mapping[str, str | Path] | None, quant: str | None,
-    against: str | Path,
+    head: str | None, against: str | Path,
 ) -> LoadRequest:  # fmt: skip
     merged = str(against) not in AGAINST
     if isinstance(plan_or_model, (Plan, LoadRequest)):
-        for name, value in (("adapters", adapters), ("quant", quant)):
+        for name, value in (("adapters", adapters), ("quant", quant), ("head", head)):
             if value is not None:
                 raise RequestError("is part of the plan; make the plan with it", field=name, value=value)
         if isinstance(plan_or_model, Plan):
@@ -85,7 +85,7 @@ def _request(
         return replace(plan_or_model, quant="none") if merged and plan_or_model.quant == "auto" else plan_or_model
     return LoadRequest(
         model=str(plan_or_model), adapters={name: str(path) for name, path in (adapters or {}).items()},
-        quant=quant or ("none" if merged else "auto"),
+        quant=quant or ("none" if merged else "auto"), head=head or "full",
     )  # fmt: skip
 
 

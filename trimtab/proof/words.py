@@ -67,7 +67,7 @@ def route_words(route: Mapping[str, Any]) -> str:
     memory = route.get("memory") or {}
     took = [f"host peak {gib(memory['host_peak_bytes'])}"] if memory.get("host_peak_bytes") else []
     took += [f"GPU peak {gib(memory['gpu_peak_bytes'])}"] if memory.get("gpu_peak_bytes") else []
-    parts = [route["label"], route["engine"], str(route.get("quant") or ""), tiers, *took]
+    parts = [route["label"], route["engine"], str(route.get("quant") or ""), route.get("head") or "", tiers, *took]
     return " · ".join(part for part in parts if part)
 
 

@@ -31,16 +31,19 @@ READS_WHOLE_TABLE = ("deberta", "diffusion_gemma", "t5gemma")
 def build_anatomy(
     model: Any, config: Any, sources: Mapping[str, Expression], ties: Mapping[str, str], *, dtype: str,
     packed: Mapping[str, PackedEntry], quant: str, unquantized: Mapping[str, str], keep_unquantized: tuple[str, ...],
-    windows: tuple[int | None, ...] | None,
+    windows: tuple[int | None, ...] | None, head: str = "full",
 ) -> Anatomy:  # fmt: skip
     """Return one row a module that owns tensors or wraps one.
 
-    windows: of the layers of stock's cache, None to read them from the config. Errors: RequestError for a pattern that
-    names nothing.
+    windows: of the layers of stock's cache, None to read them from the config. head: "int8" makes the output head a module
+    of its own, tied to nothing. Errors: RequestError for a pattern that names nothing, and for a model without such a head.
     """
+    copies: dict[str, str] | None = None
+    if head == "int8":
+        copies, ties = _untied_head(_head_path(model, sources, packed, keep_unquantized), ties)
     places = _Places(model, config, ties)
     formats = _Formats(sources, packed, quant, unquantized, keep_unquantized)
-    rows = tuple(_rows(places, formats, sources, ties))
+    rows = tuple(_rows(places, formats, sources, ties, copies))
     _check_keep(keep_unquantized, rows)
     caches = _Caches(places, config.get_text_config(), windows)
     text = config.get_text_config()
@@ -51,6 +54,49 @@ def build_anatomy(
         missing_projections=tuple(caches.missing_projections()), prequantized=kinds[0] if kinds else None,
         tower_tokens=tuple(_tower_tokens(config)),
     )  # fmt: skip
+
+
+def _head_path(
+    model: Any, sources: Mapping[str, Expression], packed: Mapping[str, PackedEntry], keep_unquantized: tuple[str, ...]
+) -> str:
+    """Return the path of the head that an 8-bit copy can stand for. Errors: RequestError if there is none."""
+    head = model.get_output_embeddings()
+    path = next((path for path, module in model.named_modules() if head is not None and module is head), None)
+    if path is None:
+        raise RequestError(
+            f"{type(model).__name__} has no language head", field="head", value="int8", allowed=("full",)
+        )
+    if type(head) is not nn.Linear:
+        raise RequestError(
+            f"the head {path} is a {type(head).__name__}, not a plain Linear",
+            field="head",
+            value="int8",
+            allowed=("full",),
+        )
+    expression = sources.get(f"{path}.weight")
+    if expression is not None and any(leaf in packed for leaf in expression.leaves):
+        raise RequestError(
+            f"the checkpoint already holds {path} quantized, and nothing is quantized twice", field="head", value="int8",
+            allowed=("full",),
+        )  # fmt: skip
+    named = [pattern for pattern in keep_unquantized if matches(pattern, path)]
+    if named:
+        raise RequestError(
+            f"keep_unquantized names {path} as well ({', '.join(named)})", field="head", value="int8", hint="Give one"
+        )
+    return path
+
+
+def _untied_head(path: str, ties: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return (the head's weight -> what it was tied to, the ties without it)."""
+    weight = f"{path}.weight"
+    copies = {weight: ties[weight]} if weight in ties else {}
+    left = {name: owner for name, owner in ties.items() if name != weight}
+    heirs = [name for name, owner in left.items() if owner == weight]
+    if heirs:  # the head was the owner: the first of the others takes its place
+        copies[weight] = heirs[0]
+        left = {name: heirs[0] if owner == weight else owner for name, owner in left.items() if name != heirs[0]}
+    return copies, left
 
 
 def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:
@@ -65,24 +111,26 @@ def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) 
 
 
 def _rows(
-    places: _Places, formats: _Formats, sources: Mapping[str, Expression], ties: Mapping[str, str]
-) -> Iterator[ModuleRow]:
+    places: _Places, formats: _Formats, sources: Mapping[str, Expression], ties: Mapping[str, str],
+    head_copies: Mapping[str, str] | None,
+) -> Iterator[ModuleRow]:  # fmt: skip
     for path, module in places.modules.items():
-        tensors = tuple(_tensors(path, module, sources, ties))
+        is_head8 = head_copies is not None and path == places.head
+        tensors = tuple(_tensors(path, module, sources, ties, (head_copies or {}) if is_head8 else {}))
         wraps = _wrapped(path, module)
         if not tensors and not wraps:
             continue
         kind = _kind(path, module, tensors)
-        quantized, why = formats.of(path, module, kind)
+        quantized, why = (False, "") if is_head8 else formats.of(path, module, kind)
         yield ModuleRow(
             module_path=path, class_name=type(module).__name__, part=places.part(path), kind=kind,
             block=places.block(path), tensors=tensors, quantized=quantized, why_unquantized=why, wraps=wraps,
-            gather_only=path in places.tables,
+            gather_only=path in places.tables, is_head8=is_head8,
         )  # fmt: skip
 
 
 def _tensors(
-    path: str, module: nn.Module, sources: Mapping[str, Expression], ties: Mapping[str, str]
+    path: str, module: nn.Module, sources: Mapping[str, Expression], ties: Mapping[str, str], copies: Mapping[str, str]
 ) -> Iterator[TensorRow]:
     own: list[tuple[str, Tensor | None, bool]] = [(name, value, False) for name, value in module._parameters.items()]
     own += [(name, value, True) for name, value in module._buffers.items()]
@@ -94,6 +142,7 @@ def _tensors(
         yield TensorRow(
             tensor_path=tensor_path, shape=tuple(value.shape), dtype=str(value.dtype).removeprefix("torch."),
             is_buffer=is_buffer, sources=() if expression is None else expression.leaves, tied_to=ties.get(tensor_path),
+            copy_of=copies.get(tensor_path),
         )  # fmt: skip
 
 

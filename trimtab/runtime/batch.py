@@ -15,9 +15,10 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,9 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import graphs, hf_generate, hf_slots
 from trimtab.runtime.chat import Inputs, check_fits
+
+if TYPE_CHECKING:
+    from trimtab.runtime.model import HeldAdapter
 
 Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
@@ -80,6 +84,16 @@ class Prompt:
         return self.batch._prefill(self)
 
 
+@dataclass(frozen=True)
+class _Ahead:
+    """A step that was queued before anybody asked for it. expected: row -> (its place, its tokens, the last of them, its
+    adapter) when the step is right for it."""
+
+    greedy: Tensor
+    logits: Tensor
+    expected: dict[Row, tuple[int, int, int, tuple[str, int] | None]]
+
+
 @dataclass(eq=False)
 class Batch:
     """Up to `rows` requests of one loaded model, decoded together. decode: how a step is computed, as in
@@ -102,7 +116,39 @@ class Batch:
         self.cache = hf_slots.SlotCache(self.rows, self.context_tokens, self.model.device)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
+        # Python needs as long between two steps as a fast device for one of them: it computes the next meanwhile.
+        self._ahead: _Ahead | None = None
+        self._told = False  # whether `tokens` holds what the lists of tokens end with, not what a step has gone on to
+        self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         self.steps = graphs.Steps(self, self.decode or self.model.decode)
+
+    def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
+        """Capture the steps that the first requests would otherwise wait for; where steps are not captured, do nothing.
+
+        Puts a prompt of one token through the model and gives it to every row for as long as this takes: a row is cleared
+        when a request gets it. expected: adapters that may be put on the model later, in captured steps too. Errors:
+        RequestError while requests have rows; DeviceError if memory runs out or a way that was asked for cannot be had.
+        """
+        if self.active:
+            raise RequestError("requests have rows", field="rows", value=len(self.active))
+        if not self.steps.is_captured:
+            return
+        placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        middle = int(self.model.hf_model.config.get_text_config().vocab_size) // 2
+        token = next(number for number in range(middle, 0, -1) if number not in placeholders)
+        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1))
+        while not prompt.step():
+            pass
+        one = prompt.row
+        try:
+            for number in range(self.rows):
+                self._fill(number, prompt)
+                self.active.append(Row(None, one.request, one.sampler, [token, token], 1, number))
+            self.steps.prepare([self.model.fitting(held) for held in expected])
+        finally:
+            self.active.clear()
+            self.cache.positions.zero_()
+            self.model.route.none()
 
     @property
     def free_rows(self) -> int:
@@ -160,13 +206,7 @@ class Batch:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
         row = prompt.row
         row.number = len(self.active)
-        try:
-            self.cache.fill(row.number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
-        except hf_slots.UnsupportedLayersError as exc:
-            raise DeviceError(
-                f"this family cannot be batched: {exc}", device=str(self.model.device),
-                hint="Run the requests one at a time",
-            ) from exc  # fmt: skip
+        self._fill(row.number, prompt)
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
@@ -179,6 +219,15 @@ class Batch:
         self.tell_tokens()
         return found
 
+    def _fill(self, number: int, prompt: Prompt) -> None:
+        try:
+            self.cache.fill(number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
+        except hf_slots.UnsupportedLayersError as exc:
+            raise DeviceError(
+                f"this family cannot be batched: {exc}", device=str(self.model.device),
+                hint="Run the requests one at a time",
+            ) from exc  # fmt: skip
+
     def step(self) -> list[Drawn]:
         """Return the next token of every row that has not finished, in the order of the rows; a row that no token could be
         drawn for has an `error` instead.
@@ -188,24 +237,88 @@ class Batch:
         going = [row for row in self.active if row.finish is None]
         if not going:
             return []
-        logits, greedy = self._forward()
+        places = {row: row.number for row in self.active}
+        ahead, self._ahead = self._ahead, None
+        moved = False
+        if ahead is not None and self._is_right(ahead):
+            logits, greedy = ahead.logits, ahead.greedy
+            places = {row: expected[0] for row, expected in ahead.expected.items()}
+            moved = self._told  # a row that left was filled by another
+        else:
+            if ahead is not None:
+                self.tell_tokens()  # it had gone on to tokens that nobody drew
+            logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
-        likeliest = greedy.tolist()  # the step's one wait for the device
+        wrote_tokens = self.steps.wrote_tokens and not moved
+        likeliest, tried = self._read_tokens(greedy, going, look_ahead=not moved)
         found = []
         for row in going:
             try:
-                found.append(self._draw(row, logits[row.number], likeliest[row.number]))
+                found.append(self._draw(row, logits[places[row]], likeliest[places[row]]))
             except Exception as exc:
                 row.error, row.finish = exc, "error"
         for drawn in found:
             self._commit(drawn)
-        if not self.steps.wrote_tokens or any(d.token_id != likeliest[d.row.number] for d in found):
+        if self._ahead is None and (
+            tried or not wrote_tokens or any(d.token_id != likeliest[places[d.row]] for d in found)
+        ):
             self.tell_tokens()
         return found
 
+    def _read_tokens(self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool) -> tuple[list[int], bool]:
+        """Return each row's likeliest token, and whether the next step was queued or tried to be: the step's one wait for the
+        device, during which it may do the next step."""
+        count = greedy.shape[0]
+        self._read[:count].copy_(greedy, non_blocking=True)
+        read = None
+        if self._read.is_pinned():
+            read = torch.cuda.Event()
+            read.record()
+        outputs = None
+        tries = look_ahead and self.steps.may_look_ahead() and self._will_go_on(going)
+        if tries:
+            # What goes wrong here goes wrong again when the step is asked for, and is named there.
+            with suppress(Exception):
+                outputs = self.steps.run(ahead=True)
+        if read is not None:
+            read.synchronize()
+        found: list[int] = self._read[:count].tolist()
+        if outputs is not None:
+            serials = self.model.route.serials
+            expected = {
+                row: (
+                    row.number, len(row.token_ids) + (row in going), found[row.number],
+                    None if row.adapter is None else (row.adapter, serials[row.adapter]),
+                )
+                for row in self.active
+            }  # fmt: skip
+            self._ahead = _Ahead(outputs[1], outputs[0], expected)
+            self._told = False
+        return found, tries
+
+    def _will_go_on(self, going: Sequence[Row]) -> bool:
+        """Whether the next step's tokens are the likeliest ones, and some row will want them."""
+        plain = all(row.constraint is None and row.sampler.is_greedy and self._top[row] is None for row in going)
+        return plain and any(len(row.answer_ids) + 1 < row.request.max_new_tokens for row in going)
+
+    def _is_right(self, ahead: _Ahead) -> bool:
+        """Whether a step that was queued is the one that is asked for now: same tokens, adapters and neighbours."""
+        for row in self.active:
+            if row.finish is not None:
+                if row not in ahead.expected:
+                    return False
+                continue
+            adapter = None if row.adapter is None else (row.adapter, self.model.route.serials.get(row.adapter))
+            if ahead.expected.get(row, (0, 0, 0, None))[1:] != (len(row.token_ids), row.token_ids[-1], adapter):
+                return False
+        return not self.steps.has_placeholder()
+
     def logits(self) -> Tensor:
         """Return [rows, V] float32 of one decode step of all rows, their last tokens written into the cache."""
+        if self._ahead is not None:
+            self._ahead = None
+            self.tell_tokens()
         found, _ = self._forward()
         self._advance()
         self.tell_tokens()  # a captured step has gone on to the likeliest ones
@@ -249,6 +362,7 @@ class Batch:
 
     def tell_tokens(self) -> None:
         """Put each row's last token where the next step reads it."""
+        self._told = True
         tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
         self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)
 

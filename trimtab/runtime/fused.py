@@ -39,7 +39,7 @@ _MAX_SHARES = 512
 _COMBINE_BYTES = 96 * 1024
 _COUNTERS = 4096
 _TYPES = (torch.bfloat16, torch.float16)
-NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8")
+NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8", "turns")
 ATTEND_NAMES = ("attend", "attend_combine")
 
 
@@ -226,6 +226,26 @@ def _rope_write_torch(
     rows = torch.arange(n, device=qkv.device)
     keys[rows, :, places] = _turned(_norm(own, k_weight, eps), cos, sin)
     values[rows, :, places] = _norm(other, None, eps)
+
+
+def turns(
+    positions: Tensor, kinds: Sequence[tuple[Tensor, float, Tensor, Tensor]], module: nvrtc.Module | None = None, *,
+    dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Write cos and sin of each row's position for one or two kinds of layers. positions [n] int64; a kind is (inv_freq [D / 2]
+    float32, the factor of cos and sin, cos and sin [n, D] to write)."""
+    assert 1 <= len(kinds) <= 2
+    if module is None or not _runs(module, kinds[0][2]) or any(kind[0].numel() > 256 for kind in kinds):
+        for inv_freq, factor, cos, sin in kinds:
+            angles = torch.cat((positions[:, None].float() * inv_freq,) * 2, dim=-1)
+            cos.copy_(angles.cos() * factor)
+            sin.copy_(angles.sin() * factor)
+        return
+    given: list[nvrtc.Argument] = [positions]
+    for inv_freq, factor, cos, sin in (*kinds, *[kinds[0]] * (2 - len(kinds))):
+        assert inv_freq.dtype == torch.float32 and cos.is_contiguous() and sin.is_contiguous()
+        given += [inv_freq, inv_freq.numel(), float(factor), cos, sin]
+    module.launch("turns", (len(kinds), positions.shape[0]), (256,), [*given, _half(kinds[0][2])], dependent=dependent)
 
 
 # Attention -----------------------------------------------------------------------------------------------------------

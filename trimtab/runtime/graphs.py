@@ -6,14 +6,15 @@
 A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
 repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
 that stay where they are: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
-one for each bucket of rows. What cannot be captured runs as before, and `fallbacks` says what and why.
+one for each bucket of rows, or all of them beforehand (`Batch.prepare`). What cannot be captured runs as before, and
+`fallbacks` says what and why.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,11 +25,11 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.request import DECODE_MODES, check_choice
-from trimtab.runtime import hf_slots, tiers
+from trimtab.runtime import hf_slots, short_ops, tiers
 from trimtab.runtime.kernels import BUCKETS, Kernels
 
 if TYPE_CHECKING:
-    from trimtab.runtime import hf_gemma4
+    from trimtab.runtime import hf_gemma4, lora
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.slots import AdapterSlots
 
@@ -38,6 +39,8 @@ MOST_GRAPHS = 16
 REPLAY_TOLERANCE = 2**-6
 # Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.
 NODES_BYTES = 48 * 2**20
+# In the key of a graph whose rows look their adapters up.
+_TABLE = "table"
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
 SMALLEST_PLACES = 256
 
@@ -95,9 +98,10 @@ class _Captured:
 class Steps:
     """The steps of one batch. mode: "auto" takes the fastest that works, the others exactly what they say.
 
-    "eager": transformers' modules, one kernel after the other. "graph": the same, captured. "fused": few kernels of our
-    own, captured; on a CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that
-    was asked for by name cannot be had.
+    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, on a GPU with fewer
+    operations for norms and adapters (`short_ops`), captured. "fused": few kernels of our own, captured; on a CPU their
+    plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by name cannot
+    be had.
     """
 
     batch: Batch
@@ -111,13 +115,16 @@ class Steps:
         check_choice(self.mode, DECODE_MODES, field_name="decode")
         self.model = self.batch.model
         self.device: torch.device = self.model.device
-        self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
         self._pool: Any = None
+        self._ahead = False
         self._slots: AdapterSlots | None = None
+        self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
         self._is_fusable = False
-        # Which adapters were attached when it was last asked whether a fused step is right for them, and the answer.
-        self._examined: tuple[tuple[int, ...], str | None] | None = None
+        # How often modules had been exchanged when it was last asked whether a fused step is right for them, and the answer.
+        self._examined: tuple[int, str | None] | None = None
+        self._shape: tuple[int, int] | None = None
         self._order: list[tiers.Group] = []
         self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tiers.GatheredTable)]
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
@@ -185,44 +192,65 @@ class Steps:
 
     # One step ----------------------------------------------------------------------------------------------------------
 
-    def run(self) -> tuple[Tensor, Tensor]:
+    def may_look_ahead(self) -> bool:
+        """Whether the step after the last one can be queued before its tokens are known here: they are where it reads them,
+        and nothing else of it is the host's to bring."""
+        return self.wrote_tokens and not self._tables and self.model.streamer is None
+
+    def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of the active rows, and each row's likeliest token [count],
         -1 where the scores are not numbers. Both are overwritten by the next step.
 
-        Keys and values are written; positions are the caller's to advance.
+        Keys and values are written; positions are the caller's to advance. ahead: the rows' last tokens are not in their
+        lists yet.
         """
+        self._ahead = ahead
         count = len(self.batch.active)
         names = [row.adapter for row in self.batch.active]
         self.wrote_tokens = False
-        if not self._has_placeholder():
+        if not self.has_placeholder():
             found = self._run_graph(count, names) if self.is_captured else None
             if found is not None:
                 return found[0][:count], found[1][:count]
-            if self.mode == "fused":
-                return self._eager(count, names, self._fused_step())
-        return self._eager(count, names, None)
+            step = self._fused_step() if self.mode == "fused" else None
+            return self._eager(count, names, step or self._short)
+        return self._eager(count, names, self._modules)
 
-    def _has_placeholder(self) -> bool:
+    def has_placeholder(self) -> bool:
         # For a drawn picture token transformers embeds another one in its place.
         return any(row.token_ids[-1] in self._placeholders for row in self.batch.active)
 
     def _eager(
-        self, count: int, names: Sequence[str | None], step: hf_gemma4.FusedStep | None
+        self, count: int, names: Sequence[str | None], step: Callable[[int], Tensor]
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self.batch.cache.seen_places = self._places()
         self.model.route.set_rows(names)
-        if step is not None:
-            return self._finish(step, count)
-        return self._finish(self._modules, count)
+        return self._finish(step, count)
 
-    def _modules(self, count: int) -> Tensor:
+    def _short(self, count: int) -> Tensor:
+        """Return what `_modules` does, from fewer operations where that is allowed: it rounds elsewhere."""
+        if self.mode == "eager" or not self._may_be_short():
+            return self._modules(count)
+        if self._short_ops is None:
+            self._short_ops = short_ops.ShortOps(
+                self.model.hf_model, self.model.route, self.device, partial(self._fall_back, asked=False)
+            )
+        with self._short_ops.step():
+            return self._modules(count, added_masks=True)
+
+    def _may_be_short(self) -> bool:
+        return self.device.type == "cuda"  # on a CPU the operations themselves take the time
+
+    def _modules(self, count: int, *, added_masks: bool = False) -> Tensor:
         """Return the logits [count, V] of transformers' own forward pass."""
         batch, cache = self.batch, self.batch.cache
         cache.begin()
+        masks = hf_slots.step_masks(self.model.hf_model, cache, count)
+        if added_masks:
+            masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
         found = self.model.hf_model(
             input_ids=batch.tokens[:count], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
-            attention_mask=hf_slots.step_masks(self.model.hf_model, cache, count), past_key_values=cache,
-            use_cache=True, logits_to_keep=1, return_dict=True,
+            attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
         )  # fmt: skip
         logits: Tensor = found.logits[:, -1]
         return logits
@@ -238,7 +266,7 @@ class Steps:
         return logits, greedy
 
     def _places(self) -> int:
-        longest = max(len(row.token_ids) for row in self.batch.active)
+        longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
         places = SMALLEST_PLACES
         while places < longest:
             places *= 2
@@ -253,9 +281,9 @@ class Steps:
 
         if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
             self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels)
-        serials = tuple(self.model.route.serials.values())
-        if self._examined is None or self._examined[0] != serials:
-            self._examined = serials, self._fused.why_not_rows()
+        exchanges = self.model.route.exchanges
+        if self._examined is None or self._examined[0] != exchanges:
+            self._examined = exchanges, self._fused.why_not_rows()
         why = self._examined[1]
         if why is not None:
             self._fall_back("fused step", why, asked=self.mode == "fused")
@@ -265,7 +293,7 @@ class Steps:
     def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
         padded = [*names, *[None] * (bucket - count)]
-        step: Callable[[int], Tensor] = self._modules
+        step: Callable[[int], Tensor] = self._short
         kind = "modules"
         slots = self._slots_for(names)
         if self.mode != "graph" and bucket <= self.kernels.most_rows:
@@ -279,7 +307,8 @@ class Steps:
             key = (*key, self.batch.cache.seen_places)
         if slots is not None:
             slots.set_rows(padded)
-            key = (*key, slots.shape_key)
+            self._forget_smaller(slots.shape_key)
+            key = (*key, _TABLE, slots.shape_key)
         elif has_adapters:  # captured with the adapters' own addresses
             key = (*key, *((name, self.model.route.serials[name]) if name is not None else None for name in padded))
         self._stage(bucket)
@@ -298,18 +327,63 @@ class Steps:
         """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
         if not self.kernels.has_lora or not any(names):
             return None
+        slots = self._adapter_slots()
+        for name in dict.fromkeys(names):
+            why = slots.why_not(name)
+            if why is not None:
+                self._fall_back("adapters by table", why, asked=False)
+                return None
+        return slots
+
+    def _adapter_slots(self) -> AdapterSlots:
         from trimtab.runtime.slots import AdapterSlots
 
         if self._slots is None:
             self._slots = AdapterSlots(
                 self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec
             )
-        for name in dict.fromkeys(names):
-            why = self._slots.why_not(name)
-            if why is not None:
-                self._fall_back("adapters by table", why, asked=False)
-                return None
         return self._slots
+
+    def _forget_smaller(self, shape: tuple[int, int]) -> None:
+        """Drop graphs that look fewer layers up than are covered now: their keys are never asked for again."""
+        if shape != self._shape:
+            self._shape = shape
+            for key in [key for key in self._graphs if _TABLE in key and key[-1] != shape]:
+                del self._graphs[key]
+
+    def prepare(self, expected: Iterable[lora.Fitting] = ()) -> None:
+        """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
+        attached. The batch's active rows are stand-ins, as many as it has rows; nobody's tokens come from these steps.
+
+        expected: of adapters that may be attached later; their layers are looked up from the start. Ends early where
+        capturing turns out impossible, at MOST_GRAPHS, or when the device has lost the memory that was counted for it.
+        """
+        names: list[str | None] = [None]
+        if self.kernels.has_lora and self.model.route.serials:
+            slots = self._adapter_slots()
+            slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
+            names += [name for name in self.model.route.serials if slots.why_not(name) is None][:1]
+        rows = list(self.batch.active)
+        free = self._free_bytes()
+        # The largest first: the smaller ones find room in its memory.
+        sizes = sorted({*(size for size in BUCKETS if size < len(rows)), len(rows)}, reverse=True)
+        for name in names:
+            for size in sizes:
+                self.batch.active[:] = rows[:size]
+                for _ in range(2):  # where the fused step cannot be captured, the modules may
+                    if not self.is_captured or len(self._graphs) >= MOST_GRAPHS:
+                        return
+                    self.batch.tell_tokens()
+                    if self._run_graph(size, [name] * size) is not None:
+                        break
+                lost = free - self._free_bytes()
+                if lost > extra_bytes(self.model, len(rows)):
+                    why = f"they have taken {gib(lost)}; the others are captured when they are first needed"
+                    self._fall_back("captures ahead of requests", why, asked=False)
+                    return
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0
 
     def _stage(self, bucket: int) -> None:
         if self._tables:
@@ -318,7 +392,7 @@ class Steps:
                 table.stage(ids, max(self.batch.rows, bucket))
 
     def _capture(
-        self, key: Hashable, step: Callable[[int], Tensor], bucket: int, names: Sequence[str | None],
+        self, key: tuple[Hashable, ...], step: Callable[[int], Tensor], bucket: int, names: Sequence[str | None],
         slots: AdapterSlots | None,
     ) -> _Captured | None:  # fmt: skip
         start = time.perf_counter()

@@ -327,13 +327,18 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
     return anatomy_of(probe(checkpoint, dtype), checkpoint, quant=quant, keep_unquantized=keep_unquantized)
 
 
-def anatomy_of(found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = ()) -> Anatomy:
-    """Return the anatomy of a probed checkpoint. Errors: RequestError if a keep_unquantized pattern names no linear."""
+def anatomy_of(
+    found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full"
+) -> Anatomy:  # fmt: skip
+    """Return the anatomy of a probed checkpoint.
+
+    Errors: RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
+    """
     packed = split_packed(checkpoint)[1]
     return build_anatomy(
         found.model, found.config, found.sources, found.ties, dtype=found.dtype, packed=packed, quant=quant,
         unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized,
-        windows=_cache_windows(found.config),
+        windows=_cache_windows(found.config), head=head,
     )  # fmt: skip
 
 

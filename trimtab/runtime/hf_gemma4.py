@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import fused, matvec
+from trimtab.runtime import fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tiers import Leaf
@@ -60,6 +60,9 @@ def choose_kernels(hf_model: Any, rows: int) -> Kernels:
         own = layer.self_attn
         heads = own.q_proj.out_features // own.head_dim
         attention[heads, heads // own.num_key_value_groups, own.head_dim] = None
+    front = getattr(text_model(hf_model), "per_layer_model_projection", None)
+    if isinstance(front, Leaf):
+        groups.setdefault((front.in_features, front.out_features), []).append([front])
     return Kernels.choose(list(groups.values()), list(attention), rows=rows)
 
 
@@ -91,9 +94,13 @@ class FusedStep:
         self.kind = ACTIVATIONS[self.config.hidden_activation]
         self.pad_token_id = getattr(hf_model.config.get_text_config(), "pad_token_id", None)
         self._layers = list(self.text.layers)
+        self._has_own_turns = self._turns_are_right()
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         # Asked before anything is captured: the answer reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
+        front = getattr(self.text, "per_layer_model_projection", None)
+        if isinstance(front, Leaf):
+            self._is_ours[front] = self._can_multiply([front])
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -116,10 +123,7 @@ class FusedStep:
         ids = self.tokens[:count]
         hidden = self.text.embed_tokens(ids)
         extra = self._per_layer(ids, hidden)
-        turns = {
-            kind: tuple(turn[:, 0] for turn in self.text.rotary_emb(hidden, positions[:, None], kind))
-            for kind in dict.fromkeys(self.config.layer_types)
-        }
+        turns = self._turns(hidden, positions)
         h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
         h.copy_(hidden[:, 0])
         x = self._buffer("x", h.shape, h.dtype)
@@ -131,6 +135,50 @@ class FusedStep:
             h, x = self._layer(layer, number, kind, turns[kind], shared, h, x, extra, following)
         return self._head(x)
 
+    def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return cos and sin [n, D] of the positions for every kind of layer."""
+        count, kinds = positions.shape[0], list(dict.fromkeys(self.config.layer_types))
+        found: dict[str, tuple[Tensor, Tensor]] = {}
+        if not self._has_own_turns:
+            for kind in kinds:
+                cos, sin = self.text.rotary_emb(hidden, positions[:, None], kind)
+                found[kind] = cos[:, 0], sin[:, 0]
+            return found
+        wanted = []
+        for kind in kinds:
+            inv_freq, factor = self._angles(kind)
+            shape = (count, 2 * inv_freq.numel())
+            cos, sin = (self._buffer(f"{name} {kind}", shape, hidden.dtype) for name in ("cos", "sin"))
+            found[kind] = cos, sin
+            wanted.append((inv_freq, factor, cos, sin))
+        fused.turns(positions, wanted, self.kernels.small)
+        return found
+
+    def _angles(self, kind: str) -> tuple[Tensor, float]:
+        rotary = self.text.rotary_emb
+        return getattr(rotary, f"{kind}_inv_freq"), float(getattr(rotary, f"{kind}_attention_scaling"))
+
+    def _turns_are_right(self) -> bool:
+        """Whether our cos and sin are the module's own, bit for bit, at positions all over the context."""
+        kinds = list(dict.fromkeys(self.config.layer_types))
+        if self.kernels.small is None or len(kinds) > 2:
+            return False
+        most = max(self.cache.context_tokens - 1, 1)
+        positions = torch.tensor([0, 1, 7, 100, most // 3, most // 2, most - 1, most], device=self.cache.device)
+        like = torch.empty(len(positions), 1, 1, dtype=self.text.norm.weight.dtype, device=self.cache.device)
+        try:
+            for kind in kinds:
+                inv_freq, factor = self._angles(kind)
+                shape = (len(positions), 2 * inv_freq.numel())
+                cos, sin = (torch.full(shape, float("nan"), dtype=like.dtype, device=like.device) for _ in range(2))
+                fused.turns(positions, [(inv_freq, factor, cos, sin)], self.kernels.small)
+                own = self.text.rotary_emb(like, positions[:, None], kind)
+                if not all(torch.equal(a, b[:, 0]) for a, b in zip((cos, sin), own, strict=True)):
+                    return False
+        except (AttributeError, AssertionError):  # a release whose rotation is made of other parts
+            return False
+        return True
+
     @property
     def ring(self) -> int:
         """The sliding layers' number of places."""
@@ -140,25 +188,19 @@ class FusedStep:
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
         h: Tensor, x: Tensor, extra: Tensor | None, following: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        count = h.shape[0]
         attention = layer.self_attn
         looked = self._attend(attention, number, kind, turn, shared, x)
         y = self._products([attention.o_proj], looked)
         middle = self._buffer("middle", h.shape, h.dtype)
         self._add_norm(y, h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle, x)
-        wide = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], x)
-        half = wide.shape[1] // 2
-        gated = self._buffer("gated", (count, half), h.dtype)
-        fused.gated(wide[:, :half], wide[:, half:], gated, self.kind, self.kernels.small)
+        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], x, matvec.Gate(self.kind))
         y = self._products([layer.mlp.down_proj], gated)
         after = self._buffer("after", h.shape, h.dtype)
         if extra is None:
             self._add_norm(y, middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h, x)
             return h, x
         self._add_norm(y, middle, layer.post_feedforward_layernorm, None, None, after, None)
-        small = self._products([layer.per_layer_input_gate], after)
-        mixed = self._buffer("mixed", small.shape, h.dtype)
-        fused.gated(small, extra[:, number], mixed, self.kind, self.kernels.small)
+        mixed = self._products([layer.per_layer_input_gate], after, matvec.Gate(self.kind, extra[:, number]))
         y = self._products([layer.per_layer_projection], mixed)
         self._add_norm(y, after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h, x)
         return h, x
@@ -196,33 +238,35 @@ class FusedStep:
         )  # fmt: skip
         return looked
 
-    def _products(self, leaves: Sequence[Leaf], x: Tensor) -> Tensor:
-        """Return [n, all D_out] of linears that read one input, with each row's adapter."""
-        slots = leaves[0].route.slots
-        out = self._buffer("out", (x.shape[0], sum(leaf.out_features for leaf in leaves)), x.dtype)
-        module = self.kernels.matvec
-        if not self._is_ours[leaves[0]]:
-            if len(leaves) == 1:
-                found: Tensor = leaves[0](x)
-                return found
-            start = 0
-            for leaf in leaves:
-                out[:, start : start + leaf.out_features] = leaf(x)
-                start += leaf.out_features
+    def _products(self, leaves: Sequence[Leaf], x: Tensor, gate: matvec.Gate | None = None) -> Tensor:
+        """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one]."""
+        count, route = x.shape[0], leaves[0].route
+        widths = [leaf.out_features for leaf in leaves]
+        width = widths[0] if gate is not None else sum(widths)
+        own = self._is_ours[leaves[0]]
+        slots = route.slots
+        # Adapters that no table holds are added by their own modules' way, to the plain products.
+        is_apart = own and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
+        out = self._buffer("out" if gate is None else "gated", (count, width), x.dtype)
+        if own and not is_apart:
+            args = None if slots is None else slots.args(leaves, count)
+            matvec.matvec4(
+                x, [leaf.packed() for leaf in leaves], out, bias=[leaf.bias for leaf in leaves], lora=args, gate=gate,
+                module=self.kernels.matvec,
+            )  # fmt: skip
             return out
-        args = None if slots is None else slots.args(leaves, x.shape[0])
-        if args is not None:
-            matvec.lora_shrink(x, args, module)
-        packed = [leaf.packed() for leaf in leaves]
-        matvec.matvec4(x, packed, out, bias=[leaf.bias for leaf in leaves], lora=args, module=module)
-        if slots is None and any(leaf.adapters for leaf in leaves):
-            from trimtab.runtime import lora
-
-            start = 0
-            for leaf in leaves:
-                part = out[:, start : start + leaf.out_features]
-                part.copy_(lora.apply_linear(leaf, x, part.clone()))
-                start += leaf.out_features
+        wide = out if gate is None else self._buffer("wide", (count, sum(widths)), x.dtype)
+        if own:
+            packed = [leaf.packed() for leaf in leaves]
+            matvec.matvec4(x, packed, wide, bias=[leaf.bias for leaf in leaves], module=self.kernels.matvec)
+        start = 0
+        for leaf, size in zip(leaves, widths, strict=True):
+            part = wide[:, start : start + size]
+            part.copy_(lora.apply_linear(leaf, x, part.clone()) if own else leaf(x))
+            start += size
+        if gate is not None:
+            up = wide[:, width:] if gate.other is None else gate.other
+            fused.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
         return out
 
     def _add_norm(
@@ -239,6 +283,13 @@ class FusedStep:
         if not self.text.hidden_size_per_layer_input:
             return None
         own = self.text.get_per_layer_inputs(ids, hidden)
+        projection = self.text.per_layer_model_projection
+        if isinstance(projection, Leaf) and self._is_ours.get(projection) and not projection.adapters:
+            # As project_per_layer_inputs does it, its product from our kernel.
+            made = self._products([projection], hidden[:, 0]) * self.text.per_layer_model_projection_scale
+            made = self.text.per_layer_projection_norm(made.view(own[:, 0].shape))
+            both: Tensor = (made + own[:, 0]) * self.text.per_layer_input_scale
+            return both
         extra: Tensor = self.text.project_per_layer_inputs(hidden, own)
         return extra[:, 0]
 

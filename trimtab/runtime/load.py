@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
-from trimtab.plan.cost import buffer_bytes, packed_parts
-from trimtab.runtime import hf, lora, tiers
+from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
+from trimtab.runtime import head8, hf, lora, tiers
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -33,11 +34,15 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """What `fill` made: the model tree in place and everything that must be closed with it."""
+    """What `fill` made: the model tree in place and everything that must be closed with it.
+
+    left_out: what runs the slower way here -> why.
+    """
 
     hf_model: Any
     streamer: tiers.Streamer | None
     file_rows: list[tiers.FileRows] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
         if self.streamer is not None:
@@ -74,7 +79,9 @@ def fill(
         )  # fmt: skip
     check_same_checkpoint(plan, checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
-    anatomy = hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
+    anatomy = hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
+    )
     with ExitStack() as undo:
         filler = _Filler(plan, checkpoint, probe, anatomy, route, undo)
         loaded = filler.run(progress)
@@ -103,6 +110,7 @@ class _Filler:
         self.uses: Counter[str] = Counter()
         self.held: dict[str, Tensor] = {}
         self.reader: Reader | None = None
+        self.head: tiers.Leaf | None = None
         undo.callback(self._give_back)
 
     def _give_back(self) -> None:
@@ -130,7 +138,10 @@ class _Filler:
         assert not self.held, sorted(self.held)
         self._check_nothing_left()
         streamer = self._streamer()
-        return Loaded(self.probe.model, streamer, self.file_rows)
+        left_out = {}
+        if self.head is not None and self.device.type == "cuda" and (why := head8.choose(self.head)) is not None:
+            left_out[head8.NAME] = why
+        return Loaded(self.probe.model, streamer, self.file_rows, left_out)
 
     def _blocks(self) -> list[tuple[str, list[ModuleRow]]]:
         """Return blocks in loading order: what leaves the device first, then what stays, ties after their owners.
@@ -151,7 +162,11 @@ class _Filler:
     def _arena_bytes(self, row: ModuleRow) -> int:
         """Return what a module's packed weight takes in the arena: 0 unless it is quantized and stays."""
         weight = row.weight
-        if not row.quantized or weight is None or self.tier[row.block] != "resident":
+        if weight is None or self.tier[row.block] != "resident":
+            return 0
+        if row.is_head8:
+            return buffer_bytes(packed_parts(weight.shape, HEAD8, weight.dtype))
+        if not row.quantized:
             return 0
         expression = self.probe.sources[weight.tensor_path]
         entry = self.packed.get(expression.leaves[0]) if expression.is_leaf else None
@@ -168,6 +183,9 @@ class _Filler:
         for row in rows:
             for tensor in self._in_order(row):
                 if tensor.tied_to is not None or self._from_file(row, tensor):
+                    continue
+                if row.is_head8 and tensor is row.weight:
+                    yield from (Wanted(piece, self.device, True) for piece in self._head_pieces(tensor))
                     continue
                 names = self._leaves(tensor)
                 device = self._first_device(row, tensor)
@@ -253,7 +271,9 @@ class _Filler:
         writer = tiers.GroupWriter(block) if tier in ("stream", "disk") else None
         for row in rows:
             module = self.probe.model.get_submodule(row.module_path)
-            if row.kind == "linear" and type(module) is nn.Linear:
+            if row.is_head8:
+                self._fill_head8(row, module, tier, writer)
+            elif row.kind == "linear" and type(module) is nn.Linear:
                 self._fill_linear(row, module, tier, writer)
             elif row.kind == "embedding":
                 self._fill_embedding(row, module)
@@ -291,6 +311,75 @@ class _Filler:
             leaf = tiers.StagedLeaf(row.module_path, self._stage(packed, packed.parts, writer), **common)
         self.probe.model.set_submodule(row.module_path, leaf.eval())
 
+    def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
+        """Put the 8-bit copy of the head in its tier; it is made there piece by piece, never whole beside its source."""
+        weight = row.weight
+        assert weight is not None, row.module_path
+        shape = (weight.shape[0], weight.shape[1])
+        forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "weight": (shape, torch.int8), "scale": (shape[:1], torch.float32),
+        }  # fmt: skip
+        places: dict[str, tiers.Part] | None = None
+        if tier == "resident":
+            parts = self.arena.room(forms)
+        elif tier == "host":
+            parts = {name: torch.empty(form, dtype=dtype) for name, (form, dtype) in forms.items()}
+        else:
+            assert writer is not None
+            parts, places = writer.room(forms, pinned=tier == "stream" and self.device.type == "cuda")
+        assert self.reader is not None
+        is_finite = head8.fill(map(self.reader.take, self._head_pieces(weight)), parts["weight"], parts["scale"])
+        if not is_finite:
+            raise CheckpointError(
+                "holds values that are not finite", path=self.plan.request.model, tensor_name=weight.tensor_path
+            )
+        self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {weight.tensor_path})
+        bias = module.bias if isinstance(module.bias, Tensor) else None
+        common: dict[str, Any] = {
+            "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "route": self.route,
+        }  # fmt: skip
+        packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
+        leaf: tiers.Leaf
+        if places is not None:
+            assert writer is not None
+            leaf = tiers.StagedLeaf(row.module_path, self._staged(packed, places, writer), **common)
+        else:
+            leaf = (tiers.HostLeaf if tier == "host" else tiers.ResidentLeaf)(row.module_path, packed, **common)
+        self.probe.model.set_submodule(row.module_path, leaf.eval())
+        self.head = None if tier == "host" else leaf
+
+    def _head_pieces(self, weight: TensorRow) -> list[TensorEntry]:
+        """Return the head's weight in its file as pieces of whole rows, in the file's own type.
+
+        Errors: CheckpointError if the head is more than a tensor of the file, cast at most.
+        """
+        entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave --head out")
+        if entry.dtype not in ("bfloat16", "float16", "float32"):
+            raise CheckpointError(
+                f"is {entry.dtype}: an 8-bit head is made from bfloat16, float16 or float32", path=entry.file,
+                tensor_name=entry.tensor_name, hint="Leave --head out",
+            )  # fmt: skip
+        rows, width = weight.shape
+        step, row_bytes = max(1, HEAD_PIECE_VALUES // width), entry.nbytes // rows
+        return [
+            replace(
+                entry, shape=(min(step, rows - at), width), start=entry.start + at * row_bytes,
+                nbytes=min(step, rows - at) * row_bytes,
+            )
+            for at in range(0, rows, step)
+        ]  # fmt: skip
+
+    def _entry(self, tensor: TensorRow, consequence: str, *, hint: str) -> TensorEntry:
+        """Return the file tensor that a parameter is, or is a cast of. Errors: CheckpointError if it is made otherwise."""
+        expression = self.probe.sources[tensor.tensor_path]
+        is_cast = expression.func == Tensor.to and getattr(expression.args[0], "is_leaf", False)
+        if not (expression.is_leaf or is_cast):
+            raise CheckpointError(
+                f"is made from the file by more than a cast, {consequence}", path=self.plan.request.model,
+                tensor_name=tensor.tensor_path, hint=hint,
+            )  # fmt: skip
+        return self.entries[expression.leaves[0]]
+
     def _packed(self, row: ModuleRow, weight: TensorRow) -> Packed:
         expression = self.probe.sources.get(weight.tensor_path)
         if expression is not None and expression.is_leaf and expression.leaves[0] in self.packed:
@@ -300,7 +389,9 @@ class _Filler:
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
 
     def _stage(self, packed: Packed, parts: Mapping[str, Tensor], writer: tiers.GroupWriter) -> tiers.Staged:
-        places = writer.add(parts)
+        return self._staged(packed, writer.add(parts), writer)
+
+    def _staged(self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter) -> tiers.Staged:
         staged = tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), places)  # type: ignore[arg-type]
         self.staged.append(staged)
         return staged
@@ -354,15 +445,10 @@ class _Filler:
             dense = self._dense(weight)
             assert dense is not None
             return dense
-        expression = self.probe.sources[weight.tensor_path]
-        is_cast = expression.func == Tensor.to and getattr(expression.args[0], "is_leaf", False)
-        if not (expression.is_leaf or is_cast):
-            raise CheckpointError(
-                "is made from the file by more than a cast, so its rows cannot be read from there",
-                path=self.plan.request.model, tensor_name=weight.tensor_path,
-                hint="Give the plan more --host-memory, so that the table is held there",
-            )  # fmt: skip
-        entry = self.entries[expression.leaves[0]]
+        entry = self._entry(
+            weight, "so its rows cannot be read from there",
+            hint="Give the plan more --host-memory, so that the table is held there",
+        )  # fmt: skip
         rows = tiers.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)
         return rows

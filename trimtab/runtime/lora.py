@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,11 @@ from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
+from trimtab.plan.cost import HEAD8
+from trimtab.runtime import head8
 
 if TYPE_CHECKING:
+    from trimtab.runtime.short_ops import ShortAdapters
     from trimtab.runtime.slots import AdapterSlots
 
 # Transient memory of a DoRA norm or a comparison: large weights are taken in pieces of this many values.
@@ -40,8 +44,13 @@ class Route:
         # A new number whenever an adapter is attached: the same name may stand for other tensors later.
         self.serials: dict[str, int] = {}
         self._attached = 0
+        # Where each attached adapter is, by name, and how often a module was exchanged for one with an adapter's own values.
+        self.holders: dict[str, Holders] = {}
+        self.exchanges = 0
         # Set while a step chooses adapters by a table on the device instead (`runtime/slots.py`).
         self.slots: AdapterSlots | None = None
+        # Set while a decode step computes plain LoRA from fewer operations (`runtime/short_ops.py`).
+        self.short: ShortAdapters | None = None
         self.name: str | None = None
         self.rows: tuple[str | None, ...] | None = None
         self.towers: dict[str, tuple[str | None, ...]] = {}
@@ -82,16 +91,23 @@ class Route:
         self.rows = tuple(rows)
         self.towers = wanted
 
-    def attached(self, name: str) -> None:
+    def attached(self, name: str, holders: Holders) -> None:
         """Take up a name whose tensors are in place."""
         self._attached += 1
         self.serials[name] = self._attached
+        self.holders[name] = holders
         self.names.add(name)
+
+    @property
+    def last_serial(self) -> int:
+        """The number of the adapter that was attached last, whether or not it still is."""
+        return self._attached
 
     def detached(self, name: str) -> None:
         """Forget a name; rows that used it use the base from now on."""
         self.names.discard(name)
         self.serials.pop(name, None)
+        self.holders.pop(name, None)
         if name in self.active():
             self.none()
 
@@ -251,6 +267,9 @@ def apply_linear(leaf: Any, x: Tensor, base_output: Tensor) -> Tensor:
 
     base_output may be overwritten. Errors: RequestError if rows use different adapters and x is not in batch rows.
     """
+    short: ShortAdapters | None = leaf.route.short
+    if short is not None and short.can(leaf, x):
+        return short.apply(leaf, x, base_output)
     return _apply(leaf, x, base_output)
 
 
@@ -364,6 +383,9 @@ def _column_norms(weight_of: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, s
 
 def _equals_leaf(leaf: Any, replaced: Mapping[str, Tensor]) -> bool:
     # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
+    if leaf.quant_kind == HEAD8 and set(replaced) == {"weight"}:
+        packed = leaf.packed()
+        return head8.is_same(packed.parts["weight"], packed.parts["scale"], replaced["weight"])
     if leaf.quant_kind != "none":
         return False
     own = {"weight": leaf.dense_weight() if leaf.weight.is_meta else leaf.weight, "bias": leaf.bias}
@@ -376,6 +398,82 @@ def _equals_table(table: Any, weight: Tensor) -> bool:
     return all(torch.equal(table.rows(piece), weight[piece]) for piece in ids.split(step))
 
 
+@dataclass(frozen=True)
+class PlainPlace:
+    """One linear layer that an adapter changes by A and B alone, which begin at values A_start and B_start of its piece.
+
+    Shapes: A [rank, in_features], B [out_features, rank].
+    """
+
+    leaf: Any
+    part: str
+    scale: float
+    rank: int
+    A_start: int
+    B_start: int
+
+
+@dataclass(eq=False)
+class Fitting:
+    """Where one adapter goes on one model, found and checked once, so that putting it on again is a short loop.
+
+    plain: what is taken from one piece of memory that holds all of A and B. rest: by module path, all else, which is read
+    tensor by tensor. kinds: of the decoder's linear layers that it changes (`kind_of`). largest_rank: there.
+    """
+
+    model: nn.Module
+    plain: list[PlainPlace]
+    rest: dict[str, dict[str, AdapterTarget]]
+    kinds: frozenset[str]
+    largest_rank: int
+
+
+@dataclass(eq=False)
+class Holders:
+    """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
+
+    address: of the piece that the plain places count from, 0 if there is none.
+    """
+
+    fitting: Fitting
+    rest: list[tuple[str, nn.Module]]
+    address: int = 0
+
+
+def kind_of(module_path: str) -> str:
+    """Return what modules at the same place of different layers have in common: the path without its numbers."""
+    return ".".join("*" if part.isdigit() else part for part in module_path.split("."))
+
+
+def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], int] | None = None) -> Fitting:
+    """Return where an adapter goes on the model. Nothing is changed.
+
+    starts: at which value of one piece each tensor begins, by its file and first byte there; without them every tensor is
+    read by itself. Errors: AdapterError for modules that the model does not hold or cannot adapt.
+    """
+    by_module: dict[str, dict[str, AdapterTarget]] = {}
+    for target in spec.targets:
+        by_module.setdefault(target.module_path, {})["saved" if target.kind == "saved" else "lora"] = target
+    modules = dict(model.named_modules())
+    _check_modules(spec, by_module, modules)
+    starts = starts or {}
+    fitting = Fitting(model, [], {}, frozenset(), 0)
+    kinds = set()
+    for path, found in by_module.items():
+        target = found["lora"] if "lora" in found else found["saved"]
+        if target.kind == "linear" and target.part not in TOWERS:
+            kinds.add(kind_of(path))
+            fitting.largest_rank = max(fitting.largest_rank, target.rank)
+        is_plain = target.kind == "linear" and set(found) == {"lora"} and set(target.tensors) == {"A", "B"}
+        if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
+            fitting.rest[path] = found
+            continue
+        A, B = (starts[entry.file, entry.start] for entry in (target.tensors["A"], target.tensors["B"]))
+        fitting.plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
+    fitting.kinds = frozenset(kinds)
+    return fitting
+
+
 def attach(
     model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
     device: torch.device | str, route: Route, dtype: str = "float32",
@@ -385,22 +483,43 @@ def attach(
     read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
     Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
     """
+    attach_fitted(fit(model, spec), name, read=read, device=device, route=route, dtype=dtype)
+
+
+def attach_fitted(
+    fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, route: Route,
+    dtype: str = "float32", piece: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Put an adapter on the model that it was fitted to: every tensor of it, or nothing and an error.
+
+    piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. Errors:
+    RequestError for a name in use.
+    """
     if name in route.names:
         raise RequestError("an adapter with this name is attached", field="adapter", value=name)
-    by_module: dict[str, dict[str, AdapterTarget]] = {}
-    for target in spec.targets:
-        by_module.setdefault(target.module_path, {})["saved" if target.kind == "saved" else "lora"] = target
-    modules = dict(model.named_modules())
-    _check_modules(spec, by_module, modules)
+    model = fitting.model
     builder = _Builder(read, torch.device(device), getattr(torch, dtype))
-    made: list[tuple[str, Any]] = []
+    plain: list[LinearAdapter] = []
+    made: list[tuple[str, nn.Module, Any]] = []
     with torch.no_grad():
-        for path, found in by_module.items():
-            made.append((path, _make(builder, modules[path], found.get("lora"), found.get("saved"))))
-    for path, adapter in made:
+        for path, found in fitting.rest.items():
+            module = model.get_submodule(path)
+            made.append((path, module, _make(builder, module, found.get("lora"), found.get("saved"))))
+        if fitting.plain:
+            assert piece is not None and piece.dtype == builder.dtype and piece.is_contiguous()
+            for one in fitting.plain:
+                wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
+                A = piece.as_strided((rank, wide), (wide, 1), one.A_start)
+                plain.append(
+                    LinearAdapter(one.part, one.scale, A, piece.as_strided((high, rank), (rank, 1), one.B_start))
+                )
+    for one, linear in zip(fitting.plain, plain, strict=True):
+        one.leaf.adapters[name] = linear
+    holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr())
+    for path, module, adapter in made:
         if adapter is not None:
-            _install(model, modules[path], path, name, adapter, by_module[path], route)
-    route.attached(name)
+            holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], route)))
+    route.attached(name, holders)
 
 
 def _check_modules(
@@ -442,31 +561,38 @@ def _make(builder: _Builder, module: Any, lora: AdapterTarget | None, saved: Ada
 def _install(
     model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, found: Mapping[str, AdapterTarget],
     route: Route,
-) -> None:  # fmt: skip
+) -> nn.Module:  # fmt: skip
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
         module = SavedModule(module, route, found["saved"].part)
-        _replace(model, path, module)
+        _replace(model, path, module, route)
     module.__dict__["adapters"][name] = adapter
+    return module
 
 
-def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+def _replace(model: nn.Module, path: str, module: nn.Module, route: Route) -> None:
+    route.exchanges += 1
     parent, _, last = path.rpartition(".")
     model.get_submodule(parent)._modules[last] = module
 
 
-def detach(model: nn.Module, name: str) -> None:
+def detach(model: nn.Module, name: str, *, route: Route | None = None) -> None:
     """Take an adapter off the model and give its memory back; if it is in use, every row uses the base from now on.
 
-    Errors: RequestError for a name that is not attached.
+    route: the model's, looked for if it is not given. Errors: RequestError for a name that is not attached.
     """
-    holders = [(path, module) for path, module in model.named_modules() if "adapters" in module.__dict__]
-    routes = {id(module.__dict__["route"]): module.__dict__["route"] for _, module in holders}
-    names = {known for route in routes.values() for known in route.names}
-    if name not in names:
-        raise RequestError("no such adapter", field="adapter", value=name, allowed=sorted(names))
-    for path, module in holders:
+    route = route or _route_of(model)
+    holders = None if route is None else route.holders.get(name)
+    if route is None or holders is None:
+        known = sorted(route.names) if route is not None else []
+        raise RequestError("no such adapter", field="adapter", value=name, allowed=known)
+    for one in holders.fitting.plain:
+        one.leaf.adapters.pop(name, None)
+    for path, module in holders.rest:
         module.__dict__["adapters"].pop(name, None)
         if isinstance(module, SavedModule) and not module.__dict__["adapters"]:
-            _replace(model, path, module.__dict__["original"])
-    for route in routes.values():
-        route.detached(name)
+            _replace(model, path, module.__dict__["original"], route)
+    route.detached(name)
+
+
+def _route_of(model: nn.Module) -> Route | None:
+    return next((module.__dict__["route"] for module in model.modules() if "route" in module.__dict__), None)

@@ -1,14 +1,15 @@
 """4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters chosen by each row: CUDA kernels and the same in torch.
 
     y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
+    with a gate: round(round(act(y)) * up), up being the second of two layers over the same x, or a tensor
 
 W is what `Packed` stands for, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
-scales and sums are float32. x is exact: bf16 rows times a power of two are float16 numbers. What is left is the rounding
-of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16, where
-bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
+scales and sums are float32. x is exact: 64 bf16 values times a power of two are float16 numbers. What is left is the
+rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
+where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
-A launch is cut into units of 16 or 32 rows of W (`Cut`): row_warps units a block, k_warps warps a unit, and where x does
-not fit a block's memory or blocks are few, `splits` blocks along K, the last of which adds the parts in a fixed order.
+One launch does all of it: a few blocks, the first ones, make `low` while the others stream weights; those wait for it at
+their end. How a launch is cut is in cuts.py; where blocks share columns, the last of them adds the parts in a fixed order.
 So the same input gives the same bits on one device; another cut sums in another order.
 
 A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
@@ -18,13 +19,10 @@ is faster here (bench/kernels.py measures, the caller decides).
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,23 +30,27 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import nvrtc
+from trimtab.runtime import cuts, nvrtc
+from trimtab.runtime.cuts import BLOCK, Cut, CutKey
+from trimtab.runtime.cuts import MAX_ROWS as MAX_ROWS
+from trimtab.runtime.fused import ACTIVATIONS, gated
 from trimtab.runtime.quant import Packed, quantize, shell
 
-MAX_ROWS = 8
 MAX_MEMBERS = 3
-BLOCK = 64
 NESTED = 256
-MAX_THREADS = 640
-# As the kernel lays out its shared memory: table, nested codes, LoRA entries, units, largest values.
-_TABLE_BYTES = 65536
-_FIXED_BYTES = _TABLE_BYTES + 1024 + 16 * 24 + 8 * 32 + 4 * 8 + 16
-_PARTS = 2**21
-_COUNTERS = 8192
 _PIECE = 4 * 2**20
 _TYPES = (torch.bfloat16, torch.float16)
-# Tiles of 16 rows a unit, blocks of 64 a batch.
-_VARIANTS = ((1, 4), (2, 2))
+_SHRINK_THREADS = 256
+NAMES = ("lora_shrink", "lora_add")
+PRODUCT_NAMES = ("matvec_4", "matvec_8")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """What follows a product at once: act(y) times `other` [n, D_out], or times the second of two layers (other None)."""
+
+    kind: str
+    other: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,17 @@ def _changes(lora: LoraArgs, i: int, m: int) -> Tensor | None:
 
 
 def matvec4_torch(
-    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None
+    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
+    gate: Gate | None = None,
 ) -> None:  # fmt: skip
     """Write what `matvec4` writes, in torch: products and sums in float32, rounded where the kernel rounds."""
+    if gate is not None:
+        wide = torch.empty(x.shape[0], sum(packed.shape[0] for packed in weights), dtype=out.dtype, device=out.device)
+        matvec4_torch(x, weights, wide, bias=bias, lora=lora)
+        _apply_gate(wide, gate, out)
+        return
+    if lora is not None:
+        lora_shrink_torch(x, lora)
     start = 0
     for m, packed in enumerate(weights):
         y = torch.nn.functional.linear(x.float(), decoded(packed))
@@ -140,6 +150,11 @@ def matvec4_torch(
         start += packed.shape[0]
 
 
+def _apply_gate(wide: Tensor, gate: Gate, out: Tensor) -> None:
+    up = gate.other if gate.other is not None else wide[:, wide.shape[1] // 2 :]
+    gated(wide[:, : out.shape[1]], up, out, gate.kind)
+
+
 def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
     """Add scale * (B low) to y [n, N] of one layer in place; round_change: rounded before the addition."""
     for i in range(y.shape[0]):
@@ -147,107 +162,19 @@ def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
             y[i] = y[i] + change.to(y.dtype) if round_change else (y[i].float() + change).to(y.dtype)
 
 
-# How a launch is cut --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One way to cut a launch: tiles (of 16 rows) a unit, units and warps a unit in a block, blocks along K."""
-
-    tiles: int
-    batch: int
-    row_warps: int
-    k_warps: int
-    splits: int
-    chunk: int
-    grid: int
-    shared_bytes: int
-    estimated_us: float
-
-    @property
-    def kernel(self) -> str:
-        return f"matvec_{self.tiles}_{self.batch}"
-
-    def needed_bytes(self, n: int) -> int:
-        """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
-        scales = self.row_warps * self.tiles * 16 * ((self.chunk // 4) | 1) * 16
-        return _FIXED_BYTES + n * (self.chunk * 128 + 16) + scales
-
-    def __str__(self) -> str:
-        return f"{self.kernel} rows x{self.row_warps} k x{self.k_warps} splits {self.splits} grid {self.grid}"
-
-
-def cuts(
-    rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, bandwidth: float = 4.2e12
-) -> list[Cut]:
-    """Return the ways to cut a product, the one that should be fastest first; empty if none fits.
-
-    rows: D_out of each member. shared_bytes: what a block may have. The estimate (µs) is a model made of what was
-    measured on an H200: bytes over bandwidth, one shared-memory access a cycle at 1.75 GHz, 0.8 µs from memory.
-    """
-    blocks = columns // BLOCK
-    found = []
-    for tiles, batch in _VARIANTS:
-        units = sum(-(-count // (16 * tiles)) for count in rows)
-        for splits in (1, 2, 3, 4, 6, 8):
-            chunk = math.ceil(blocks / splits / 4) * 4
-            if splits > 1 and (chunk * (splits - 1) >= blocks or splits * n * sum(rows) > _PARTS):
-                continue
-            batches = -(-min(chunk, blocks) // batch)
-            for row_warps in range(1, min(MAX_THREADS // 32, units) + 1):
-                grid = -(-units // row_warps)
-                if splits > 1 and grid > _COUNTERS:
-                    continue
-                shared = Cut(tiles, batch, row_warps, 1, splits, chunk, grid, 0, 0.0).needed_bytes(n)
-                if shared > shared_bytes:
-                    continue
-                for k_warps in sorted({min(k, batches) for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20)}):
-                    warps = row_warps * k_warps
-                    # At the end the sums of all warps lie where the table was.
-                    if warps * 32 > MAX_THREADS or warps * MAX_ROWS * (tiles * 16 + 4) * 4 > _TABLE_BYTES:
-                        continue
-                    cost = _estimate(
-                        n, tiles, batches, batch, warps, k_warps, row_warps, grid * splits, splits, shared, shared_bytes,
-                        multiprocessors, columns * sum(rows) * 0.516, bandwidth,
-                    )  # fmt: skip
-                    found.append(Cut(tiles, batch, row_warps, k_warps, splits, chunk, grid, shared, cost))
-    return sorted(found, key=lambda cut: cut.estimated_us)
-
-
-def _estimate(
-    n: int, tiles: int, batches: int, batch: int, warps: int, k_warps: int, row_warps: int, count: int, splits: int,
-    shared: int, shared_limit: int, multiprocessors: int, nbytes: float, bandwidth: float,
-) -> float:  # fmt: skip
-    resident = max(1, min(65536 // (warps * 32 * 96), (shared_limit + 1024) // (shared + 1024)))
-    waves = -(-count // (resident * multiprocessors))
-    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
-    blocks = row_warps * batches * batch * each
-    # Shared memory: 16 look-ups and 2 scales a tile and block of 64, x once for all tiles of a unit; the table's making.
-    shared_us = (blocks * (18 * tiles + 2 * -(-n // 2)) + 400 * each) / 1750
-    issue_us = blocks * tiles * 57 / 4 / 1750
-    # A warp's own pace, and every batch after the first two waits for memory.
-    own = -(-batches // k_warps)
-    alone_us = waves * (own * batch * tiles * 160 / 1750 + 0.8 + 0.3 * max(0, own - 2))
-    # Memory is kept busy by about 30 KiB a multiprocessor under way, and by most multiprocessors.
-    busy = min(1, 1.2 * count / multiprocessors)
-    under_way = min(each, resident) * warps * 32 * 16 * tiles * batch * min(2, own)
-    memory_us = nbytes / (bandwidth * busy * min(1, under_way / 30e3)) * 1e6
-    # x: every block reads its chunk from L2 and turns it into float16; table, x and scales are made by all its threads.
-    made = 2048 + n * batches * batch * 8 + row_warps * tiles * batches * batch * 4
-    prepare_us = waves * (1.1 + min(each, resident) * (0.1 + made / (warps * 32) * 0.01))
-    prepare_us += count * n * batches * batch * 128 / 5e12 * 1e6
-    parts = (shared_us, issue_us, alone_us, memory_us)
-    return prepare_us + max(parts) + 0.1 * sum(parts) + (1.3 if splits > 1 else 0.0)
-
-
 # Launches -------------------------------------------------------------------------------------------------------------
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source("matvec4.cu")
 
 
 def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
-    module = nvrtc.Module(nvrtc.source("matvec4.cu"), device=device, name="matvec4.cu")
+    module = nvrtc.Module(source(), device=device, name="matvec4.cu")
     prepare(module)
-    known = read_cuts(cuts_file(module))
+    known = cuts.read_cuts(cuts_file(module))
     module.kept |= known
     module.kept["tuned"] = set(known)
     return module
@@ -255,8 +182,20 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def prepare(module: nvrtc.Module) -> None:
     """Give a module the scratch of its launches: parts of sums, and counters that every launch leaves at zero."""
-    module.kept["parts"] = torch.empty(_PARTS, dtype=torch.float32, device=module.device)
-    module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
+    module.kept["parts"] = torch.empty(cuts.MOST_PARTS, dtype=torch.float32, device=module.device)
+    module.kept["arrived"] = torch.zeros(cuts.MOST_COUNTERS, dtype=torch.int32, device=module.device)
+    module.kept["flags"] = torch.zeros(2, dtype=torch.int32, device=module.device)
+
+
+def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
+    """Return what the 256 bytes stand for: the weight of the high nibble in the low half, both as float16."""
+    key = ("table", code.data_ptr())
+    if key not in module.kept:
+        high, low = code.half().repeat_interleave(16), code.half().repeat(16)
+        # With the code beside it: its address is not given to another while this is kept.
+        module.kept[key] = torch.stack((high, low), dim=1).contiguous(), code
+    table: Tensor = module.kept[key][0]
+    return table
 
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
@@ -281,12 +220,12 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
     return nvrtc.why_not(device)
 
 
-def _lora_arguments(lora: LoraArgs | None) -> list[nvrtc.Argument]:
+def _lora_arguments(lora: LoraArgs | None, blocks: int) -> list[nvrtc.Argument]:
     if lora is None:
-        return [None, 0, None, 0, None, 0, None, None, 0, 0]
+        return [*[None, 0] * 4, None, None, 0, 0, 0, 0]
     return [
-        lora.B_ptr, lora.B_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.scale, lora.scale.stride(0),
-        lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1),
+        lora.A_ptr, lora.A_ptr.stride(0), lora.B_ptr, lora.B_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.scale,
+        lora.scale.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), lora.low.shape[2], blocks,
     ]  # fmt: skip
 
 
@@ -302,25 +241,36 @@ def _check_lora(lora: LoraArgs, members: int, n: int) -> None:
         assert table.dtype == dtype and table.shape[0] == members and table.stride(1) == 1
 
 
+def options(packed: Packed, dtype: torch.dtype) -> tuple[str, ...]:
+    """Return what the products of weights like this are compiled with."""
+    half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
+    return (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
+
+
 def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
     return [*values, *[empty] * (MAX_MEMBERS - len(values))]
 
 
 def arguments(
     x: Tensor, weights: Sequence[Packed], out: Tensor, cut: Cut, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
-    parts: Tensor, arrived: Tensor, late_wait: bool,
+    gate: Gate | None, module: nvrtc.Module, low_blocks: int,
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
     offsets = [packed.parts.get("offset") for packed in weights]
     bias = [*bias, *[None] * (len(weights) - len(bias))]
     nested_code = next((p.codes["nested_code"] for p in weights if "nested_code" in p.codes), None)
+    other = None if gate is None else gate.other
     return [
-        x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0), int(x.dtype == torch.float16),
+        x, x.stride(0), x.shape[0], x.shape[1] // BLOCK, out, out.stride(0),
         *_three([packed.parts["weight"] for packed in weights]),
         *_three([packed.parts["absmax"] for packed in weights]),
         *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
-        *_three([packed.shape[0] for packed in weights], 0), weights[0].codes["code"], nested_code,
-        *_lora_arguments(lora), parts, arrived, cut.row_warps, cut.k_warps, cut.chunk, int(late_wait),
+        *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
+        *_lora_arguments(lora, low_blocks), len(weights), 0 if gate is None else 1 if other is None else 2,
+        0 if gate is None else ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
+        module.kept["parts"], module.kept["arrived"], module.kept["flags"], cut.units, cut.k_warps, cut.groups, cut.chunk,
+        cut.piece, cut.stages, cut.splits, cut.grid,
+        cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
     ]  # fmt: skip
 
 
@@ -331,17 +281,14 @@ def _same_codes(weights: Sequence[Packed]) -> bool:
     return True
 
 
-CutKey = tuple[str, tuple[int, ...], int, int]
-
-
-def cut_key(weights: Sequence[Packed], n: int) -> CutKey:
+def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
     """Return under which name a module keeps the cut of a product."""
-    return ("cut", tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n)
+    return ("cut", tuple(packed.shape[0] for packed in weights), weights[0].shape[1], n, pair)
 
 
-def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> bool:
+def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
     """Whether the cut of this product was measured on this card, now or by an earlier process."""
-    return cut_key(weights, n) in module.kept.get("tuned", ())
+    return cut_key(weights, n, pair=pair) in module.kept.get("tuned", ())
 
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
@@ -349,69 +296,74 @@ def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
     return {key: module.kept[key] for key in module.kept.get("tuned", ())}
 
 
-def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module) -> Cut:
+def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[Cut]:
+    """Return the cuts of this product that fit the module's device, the likeliest to be fast first."""
+    rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
+    facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
+    return cuts.cuts(rows, columns, n, pair=pair, **facts)
+
+
+def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> Cut:
     """Return the cut of this product: what `tune` found on this card, or the best estimate."""
-    key = cut_key(weights, n)
+    key = cut_key(weights, n, pair=pair)
     if key not in module.kept:
-        _, rows, columns, _ = key
-        found = cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
+        found = ways(weights, n, module, pair=pair)
         if not found:
             raise DeviceError(
-                f"no cut of {list(rows)} x {columns} for {n} rows fits {module.shared_bytes} B of shared memory",
+                f"no cut of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
                 device=str(module.device),
             )
         module.kept[key] = found[0]
-    return module.kept[key]
+    chosen: Cut = module.kept[key]
+    return chosen
 
 
 def matvec4(
-    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (),
-    lora: LoraArgs | None = None, module: nvrtc.Module | None, dependent: str | None = None, cut: Cut | None = None,
+    x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
+    gate: Gate | None = None, module: nvrtc.Module | None, dependent: bool | None = None, cut: Cut | None = None,
 ) -> None:  # fmt: skip
     """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
 
-    bias: one a layer ([D_out], x's dtype) or nothing. lora: `low` must hold what `lora_shrink` writes. dependent: start
-    before the kernel in front ends (9.0 and newer) and load weights meanwhile: "x" whatever that kernel is, "low" if it
-    is the `lora_shrink` of this x, which is complete by then; "" for neither. None: as the module's `overlap` says, and
-    then the launch in front of a product with adapters must be its `lora_shrink`. module None or of another device: in
-    torch. Ask `why_not` about each weight first.
+    bias: one a layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
+    [n, D_out of one]. dependent: start before the kernel in front ends (9.0 and newer) and load weights meanwhile; None: as
+    the module's `overlap` says. module None or of another device: in torch. Ask `why_not` about each weight first.
     """
-    assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and dependent in (None, "", "x", "low")
-    assert out.shape == (x.shape[0], sum(packed.shape[0] for packed in weights)) and out.dtype == x.dtype
+    pair = gate is not None and gate.other is None
+    wide = sum(packed.shape[0] for packed in weights)
+    assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and out.dtype == x.dtype
+    assert out.shape == (x.shape[0], wide // 2 if pair else wide) and (len(weights) == 2 or not pair)
     if module is None or x.device != module.device:
-        matvec4_torch(x, weights, out, bias=bias, lora=lora)
+        matvec4_torch(x, weights, out, bias=bias, lora=lora, gate=gate)
         return
-    if dependent is None:
-        overlap = getattr(module, "overlap", False)
-        dependent = "" if not overlap else "x" if lora is None else "low"
     assert x.stride(1) == 1 and out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if not _same_codes(weights):
+        parts = torch.empty(x.shape[0], wide, dtype=x.dtype, device=x.device) if pair else out
         start = 0
         for m, packed in enumerate(weights):
-            part = out[:, start : start + packed.shape[0]]
+            part = parts[:, start : start + packed.shape[0]]
             one = None if lora is None else lora.member(m)
-            # Only the first of these launches has the named kernel in front of it.
-            waits = dependent if m == 0 else "x" if dependent else ""
-            matvec4(x, [packed], part, bias=bias[m : m + 1], lora=one, module=module, dependent=waits)
+            matvec4(x, [packed], part, bias=bias[m : m + 1], lora=one, module=module, dependent=dependent)
             start += packed.shape[0]
+        if gate is not None:
+            _apply_gate(parts, gate, out)
         return
     if lora is not None:
         _check_lora(lora, len(weights), x.shape[0])
-    cut = cut or choose(weights, x.shape[0], module)
-    assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes
-    module.launch(
-        cut.kernel, (cut.grid, cut.splits), (cut.row_warps * cut.k_warps * 32,),
+    if gate is not None and gate.other is not None:
+        assert len(weights) == 1 and gate.other.shape == out.shape and gate.other.stride(1) == 1
+        assert gate.other.dtype == x.dtype
+    cut = cut or choose(weights, x.shape[0], module, pair=pair)
+    assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes and cut.n == x.shape[0]
+    assert not pair or (cut.units % 2 == 0 and weights[0].shape == weights[1].shape)
+    low_blocks = 0 if lora is None else cut.low_blocks(lora.low.numel(), module.multiprocessors)
+    module.variant(options(weights[0], x.dtype)).launch(
+        cut.kernel, (low_blocks + cut.grid * cut.splits,), (cut.threads,),
         arguments(
-            x, weights, out, cut, bias=bias, lora=lora, parts=module.kept["parts"], arrived=module.kept["arrived"],
-            late_wait=dependent == "low",
+            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_blocks=low_blocks
         ),
-        shared_bytes=cut.shared_bytes, dependent=bool(dependent),
+        shared_bytes=cut.shared_bytes, dependent=module.overlap if dependent is None else dependent,
+        leading=low_blocks,
     )  # fmt: skip
-
-
-def shrink_threads(columns: int) -> int:
-    """Return the threads of one `lora_shrink` block: about five loads of four values each."""
-    return min(512, max(64, -(-columns // (20 * 32)) * 32))
 
 
 def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, dependent: bool | None = None) -> None:
@@ -422,11 +374,12 @@ def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, depen
     _check_lora(lora, lora.low.shape[1], x.shape[0])
     n, members, width = lora.low.shape
     assert x.stride(1) == 1
+    groups = _SHRINK_THREADS // 32 // cuts.LORA_WARPS
     module.launch(
-        "lora_shrink", (width, members, n), (shrink_threads(x.shape[1]),),
+        "lora_shrink", (min(-(-lora.low.numel() // groups), 2 * module.multiprocessors),), (_SHRINK_THREADS,),
         [
-            x, x.stride(0), x.shape[1], int(x.dtype == torch.float16), lora.A_ptr, lora.A_ptr.stride(0), lora.rank,
-            lora.rank.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1),
+            x, x.stride(0), n, x.shape[1], int(x.dtype == torch.float16), lora.A_ptr, lora.A_ptr.stride(0), lora.rank,
+            lora.rank.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), width, members,
         ],
         dependent=dependent,
     )  # fmt: skip
@@ -501,7 +454,7 @@ def check(
     changed = torch.cat(changes, dim=1)
     changed[1::2] = 0  # every other row has no adapter
     for n in rows:
-        if cut is not None and cut.shared_bytes < cut.needed_bytes(n):
+        if cut is not None and cut.n != n:
             continue
         x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
         matvec4(x, weights, out, module=module, cut=cut)
@@ -510,7 +463,6 @@ def check(
         lora = lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
         out.fill_(math.nan)
         lora.low.fill_(math.nan)
-        lora_shrink(x, lora, module)
         matvec4(x, weights, out, lora=lora, module=module, cut=cut)
         # Rounded three times instead of once.
         if (error := relative_error(out, base[:n] + changed[:n])) > 1.5 * LARGEST_ERROR:
@@ -559,41 +511,32 @@ def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
     return graph_us(run, x.device) / len(groups)
 
 
-def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
-    """Return up to `limit` of the best estimates that really differ: of each number of splits, then of block sizes."""
-    by_splits = {cut.splits: cut for cut in reversed(found)}
-    best = [*found[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
-    others: dict[tuple[int, ...], Cut] = {}
-    for cut in found:
-        others.setdefault((cut.tiles, cut.row_warps.bit_length(), cut.k_warps.bit_length()), cut)
-    return list(dict.fromkeys([*best, *others.values()]))[:limit]
-
-
 def tune(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
-    limit: int = 8, repeat: int = 3,
+    gate: str | None = None, limit: int = 8, repeat: int = 3,
 ) -> dict[Cut, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
-    Each cut runs over all groups in a CUDA graph. Call `save_cuts` to keep what was found for the next process.
+    Each cut runs over all groups in a CUDA graph. gate: the activation of a pair. Call
+    `cuts.save_cuts` to keep what was found for the next process.
     """
-    weights = groups[0]
+    weights, pair = groups[0], gate is not None
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     x = torch.randn(n, columns, device=module.device).to(dtype)
-    out = torch.empty(n, sum(rows), dtype=dtype, device=module.device)
-    found = cuts(rows, columns, n, multiprocessors=module.multiprocessors, shared_bytes=module.shared_bytes)
+    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=module.device)
+    after = None if gate is None else Gate(gate)
     taken: dict[Cut, float] = {}
-    for cut in unlike(found, limit):
+    for cut in cuts.unlike(ways(weights, n, module, pair=pair), limit):
 
         def run(cut: Cut = cut) -> None:
             for group in groups:
-                matvec4(x, group, out, module=module, cut=cut)
+                matvec4(x, group, out, gate=after, module=module, cut=cut)
 
         taken[cut] = graph_us(run, module.device, repeat=repeat) / len(groups)
     if taken:
-        module.kept[cut_key(weights, n)] = min(taken, key=lambda cut: taken[cut])
-        module.kept.setdefault("tuned", set()).add(cut_key(weights, n))
+        module.kept[cut_key(weights, n, pair=pair)] = min(taken, key=lambda cut: taken[cut])
+        module.kept.setdefault("tuned", set()).add(cut_key(weights, n, pair=pair))
     return taken
 
 
@@ -629,36 +572,8 @@ def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) 
 
 def cuts_file(module: nvrtc.Module) -> Path:
     """Return where the cuts that were fastest on this card are kept between processes, for this source of the kernels."""
-    facts = f"{torch.cuda.get_device_name(module.device)}\0{nvrtc.source('matvec4.cu')}\0{_VARIANTS}"
+    facts = f"{torch.cuda.get_device_name(module.device)}\0{source()}"
     return nvrtc.cache_folder() / f"cuts-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
-
-
-def save_cuts(kept: dict[Any, Any], path: Path) -> None:
-    """Write a module's cuts to a file; a folder that cannot be written is no error."""
-    rows = [{"rows": key[1], "columns": key[2], "n": key[3], **asdict(cut)} for key, cut in _cuts_of(kept)]
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(rows, file)
-        os.replace(temporary, path)
-
-
-def read_cuts(path: Path) -> dict[CutKey, Cut]:
-    """Return the cuts of a file, none if it is missing; one that this code would not make itself is left out."""
-    found: dict[CutKey, Cut] = {}
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            key: CutKey = ("cut", tuple(row.pop("rows")), row.pop("columns"), row.pop("n"))
-            cut = Cut(**row)
-            able = cuts(key[1], key[2], key[3], multiprocessors=1, shared_bytes=cut.shared_bytes)
-            if replace(cut, estimated_us=0.0) in {replace(one, estimated_us=0.0) for one in able}:
-                found[key] = cut
-    return found
-
-
-def _cuts_of(kept: dict[Any, Any]) -> Iterable[tuple[CutKey, Cut]]:
-    return ((key, cut) for key, cut in kept.items() if isinstance(cut, Cut))
 
 
 def lora_args(

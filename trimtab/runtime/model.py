@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -39,18 +40,20 @@ if TYPE_CHECKING:
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeldAdapter:
     """An adapter in host memory, matched with one model: ready to be put on it without touching the disk.
 
     tensors: by file and the byte where each starts there, as the file holds them. The LoRA ones are views of `memory`,
     one piece that is page-locked for a GPU, so that putting an adapter on a model is one copy; places: where they lie.
+    dtype: the one type of all values in `memory`, None if they differ.
     """
 
     spec: AdapterSpec
     tensors: Mapping[tuple[Path, int], Tensor]
     memory: HostMemory
     places: Mapping[tuple[Path, int], Part]
+    dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor], *, pinned: bool) -> HeldAdapter:
@@ -71,9 +74,16 @@ class HeldAdapter:
         for key, place in places.items():
             moved[key] = place.view(memory.tensor)
             moved[key].copy_(tensors[key])
-        return cls(spec, moved, memory, places)
+        types = {place.dtype for place in places.values()}
+        return cls(spec, moved, memory, places, types.pop() if len(types) == 1 else None)
 
-    @property
+    def starts(self) -> dict[tuple[Path, int], int]:
+        """Return at which value of `memory` each LoRA tensor begins; empty if the values are of several types."""
+        if self.dtype is None:
+            return {}
+        return {key: place.offset // self.dtype.itemsize for key, place in self.places.items()}
+
+    @cached_property
     def device_bytes(self) -> int:
         """What it takes on the execution device."""
         return self.spec.nbytes(ADAPTER_DTYPE)
@@ -97,6 +107,9 @@ class LoadedModel:
         self.context_tokens = plan.request.context_tokens
         self.route = lora.Route()
         self._specs: dict[str, AdapterSpec] = {}
+        self._adapter_bytes: dict[str, int] = {}
+        # Where each held adapter goes here, for as long as someone holds it.
+        self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self._busy = threading.Lock()
         self._single: Batch | None = None
         self._fallbacks: tuple[Fallback, ...] = ()
@@ -111,7 +124,7 @@ class LoadedModel:
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 for name, path in plan.request.adapters.items():
                     self._attach(name, self.read_adapter(path))
-            self._planned_adapter_bytes = sum(spec.nbytes(ADAPTER_DTYPE) for spec in self._specs.values())
+            self._planned_adapter_bytes = sum(self._adapter_bytes.values())
             undo.pop_all()
 
     @property
@@ -163,6 +176,9 @@ class LoadedModel:
         if loaded is not None:
             loaded.close()
         self._specs.clear()
+        self._adapter_bytes.clear()
+        self._fittings.clear()
+        self.route.holders.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -173,11 +189,20 @@ class LoadedModel:
         spec = match_adapter(read_adapter(str(path)), self.anatomy)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
         tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
-        return HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
+        held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
+        self.fitting(held)  # now, not while rows wait
+        return held
+
+    def fitting(self, held: HeldAdapter) -> lora.Fitting:
+        """Return where a held adapter goes on this model; found once. Errors: AdapterError if it is another model's."""
+        found = self._fittings.get(held)
+        if found is None:
+            found = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
+        return found
 
     def free_adapter_bytes(self) -> int:
         """Return how many more bytes of adapters the plan has room for on the execution device."""
-        loaded = sum(spec.nbytes(ADAPTER_DTYPE) for spec in self._specs.values())
+        loaded = sum(self._adapter_bytes.values())
         return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self._planned_adapter_bytes - loaded
 
     def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
@@ -199,24 +224,29 @@ class LoadedModel:
             self._attach(name, held)
 
     def _attach(self, name: str, held: HeldAdapter) -> None:
-        whole = None if self.device.type == "cpu" else held.memory.tensor.to(self.device, non_blocking=True)
+        fitting = self.fitting(held)
+        # On a GPU a copy, on a CPU the adapter is used where it lies.
+        whole = held.memory.tensor.to(self.device, non_blocking=True)
+        piece = None
+        if held.dtype is not None:
+            piece = whole.view(held.dtype).to(getattr(torch, ADAPTER_DTYPE))
 
         def read(entry: TensorEntry) -> Tensor:
             key = (entry.file, entry.start)
-            return held.tensors[key] if whole is None or key not in held.places else held.places[key].view(whole)
+            return held.places[key].view(whole) if key in held.places else held.tensors[key]
 
-        with torch.no_grad():
-            lora.attach(
-                self.hf_model, held.spec, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE
-            )
+        lora.attach_fitted(
+            fitting, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE, piece=piece
+        )
         self._specs[name] = held.spec
+        self._adapter_bytes[name] = held.device_bytes
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter out and give its memory back."""
         self._check_adapter(name)
         with self._one_at_a_time("unload_adapter"):
-            lora.detach(self.hf_model, name)
-            del self._specs[name]
+            lora.detach(self.hf_model, name, route=self.route)
+            del self._specs[name], self._adapter_bytes[name]
 
     def _check_adapter(self, name: str | None) -> None:
         if name is not None and name not in self._specs:
@@ -230,8 +260,11 @@ class LoadedModel:
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """What runs the slower way here, and why; known once a first answer was given."""
+        from trimtab.runtime.graphs import Fallback
+
         own = () if self._single is None else tuple(self._single.steps.fallbacks)
-        return (*self._fallbacks, *own)
+        loaded = {} if self._loaded is None else self._loaded.left_out
+        return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
 
     def rows(self) -> Batch | None:
         """Return the batch of one row that `answer` and `generate` decode with, None where transformers' generation does.

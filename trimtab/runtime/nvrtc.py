@@ -274,6 +274,7 @@ class Module:
         self.overlap = False
         # Tensors that belong to the kernels of this module and live as long as it does (scratch, tables).
         self.kept: dict[Any, Any] = {}
+        self._source, self._name = source, name
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
         code = compiled(compiler, source, compiler.target(self.capability), options, name=name)
@@ -281,6 +282,14 @@ class Module:
             torch.cuda.synchronize()  # makes the context in which the code is loaded
             self._enter_context()
             _check(_driver().cuModuleLoadData(ctypes.byref(self._handle), code), f"loading {name}", self.device)
+
+    def variant(self, options: tuple[str, ...]) -> Module:
+        """Return the same source compiled with other options, made where this is the first use: not within a capture."""
+        key = ("variant", options)
+        if key not in self.kept:
+            self.kept[key] = Module(self._source, device=self.device, options=options, name=self._name)
+        made: Module = self.kept[key]
+        return made
 
     def _device(self) -> ctypes.c_int:
         device = ctypes.c_int()
@@ -320,13 +329,15 @@ class Module:
 
     def launch(
         self, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], *,
-        shared_bytes: int = 0, dependent: bool | None = None,
+        shared_bytes: int = 0, dependent: bool | None = None, leading: int = 0,
     ) -> None:  # fmt: skip
         """Queue a kernel on torch's current stream of the module's device; returns at once, also inside a capture.
 
         args: a Tensor goes in as its address, None as null, an int as int32, a Long as int64, a float as float32.
         dependent: the kernel may start before the one in front of it ends (compute capability 9.0 and newer; it must
-        wait by itself, `griddepcontrol.wait`, in every thread and before it ends); None: as `overlap` says. Errors:
+        wait by itself, `griddepcontrol.wait`, in every thread and before it ends); None: as `overlap` says.
+        leading: so many blocks, the first ones, are waited for by others of the launch; blocks start in their order, so
+        this is only said. Errors:
         DeviceError if CUDA refuses the launch.
         """
         assert all(not isinstance(value, Tensor) or value.device == self.device for value in args)

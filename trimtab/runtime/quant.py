@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import CheckpointError, DeviceError
+from trimtab.plan.cost import HEAD8
+from trimtab.runtime import head8
 
 # transformers' BitsAndBytesConfig default; the outlier threshold changes the answer, so ours is stock's.
 INT8_THRESHOLD = 6.0
@@ -32,9 +34,11 @@ logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 class Packed:
     """One weight in its stored form.
 
-    kind: "none", "int8", "fp4" or "nf4". shape, dtype: of the weight it stands for, [D_out, D_in]. parts: "weight" always;
-    4-bit "absmax", with double quantization also "nested_absmax" and "offset"; int8 "SCB". codes: the small look-up tables
-    of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier.
+    kind: "none", "int8", "fp4", "nf4" or, of an 8-bit head (`runtime/head8.py`), HEAD8. shape, dtype: of the weight it stands
+    for, [D_out, D_in]. parts: "weight" always; 4-bit "absmax", with double quantization also "nested_absmax" and "offset";
+    int8 "SCB"; HEAD8 "scale". codes: the small look-up tables
+    of a 4-bit weight ("code" [16], "nested_code" [256]), shared between weights and never moved by a tier. kernel: of an
+    8-bit head, what computes it.
     """
 
     kind: str
@@ -44,6 +48,7 @@ class Packed:
     codes: Mapping[str, Tensor]
     blocksize: int = BLOCKSIZE
     nested_blocksize: int = NESTED_BLOCKSIZE
+    kernel: head8.Kernel | None = None
 
     @property
     def nbytes(self) -> int:
@@ -172,6 +177,8 @@ def dequantize(packed: Packed) -> Tensor:
     """Return the weight [D_out, D_in] that the packed form stands for, in its own dtype, on its device."""
     if packed.kind == "none":
         return packed.parts["weight"]
+    if packed.kind == HEAD8:
+        return head8.dense(packed.parts["weight"], packed.parts["scale"], packed.dtype)
     if packed.kind == "int8":
         return int8_vectorwise_dequant(packed.parts["weight"], packed.parts["SCB"])
     return dequantize_4bit(packed.parts["weight"], quant_state(packed))
@@ -201,6 +208,8 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
     """
     if packed.kind == "none":
         return PlainShell(packed.parts["weight"], bias)
+    if packed.kind == HEAD8:
+        return head8.Head(packed.parts["weight"], packed.parts["scale"], bias, packed.kernel)
     rows, columns = packed.shape
     if packed.kind == "int8":
         layer = bnb.nn.Linear8bitLt(

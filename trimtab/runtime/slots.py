@@ -5,13 +5,19 @@ every slot the table has the addresses of A and B, the rank and the scale of the
 adapter does not touch the layer; a row has the number of its slot, -1 for the base. Nothing is copied or padded: the
 adapters stay where `lora.attach` put them, whatever their ranks. Only plain LoRA has this form; an adapter that replaces
 weights, biases or norms or that rescales (DoRA) is refused by `why_not`.
+
+Which layers look an adapter up is part of the program. They are those of every kind (q_proj, say, of all layers) that any
+adapter attached so far changes in any layer, whether a row uses it or not: so rows that switch among attached adapters
+change numbers alone. A row that has no adapter in such a layer pays the look-up of one rank, which is 0.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,6 +29,19 @@ from trimtab.runtime.tiers import Leaf
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
 RANK_STEP = 16
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What a fitting's plain places put in each layer's line of a slot, on the host; 0 where they change nothing.
+
+    Shapes: integers [3, layers] int64: where A and B begin, in bytes from the piece's beginning, and the rank; scale
+    [layers] float32; is_there [layers] int64, 1 where the layer is changed.
+    """
+
+    integers: Tensor
+    scale: Tensor
+    is_there: Tensor
 
 
 class AdapterSlots:
@@ -44,6 +63,10 @@ class AdapterSlots:
         self.hf_model, self.route, self.device, self.slots, self.module = hf_model, route, device, slots, module
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
+        self._of_kind: dict[str, list[Leaf]] = {}
+        for leaf in leaves:
+            self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
+        self._columns: WeakKeyDictionary[lora.Fitting, _Columns] = WeakKeyDictionary()
         shape = (len(leaves), slots)
         types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
         self._table = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in types.items()}
@@ -53,6 +76,7 @@ class AdapterSlots:
         self._why: dict[tuple[str, int], str | None] = {}
         self._rows: tuple[tuple[str, int] | None, ...] | None = None
         self._covered: set[Leaf] = set()
+        self._seen_serial = 0
         # By size, and never given back: a captured step has their addresses.
         self._low: dict[int, Tensor] = {}
         self.largest_rank = 0
@@ -67,10 +91,11 @@ class AdapterSlots:
         return self._why[key]
 
     def _examine(self, name: str) -> str | None:
-        for path, module in self.hf_model.named_modules():
-            found = module.__dict__.get("adapters", {}).get(name)
+        # What comes from one piece is plain LoRA in contiguous float32 because of how it was put there.
+        for path, module in self.route.holders[name].rest:
+            found = module.__dict__["adapters"][name]
             part = getattr(found, "part", None) or module.__dict__.get("part")
-            if found is None or part in lora.TOWERS:
+            if part in lora.TOWERS:
                 continue
             if not isinstance(found, lora.LinearAdapter):
                 return f"adapter {name} changes {path}, which is no linear layer"
@@ -84,18 +109,37 @@ class AdapterSlots:
 
     @property
     def shape_key(self) -> tuple[int, int]:
-        """What a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up."""
+        """What a captured step depends on: the largest rank that fits its scratch, and how many layers it looks up.
+
+        It changes when an adapter is attached that is larger than any before, and never when rows switch.
+        """
+        self._cover_attached()
         return self.largest_rank, len(self._covered)
 
     def covers(self, leaf: Leaf) -> bool:
-        """Whether any adapter that was ever put in a slot touches the layer."""
+        """Whether a step looks the layer up: whether an adapter that was ever attached changes one of its kind."""
         return leaf in self._covered
+
+    def cover(self, fittings: Iterable[lora.Fitting]) -> None:
+        """Look up all layers that these adapters need: what is covered before a step is captured costs no second capture."""
+        for fitting in fittings:
+            for kind in fitting.kinds:
+                self._covered.update(self._of_kind.get(kind, ()))
+            self.largest_rank = max(self.largest_rank, -(-fitting.largest_rank // RANK_STEP) * RANK_STEP)
+
+    def _cover_attached(self) -> None:
+        if self._seen_serial == self.route.last_serial:
+            return
+        new = [name for name, serial in self.route.serials.items() if serial > self._seen_serial]
+        self._seen_serial = self.route.last_serial
+        self.cover(self.route.holders[name].fitting for name in new if self.why_not(name) is None)
 
     def set_rows(self, names: Sequence[str | None]) -> None:
         """Let row i use names[i]; rows beyond use the base. Enqueued on the current stream, in order with the steps.
 
         Errors: RequestError for an adapter that `why_not` refuses.
         """
+        self._cover_attached()
         wanted = tuple(None if name is None else (name, self.route.serials[name]) for name in names)
         if wanted == self._rows:
             return
@@ -122,23 +166,36 @@ class AdapterSlots:
         slot = next((number for number in range(self.slots) if number not in self._held.values()), None)
         if slot is None:
             slot = self._free(next(old for old in self._held if old not in in_use))
-        # Lists first: a tensor takes its values much faster at once than one by one.
-        columns: dict[str, list[float]] = {name: [0] * len(self._place) for name in _COLUMNS}
-        for leaf, number in self._place.items():
-            found = leaf.adapters.get(name)
-            if found is None or found.A is None or found.B is None:
-                continue
-            rank = found.A.shape[0]
-            for column, value in zip(
-                _COLUMNS, (found.A.data_ptr(), found.B.data_ptr(), rank, found.scale), strict=True
-            ):
-                columns[column][number] = value
-            self._covered.add(leaf)
-            self.largest_rank = max(self.largest_rank, -(-rank // RANK_STEP) * RANK_STEP)
-        for column, values in columns.items():
-            made = torch.tensor(values, dtype=self._table[column].dtype)
-            self._table[column][:, slot].copy_(self._to_device(made).to(self.device, non_blocking=True))
+        holders = self.route.holders[name]
+        columns = self._columns_of(holders.fitting)
+        integers, scale = columns.integers.clone(), columns.scale.clone()
+        integers[:2] += columns.is_there * holders.address
+        for _, module in holders.rest:
+            found = module.__dict__["adapters"][name]
+            if isinstance(module, Leaf) and found.A is not None and found.B is not None:
+                values = (found.A.data_ptr(), found.B.data_ptr(), found.A.shape[0])
+                integers[:, self._place[module]] = torch.tensor(values)
+                scale[self._place[module]] = found.scale
+        moved = self._to_device(integers).to(self.device, non_blocking=True)
+        lines = (*moved, self._to_device(scale).to(self.device, non_blocking=True))
+        for column, line in zip(_COLUMNS, lines, strict=True):
+            self._table[column][:, slot].copy_(line)
         self._held[key] = slot
+
+    def _columns_of(self, fitting: lora.Fitting) -> _Columns:
+        """Return the columns, made once: an adapter that comes back has another address and nothing else."""
+        found = self._columns.get(fitting)
+        if found is None:
+            integers = torch.zeros(3, len(self._place), dtype=torch.int64)
+            found = _Columns(integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64))
+            # Lists first: a tensor takes its values much faster at once than one by one.
+            numbers = torch.tensor([self._place[one.leaf] for one in fitting.plain], dtype=torch.int64)
+            lines = [(4 * one.A_start, 4 * one.B_start, one.rank) for one in fitting.plain]
+            integers[:, numbers] = torch.tensor(lines, dtype=torch.int64).reshape(-1, 3).T
+            found.scale[numbers] = torch.tensor([one.scale for one in fitting.plain])
+            found.is_there[numbers] = 1
+            self._columns[fitting] = found
+        return found
 
     def _free(self, key: tuple[str, int]) -> int:
         self._why.pop(key, None)

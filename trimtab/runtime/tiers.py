@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,21 @@ class Arena:
             return packed
         parts = {}
         for name, part in packed.parts.items():
-            place = Part(self._used, part.numel() * part.element_size(), tuple(part.shape), part.dtype)
-            parts[name] = place.view(self._buffer)
+            parts[name] = self._next(tuple(part.shape), part.dtype)
             parts[name].copy_(part)
-            self._used += aligned(place.nbytes)
         return packed.with_parts(parts, packed.codes)
+
+    def room(self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+        """Return tensors of these shapes and types to be filled, in the arena, which was made with room for them."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
+        return {name: self._next(shape, dtype) for name, (shape, dtype) in forms.items()}
+
+    def _next(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert self._buffer is not None
+        place = Part(self._used, prod(shape) * dtype.itemsize, shape, dtype)
+        self._used += aligned(place.nbytes)
+        return place.view(self._buffer)
 
 
 class GroupWriter:
@@ -94,6 +105,7 @@ class GroupWriter:
         self.group = Group(block, 0)
         self._parts: list[tuple[Part, Tensor]] = []
         self._device_bytes = 0
+        self._memory: HostMemory | None = None
 
     def add(self, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Take over tensors (they are copied at `finish`) and return their places."""
@@ -108,10 +120,25 @@ class GroupWriter:
             self.group.nbytes += aligned(nbytes)
         return places
 
+    def room(
+        self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, pinned: bool
+    ) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        """Return tensors of these shapes and types to be filled, in the block's own memory, and their places.
+
+        The block holds nothing else. pinned: as `finish` will be told for memory that stays.
+        """
+        assert not self._parts and self._memory is None
+        places = {}
+        for name, (shape, dtype) in forms.items():
+            places[name] = Part(self.group.nbytes, prod(shape) * dtype.itemsize, shape, dtype)
+            self.group.nbytes += aligned(places[name].nbytes)
+        self._memory = HostMemory(self.group.nbytes, pinned=pinned)
+        return {name: place.view(self._memory.tensor) for name, place in places.items()}, places
+
     def finish(self, *, pinned: bool, spill: Spill | None = None) -> Group:
         """Copy every part to the host in one piece (page-locked for a GPU), or on to the spill file."""
         group = self.group
-        memory = HostMemory(group.nbytes, pinned=pinned and spill is None)
+        memory = self._memory or HostMemory(group.nbytes, pinned=pinned and spill is None)
         for place, tensor in self._parts:
             place.view(memory.tensor).copy_(tensor)
         self._parts.clear()
@@ -602,6 +629,8 @@ class GatheredTable(Table):
         self._pinned = cuda
         # While `reads_staged`, rows are those that `stage` put on the device: a captured step cannot ask the host.
         self.reads_staged = False
+        # By places: a captured step goes on reading the buffer of its own batch's size, so none is ever given up.
+        self._buffers_of: dict[int, Tensor] = {}
         self._staged: Tensor | None = None
         ids = torch.arange(min(first_rows, shape[0]))
         self.__dict__["weight"] = self._gather(ids).to(self.device)
@@ -616,8 +645,9 @@ class GatheredTable(Table):
 
     def stage(self, ids: Tensor, places: int) -> None:
         """Fetch the rows of one step's tokens (ids [N] on the CPU) into a buffer of `places` rows that stays where it is."""
-        if self._staged is None or self._staged.shape[0] != places:
-            self._staged = torch.zeros(places, self.embedding_dim, dtype=self.dtype, device=self.device)
+        if places not in self._buffers_of:
+            self._buffers_of[places] = torch.zeros(places, self.embedding_dim, dtype=self.dtype, device=self.device)
+        self._staged = self._buffers_of[places]
         self._staged[: ids.numel()].copy_(self._gather(ids), non_blocking=True)
 
     def rows(self, ids: Tensor) -> Tensor:

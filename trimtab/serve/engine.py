@@ -68,6 +68,11 @@ class AdapterShelf:
         return tuple(sorted(self._held))
 
     @property
+    def held(self) -> tuple[HeldAdapter, ...]:
+        """All of them, as they wait in host memory."""
+        return tuple(self._held.values())
+
+    @property
     def resident(self) -> tuple[str, ...]:
         """Those on the model, the one used longest ago first."""
         return tuple(self._resident)
@@ -185,6 +190,11 @@ class LoadedEngine:
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
         self._grammar: Grammar | None = None
+
+    def prepare(self) -> None:
+        """Capture steps before the first request, which would wait for them. Errors: DeviceError."""
+        with self.model._out_of_memory_named("capturing the first steps"):
+            self.batch.prepare(self.shelf.held)
 
     # What the scheduler calls -----------------------------------------------------------------------------------------
 

@@ -94,6 +94,7 @@ _PLACEMENT = {
     "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
     "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
     "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
+    "head": "head",
 }  # fmt: skip
 _OWN = (
     "path",
@@ -112,7 +113,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "idle_unload_s": (int, float), "supports_image": (bool,), "supports_audio": (bool,),
     "decode": (str,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
-    "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,),
+    "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {

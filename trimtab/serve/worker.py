@@ -109,6 +109,7 @@ class _Worker:
 
     def run(self) -> None:
         """Answer until the pipe closes, or until the last job is done while draining."""
+        self.engine.prepare()
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         while not (self.is_draining and self.scheduler.is_idle):
             while self.channel.poll(self._patience_s()):
@@ -209,6 +210,7 @@ class _Worker:
             "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
             "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
             "memory": self.model.memory(), "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
+            "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
         }  # fmt: skip

@@ -157,6 +157,8 @@ def _run(
         row["host_peak_bytes"] = outcome.peak_host_bytes
     if name == "stock" and plan.request.keep_unquantized:
         row["notes"] = [*row["notes"], "quantizes what --keep-unquantized names as well"]
+    if name == "stock" and plan.request.head != "full":
+        row["notes"] = [*row["notes"], "computes with the whole head, not with 8 bits of it"]
     return row | {"figures": figures.run_figures(row)}
 
 

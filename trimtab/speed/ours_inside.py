@@ -43,6 +43,9 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             load_s = time.perf_counter() - started
             answer_to_the_end(model.hf_model)
             started = time.perf_counter()
+            rows = model.rows()
+            if rows is not None:
+                rows.prepare()
             for item in request["items"]:
                 _answer(model, item, request["adapter"], request["warm_tokens"])
             warm_s = time.perf_counter() - started

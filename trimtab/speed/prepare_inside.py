@@ -147,20 +147,22 @@ def _items(
 def _reads(
     plan: Plan, checkpoint: Checkpoint, asked: _Asked, adapter: str | None, context: float
 ) -> dict[str, list[dict[str, Any]]]:
-    anatomy = _anatomy(plan, checkpoint)
+    anatomy = _anatomy(plan, checkpoint, plan.request.head)
+    # The stock stack knows no 8-bit head.
+    theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
     spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
     values = (getattr(asked.text_config, name, None) for name in EXPERTS_PER_TOKEN)
     experts = next((int(value) for value in values if isinstance(value, int)), None)
     found = {
-        name: reads(plan, anatomy, context_tokens=context, adapter=spec, experts_per_token=experts)
-        for name, reads in (("trimtab", limit.plan_reads), ("stock", limit.resident_reads))
+        name: reads(plan, held, context_tokens=context, adapter=spec, experts_per_token=experts)
+        for name, reads, held in (("trimtab", limit.plan_reads, anatomy), ("stock", limit.resident_reads, theirs))
     }
     return {name: [asdict(read) for read in reads] for name, reads in found.items()}
 
 
-def _anatomy(plan: Plan, checkpoint: Checkpoint) -> Anatomy:
+def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
     request = plan.request
     probe = plan.__dict__.get(PROBE)
     if probe is None:
         probe = hf.probe(checkpoint, request.dtype)
-    return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized)
+    return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head)

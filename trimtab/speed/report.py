@@ -98,7 +98,7 @@ class Report:
         return {
             "format": FORMAT, "environment": self.environment.to_json(),
             "model": {
-                "name": Path(request.model).name, "class": plan.model_class, "quant": request.quant,
+                "name": Path(request.model).name, "class": plan.model_class, "quant": request.quant, "head": request.head,
                 "dtype": request.dtype, "device": plan.execution_device, "context_tokens": request.context_tokens,
                 "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
                 "planned_device_peak_bytes": plan.gpu_peak_bytes, "adapters": list(request.adapters),
@@ -143,6 +143,7 @@ def text_of(report: Report) -> str:
     length = f"{tokens[0]}" if len(set(tokens)) == 1 else f"{min(tokens)} to {max(tokens)}"
     head = (
         f"{report.plan.model_class} on {report.plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"{'8-bit head, ' if request.head == 'int8' else ''}"
         f"{f'adapter {report.adapter}' if report.adapter else 'no adapter'}; {_count(len(tokens), 'prompt')} of {length} "
         f"tokens, {report.new_tokens} new ones; {_count(report.runs, 'run')} each, in turn"
     )

@@ -60,15 +60,7 @@ __device__ __forceinline__ void gated(
   load<V>(b, up + row * up_stride + at, half);
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const float x = a[i];
-    float y;
-    if (kind == 0)
-      y = 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    else if (kind == 1)
-      y = x / (1.f + expf(-x));
-    else
-      y = 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
-    a[i] = rounded(y, half) * b[i];
+    a[i] = rounded(activated(a[i], kind), half) * b[i];
   }
   store<V>(out + row * out_stride + at, a, half);
 }
@@ -152,3 +144,20 @@ ROPE(rope_write_1, 1)
 ROPE(rope_write_2, 2)
 ROPE(rope_write_4, 4)
 ROPE(rope_write_8, 8)
+
+// cos and sin of the angles of a position, for up to two kinds of layers: (position inv_freq) for both halves of a head, times
+// the kind's factor. Grid: [kinds, n].
+extern "C" __global__ void __launch_bounds__(256) turns(
+    const i64* positions, const float* inv_freq0, int half0, float factor0, u16* cos0, u16* sin0, const float* inv_freq1,
+    int half1, float factor1, u16* cos1, u16* sin1, int half) {
+  const int kind = blockIdx.x, row = blockIdx.y, i = threadIdx.x, h = kind ? half1 : half0;
+  let_next_start();
+  wait_for_previous();
+  if (i >= h) return;
+  const float angle = (float)__ldcg(positions + row) * __ldg((kind ? inv_freq1 : inv_freq0) + i);
+  const float factor = kind ? factor1 : factor0;
+  const u16 c = stored(cosf(angle) * factor, half), s = stored(sinf(angle) * factor, half);
+  u16 *to_cos = (kind ? cos1 : cos0) + (size_t)row * 2 * h, *to_sin = (kind ? sin1 : sin0) + (size_t)row * 2 * h;
+  to_cos[i] = to_cos[h + i] = c;
+  to_sin[i] = to_sin[h + i] = s;
+}

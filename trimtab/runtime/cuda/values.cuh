@@ -1,7 +1,8 @@
-// What fused.cu and attend.cu begin with: number formats, loads of several values, sums over a warp or block.
+// What every source here begins with: number formats, loads of several values, sums over a warp or block.
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 // What the machine does; the CPU's version (tests) brings its own of these.
@@ -29,6 +30,71 @@ __device__ __forceinline__ u16 to_bf16(float f) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
   return v;
 }
+// The first value goes to the low half.
+__device__ __forceinline__ u32 two_halves(float low, float high) {
+  u32 v;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+// What another block wrote before it raised the flag is seen after this.
+__device__ __forceinline__ u32 load_flag(const u32* p) {
+  u32 v;
+  asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+#define SPINS (1 << 22)  // seconds
+
+// A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
+// newer the bytes that the copy engine has brought.
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier)) : "memory");
+}
+// Until the phase of this parity is complete.
+__device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
+  u32 done = 0;
+  while (!done) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#else
+    asm volatile("{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(shared_address(barrier)), "r"(parity) : "memory");
+#endif
+  }
+}
+#if __CUDA_ARCH__ >= 900
+#define FILLERS 1  // one thread says how many bytes are to come
+__device__ __forceinline__ void barriers_are_made() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// A warp copies 16 rows of `bytes` (a multiple of 16) to rows that are `stride` apart.
+__device__ __forceinline__ void fill(u8* to, int stride, const u8* from, int bytes, u64* barrier) {
+  const int lane = threadIdx.x & 31;
+  if (lane == 0)
+    asm volatile("{ .reg .b64 state; mbarrier.arrive.expect_tx.shared.b64 state, [%0], %1; }"
+                 ::"r"(shared_address(barrier)), "r"(16 * bytes) : "memory");
+  __syncwarp();
+  if (lane < 16)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared_address(to + lane * stride)), "l"(from), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+#else
+#define FILLERS 32  // every lane's copies arrive on their own
+__device__ __forceinline__ void barriers_are_made() {}
+__device__ __forceinline__ void fill(u8* to, int stride, const u8* from, int bytes, u64* barrier) {
+  const int lane = threadIdx.x & 31;
+  for (int row = 0; row < 16; row++) {
+    const u8* own = (const u8*)__shfl_sync(0xffffffffu, (u64)from, row);
+    for (int at = lane * 16; at < bytes; at += 512)
+      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
+                   ::"r"(shared_address(to + row * stride + at)), "l"(own + at) : "memory");
+  }
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+#endif
 #if __CUDA_ARCH__ >= 900
 // Programmatic dependent launch; without that launch attribute both do nothing. Every thread waits, and before it reads what
 // another kernel made or writes at all: so the next one may start at once, and waits in turn.
@@ -48,6 +114,10 @@ __device__ __forceinline__ float rounded(float f, int half) { return value(store
 __device__ __forceinline__ void unpack(float* to, u32 v, int half) {
   to[0] = value((u16)v, half);
   to[1] = value((u16)(v >> 16), half);
+}
+__device__ __forceinline__ float low_value(u32 v, int half) { return value((u16)v, half); }
+__device__ __forceinline__ float high_value(u32 v, int half) {
+  return half ? from_half((u16)(v >> 16)) : __uint_as_float(v & 0xffff0000u);
 }
 __device__ __forceinline__ u32 pack(const float* v, int half) { return stored(v[0], half) | (u32)stored(v[1], half) << 16; }
 
@@ -96,4 +166,11 @@ __device__ __forceinline__ float block_sum(float v, float* sums) {
   float all = 0.f;
   for (int w = 0; w < (int)blockDim.x / 32; w++) all += sums[w];
   return all;
+}
+
+// act(x), kind 0: gelu by tanh, 1: silu, 2: gelu by erf.
+__device__ __forceinline__ float activated(float x, int kind) {
+  if (kind == 0) return 0.5f * x * (1.f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+  if (kind == 1) return x / (1.f + expf(-x));
+  return 0.5f * x * (1.f + erff(x * 0.7071067811865476f));
 }

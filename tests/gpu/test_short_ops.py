@@ -1,0 +1,54 @@
+"""On the GPU a norm is one kernel of torch's that rounds as the module does, for widths of real models."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from trimtab.runtime import short_ops
+from trimtab.runtime.lora import Route
+
+DEVICE = torch.device("cuda")
+
+
+def kernels(call):
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.skipif(short_ops.why_not(DEVICE) is not None, reason=str(short_ops.why_not(DEVICE)))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("width", [128, 256, 512, 1536, 2560, 5376])
+@pytest.mark.parametrize(
+    "kind, options, form, most",
+    [
+        (Gemma4RMSNorm, {}, "inside", 1),
+        (Gemma4RMSNorm, {"with_scale": False}, "inside", 1),
+        (Gemma3RMSNorm, {}, "plus one", 3),
+        (LlamaRMSNorm, {}, "after", 2),
+    ],
+)
+def test_a_norm_takes_its_form_and_few_kernels(kind, options, form, most, width, dtype):
+    model, told = nn.ModuleList([kind(width, **options).to(DEVICE, dtype).requires_grad_(False)]), []
+    if getattr(model[0], "weight", None) is not None:
+        nn.init.normal_(model[0].weight)
+    x = torch.randn(8, 1, width, device=DEVICE).to(dtype)
+    expected = model[0](x)
+    short = short_ops.ShortOps(model, Route(), DEVICE, lambda what, why: told.append(why))
+    with short.step(), torch.no_grad():
+        found = model[0](x)
+        launched = kernels(lambda: model[0](x))
+    assert short_ops.why_other(found, expected) is None and told == []
+    wanted = "inside" if dtype == torch.float32 and form == "after" else form
+    assert list(short.proved.values()) == [wanted] and len(launched) <= most, launched

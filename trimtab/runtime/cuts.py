@@ -1,0 +1,217 @@
+"""Into which blocks and warps a 4-bit product is cut: every way that fits a card, the likeliest to be fast first.
+
+A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
+Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
+card is measured (matvec.tune) and kept in a file for the next process. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+BLOCK = 64
+MAX_ROWS = 8
+MAX_WARPS = 20  # beside the one that asks for weights
+MOST_STAGES = 32
+MOST_PARTS = 2**21
+MOST_COUNTERS = 8192
+# As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end who comes last.
+_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 16 + 16
+# A batch is four blocks of 64; a row of sums has four places more than it needs.
+_BATCH, _STRIDE = 4, 20
+# Warps that make one value of A x together, as in the kernel.
+LORA_WARPS = 4
+# Name, outputs of each member, columns, rows of x, whether two members are multiplied.
+CutKey = tuple[str, tuple[int, ...], int, int, bool]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One way to cut a launch for n rows of x: units (of 16 rows) a block, warps a unit and units at once, blocks of 64 a
+    piece and pieces on their way, blocks along K and what each of them takes."""
+
+    n: int
+    units: int
+    k_warps: int
+    groups: int
+    piece: int
+    stages: int
+    splits: int
+    chunk: int
+    grid: int
+    shared_bytes: int
+    estimated_us: float
+
+    @property
+    def kernel(self) -> str:
+        return "matvec_4" if self.n <= 4 else "matvec_8"
+
+    @property
+    def threads(self) -> int:
+        return (self.k_warps * self.groups + 1) * 32
+
+    @property
+    def stage_bytes(self) -> int:
+        return 16 * (-(-self.piece * 32 // 128) * 128 + (64 if self.n <= 4 else 32))
+
+    def needed_bytes(self, n: int) -> int:
+        """Return the shared memory that the kernel uses with n rows of x (its layout is in matvec4.cu)."""
+        scales = self.units * 16 * ((self.chunk // _BATCH) | 1) * 16
+        factors = self.chunk * 4 * (n if n <= 4 else MAX_ROWS)
+        sums = self.units * self.k_warps * n * _STRIDE * 4
+        x = n * (self.chunk // 2 * 288 + 16)
+        return _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
+
+    def low_blocks(self, dots: int, multiprocessors: int) -> int:
+        """Return how many blocks make A x of `dots` values beside the product: as many as the card has room for beside the
+        others, which would have to wait for a second turn, but no more than are busy, and not so few that they take long."""
+        turns = -(-dots // max(1, self.threads // 32 // LORA_WARPS))
+        free = self.resident * multiprocessors - self.grid * self.splits
+        return max(1, -(-turns // 8), min(-(-turns // 2), free))
+
+    @property
+    def resident(self) -> int:
+        """How many blocks one multiprocessor runs at once (its registers, threads and shared memory as on 9.0)."""
+        return max(1, min(65536 // (self.threads * 80), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel} units {self.units} warps {self.k_warps} x {self.groups} "
+            f"piece {self.piece} x {self.stages} splits {self.splits} grid {self.grid}"
+        )
+
+
+def units_of(rows: Sequence[int], *, pair: bool) -> int:
+    """Return the units of 16 rows of all members. pair: one of each in turn, as many of both."""
+    return 2 * -(-rows[0] // 16) if pair else sum(-(-count // 16) for count in rows)
+
+
+def cuts(
+    rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
+    bandwidth: float = 4.2e12,
+) -> list[Cut]:  # fmt: skip
+    """Return the ways to cut a product, the one that should be fastest first; empty if none fits.
+
+    rows: D_out of each member. shared_bytes: what a block may have. pair: the outputs of two members are multiplied, so
+    both are in one block. The estimate (µs) is a rough model of what was measured on an H200.
+    """
+    blocks = columns // BLOCK
+    units = units_of(rows, pair=pair)
+    found = []
+    for splits in (1, 2, 3, 4, 6, 8, 14):
+        whole = math.ceil(blocks / splits / _BATCH) * _BATCH
+        if splits > 1 and whole * (splits - 1) >= blocks:
+            continue
+        for piece in sorted({_piece(whole, most) for most in (16, 40)}):
+            chunk = -(-whole // piece) * piece
+            if splits > 1 and chunk * (splits - 1) >= blocks:
+                continue
+            for each in _sizes(units, splits, multiprocessors, pair):
+                grid = -(-units // each)
+                if splits > 1 and (grid > MOST_COUNTERS or splits * grid * each * 16 * n > MOST_PARTS):
+                    continue
+                for k_warps, groups in _warps(piece // _BATCH, each):
+                    cut = _with_stages(
+                        Cut(n, each, k_warps, groups, piece, 0, splits, chunk, grid, 0, 0.0), shared_bytes
+                    )
+                    if cut is not None:
+                        cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                        found.append(replace(cut, estimated_us=cost))
+    return sorted(found, key=lambda cut: cut.estimated_us)
+
+
+def _piece(chunk: int, most: int) -> int:
+    """Return the blocks of a piece: as many whole batches as divide the chunk best, up to `most`."""
+    count = -(-chunk // most)
+    return -(-chunk // count // _BATCH) * _BATCH
+
+
+def _warps(batches: int, units: int) -> list[tuple[int, int]]:
+    """Return warps a unit, and groups of them that take units in turn."""
+    found = set()
+    for k_warps in {min(k, batches) for k in (1, 2, 4, 5, 8, 10)}:
+        most = min(MAX_WARPS // k_warps, units)
+        found |= {(k_warps, groups) for groups in {1, min(2, most), most} if k_warps * groups > 2 or groups == most}
+    return sorted(found)
+
+
+def _sizes(units: int, splits: int, multiprocessors: int, pair: bool) -> list[int]:
+    """Return units a block: those that give every multiprocessor one, two or three blocks, and small ones."""
+    step = 2 if pair else 1
+    wanted = {-(-units * splits // (blocks * multiprocessors)) for blocks in (1, 2, 3)} | {1, 2, 4, 8}
+    return sorted({min(-(-each // step) * step, -(-units // step) * step) for each in wanted if each <= 24})
+
+
+def _with_stages(cut: Cut, shared_bytes: int) -> Cut | None:
+    """Return the cut with as many pieces under way as fit and as there are; None if not even two (or all) fit."""
+    pieces = -(-cut.units // cut.groups) * (cut.chunk // cut.piece)  # of a group
+    room = (shared_bytes - cut.needed_bytes(cut.n)) // cut.stage_bytes // cut.groups
+    depth = min(pieces, room, MOST_STAGES // cut.groups, 16)
+    if depth < min(2, pieces):
+        return None
+    stages = depth * cut.groups
+    made = replace(cut, stages=stages)
+    return replace(made, shared_bytes=made.needed_bytes(cut.n))
+
+
+def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+    count, warps = cut.grid * cut.splits, cut.k_warps * cut.groups
+    waves = -(-count // (cut.resident * multiprocessors))
+    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
+    batches = cut.chunk // _BATCH * cut.units
+    blocks = batches * _BATCH * each
+    # Instructions of a block of 64 (four issued a cycle at best), shared memory (one access a cycle); table and x before.
+    prepared = 500 + cut.n * cut.chunk * 9 + cut.units * cut.chunk * 3
+    issue_us = (blocks * (44 if cut.n <= 4 else 52) + prepared * each) / 4 / 0.7 / 1750
+    shared_us = (blocks * (24 if cut.n <= 4 else 28) + (300 + cut.units * cut.chunk) * each) / 1750
+    busy = min(1.0, 1.1 * count / multiprocessors)
+    under_way = min(each, cut.resident) * cut.stages * cut.stage_bytes
+    memory_us = nbytes / (bandwidth * busy * min(1.0, under_way / 40e3)) * 1e6
+    alone_us = waves * (1.8 + prepared / warps * 0.003 + batches / warps)
+    alone_us += 0.03 * cut.groups  # warps of one unit wait for one piece, not for several
+    parts = (issue_us, shared_us, memory_us)
+    return max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
+
+
+def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
+    """Return up to `limit` of the best estimates that really differ: of each number of splits, then of block sizes."""
+    by_splits = {cut.splits: cut for cut in reversed(found)}
+    best = [*found[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
+    others: dict[tuple[int, ...], Cut] = {}
+    for cut in found:
+        others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece), cut)
+    return list(dict.fromkeys([*best, *others.values()]))[:limit]
+
+
+# Between processes ----------------------------------------------------------------------------------------------------
+
+
+def save_cuts(found: Mapping[CutKey, Cut], path: Path) -> None:
+    """Write cuts to a file; a folder that cannot be written is no error."""
+    rows = [{"rows": key[1], "columns": key[2], "pair": key[4], **asdict(cut)} for key, cut in found.items()]
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(rows, file)
+        os.replace(temporary, path)
+
+
+def read_cuts(path: Path) -> dict[CutKey, Cut]:
+    """Return the cuts of a file, none if it is missing; one that this code would not make itself is left out."""
+    found: dict[CutKey, Cut] = {}
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            rows, columns, pair = tuple(row.pop("rows")), row.pop("columns"), row.pop("pair")
+            cut = Cut(**row)
+            able = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
+            if replace(cut, estimated_us=0.0) in {replace(one, estimated_us=0.0) for one in able}:
+                found["cut", rows, columns, cut.n, pair] = cut
+    return found
