@@ -77,14 +77,16 @@ def decode(results: Mapping[str, Any]) -> str:
         "tokens/s",
         "ms a step",
         "of the limit",
+        "context",
+        "run",
     ]
-    lines = [heads, ["---"] * 4 + ["---:"] * 6]
+    lines = [heads, ["---"] * 4 + ["---:"] * 8]
     for row in results["rows"]:
         if "ms" in row:
             lines.append([
                 row["model"].upper(), row["engine"], row["placement"], _way(row), str(row["adapter_rank"] or "-"),
                 str(row["adapters"] or "-"), str(row["batch"]), f"{row['tok_s']:.1f}", f"{row['ms']:.2f}",
-                f"{100 * row['share']:.1f} %" if "share" in row else "-",
+                f"{100 * row['share']:.1f} %" if "share" in row else "-", f"{row['context']:,}", str(row.get("run", "-")),
             ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where = results["environment"]
@@ -107,7 +109,7 @@ def _way(row: Mapping[str, Any]) -> str:
 
 
 def _words(row: Mapping[str, Any]) -> str:
-    known = ("model", "engine", "placement", "what", "error", "decode")
+    known = ("model", "engine", "placement", "what", "error", "decode", "run")
     return ", ".join(f"{name} {value}" for name, value in row.items() if name not in known)
 
 
