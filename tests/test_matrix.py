@@ -365,3 +365,16 @@ def test_every_case_has_a_known_label_on_both_engines():
     # A key that names nothing, and an embedding that the model reads outside its module: refused before any loading.
     assert refused == {"FIRST_REPORT", "MAP_KEY_MISSING", "EMBED_TOKENS_OFFLOADED"}
     assert {name for name, label in ours.items() if label.startswith("PASS_BUT")} == set()
+
+
+def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensors(monkeypatch):
+    """A plan on a GPU counts the driver's share too; the card of a case is measured in tensors alone."""
+    from types import SimpleNamespace
+
+    import trimtab
+    from trimtab.doctor import line_case
+
+    monkeypatch.setattr(trimtab, "plan", lambda *_, **__: SimpleNamespace(gpu_peak_bytes=1000, gpu_needed_bytes=1600))
+    case = next(case for case in CASES if case.name == "SPLIT_4BIT_ADAPTER_FULL_CARD")
+    run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
+    assert run.budget("model", {"adapters": {}})["gpu_memory"] == int(1000 / 0.9) + 600

@@ -106,7 +106,9 @@ class _Run:
         if self.case.gpu_share is not None:
             return {**options, "gpu_memory": _smaller(model, options, share)}
         base = trimtab.plan(model, **{key: value for key, value in options.items() if key != "adapters"})
-        return {**options, "gpu_memory": int(base.gpu_peak_bytes / share)}
+        # The stock stack's process has its share of the driver before its card is filled; a budget has to hold it.
+        beside = base.gpu_needed_bytes - base.gpu_peak_bytes
+        return {**options, "gpu_memory": int(base.gpu_peak_bytes / share) + beside}
 
     def merge(self, model: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return the merged checkpoint's folder and the options to load it with."""
