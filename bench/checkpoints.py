@@ -76,7 +76,15 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
+    _write_for_every_release(folder / "config.json")
     return folder
+
+
+def _write_for_every_release(file: Path) -> None:
+    """Leave the vision tower's rotary embedding to its default: 5.23 calls it "axial", a name that 5.6.2 does not know."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["vision_config"].pop("rope_parameters", None)
+    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generator, device: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def load_stock(folder: Path, quant: str = "none", *, device: str = "cpu") -> Any:
+def load_stock(folder: Path, quant: str = "none", *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return the stock model on one device, in eval mode."""
     import transformers
     from transformers import AutoConfig, BitsAndBytesConfig
@@ -26,7 +26,7 @@ def load_stock(folder: Path, quant: str = "none", *, device: str = "cpu") -> Any
     model_class = getattr(transformers, config.architectures[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = model_class.from_pretrained(folder, dtype=torch.bfloat16, device_map={"": device}, **options).eval()
+        model = model_class.from_pretrained(folder, dtype=dtype, device_map={"": device}, **options).eval()
     return without_cpu_repacking(model)
 
 

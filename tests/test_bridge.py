@@ -252,23 +252,31 @@ def test_adapter_weights_are_where_their_layer_computes(work: Path, name: str) -
     assert not check(model).of("lora-on-meta", "lora-wrong-device")
 
 
-def test_a_leaf_with_a_device_of_its_own_gets_its_input_there(work: Path) -> None:
+def test_leaves_with_a_device_of_their_own_get_their_input_there(work: Path) -> None:
+    """gate_proj and up_proj elsewhere: their product is made there, and down_proj brings it back.
+
+    A map that the stock base answers too. One projection of an attention elsewhere is none: its output meets the others'.
+    """
     folder = folder_of(work, "llama")
-    leaf = "model.layers.0.self_attn.q_proj"
-    attention = {f"model.layers.0.self_attn.{name}_proj": split.GPU for name in "kvo"}
-    layer = {f"model.layers.0.{name}": split.GPU for name in ("mlp", "input_layernorm", "post_attention_layernorm")}
-    rest = {f"model.{name}": split.GPU for name in ("embed_tokens", "layers.1", "norm", "rotary_emb")}
+    away = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")]
+    layer = {f"model.layers.0.{name}": split.GPU for name in ("mlp.down_proj", "self_attn", "mlp", "input_layernorm",
+                                                              "post_attention_layernorm")}  # fmt: skip
+    rest = {f"model.{name}": split.GPU for name in ("layers.0", "embed_tokens", "layers.1", "norm", "rotary_emb")}
     # "cpu:0" is another device than "cpu" by value; on a GPU machine the CPU is.
     other = torch.device("cpu:0" if DEVICE == "cpu" else "cpu")
-    placed = {"lm_head": split.GPU, leaf: other, "model.layers.0.self_attn": split.GPU, "model.layers.0": split.GPU}
-    model = bridged(split.load(folder, placed | attention | layer | rest), adapter_of(work, "llama"))
-    q_proj = model.get_submodule(f"base_model.model.{leaf}")
-    assert [hook.execution_device for hook in hooks_of(q_proj)] == [other]
-    assert not hooks_of(model.get_submodule("base_model.model.model.layers.0.self_attn.k_proj"))
+    placed = dict.fromkeys(away, other) | layer | rest | {"lm_head": split.GPU}
+    model = bridged(split.load(folder, placed), adapter_of(work, "llama"))
+    inner = model.get_submodule("base_model.model.model.layers.0")
+    computed = [
+        [hook.execution_device for hook in hooks_of(getattr(inner.mlp, f"{name}_proj"))] for name in ("gate", "up")
+    ]
+    assert computed == [[other], [other]]
+    assert [hook.execution_device for hook in hooks_of(inner.mlp.down_proj)] == [split.GPU]
+    assert not hooks_of(inner.self_attn.k_proj) and hooks_of(inner.self_attn.k_proj.base_layer)
     expected = stock.with_adapter(stock.load_stock(folder, device=DEVICE), adapter_of(work, "llama"))
     given = inputs_of(model, "llama")
-    # On a GPU machine one projection is computed by the CPU's kernels, which round bf16 sums in another order.
-    tolerance = 0.0 if DEVICE == "cpu" else 0.05
+    # On a GPU machine two projections are computed by the CPU's kernels, which sum bf16 products in another order.
+    tolerance = 0.0 if DEVICE == "cpu" else 0.1
     assert (stock.logits(model, given) - stock.logits(expected, given)).abs().max() <= tolerance
 
 

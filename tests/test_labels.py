@@ -18,6 +18,7 @@ RECORDED = [
     (file.stem, run) for file in sorted(RESULTS.glob("matrix_*.json"))
     for run in json.loads(file.read_text(encoding="utf-8"))["runs"]
 ]  # fmt: skip
+VERSIONS = dict.fromkeys(matrix_table.PACKAGES, "1")
 BY_NAME = {case.name: case for case in CASES}
 
 
@@ -37,7 +38,7 @@ def label_of(run: dict) -> str:
 
 
 @pytest.mark.parametrize(
-    "name, run", RECORDED, ids=[f"{name[11:]}-{run['case']}-{run['engine']}" for name, run in RECORDED]
+    "name, run", RECORDED, ids=[f"{name[7:]}-{run['case']}-{run['engine']}" for name, run in RECORDED]
 )
 def test_recorded_run_has_its_label(name, run):
     assert label_of(run) == run["label"] in labels.LABELS
@@ -238,3 +239,32 @@ def test_every_catalogue_entry_that_a_case_names_has_a_label():
     quiet = {"A4", "A6", "B6", "B9", "C4"}
     known = {signature.catalogue for signature in labels.SIGNATURES} | {found[0] for found in labels.SILENT.values()}
     assert {bug for case in CASES for bug in case.shows} - quiet <= known
+
+
+def test_a_gpus_table_says_how_many_cases_it_holds_and_what_differs_from_the_cpu(monkeypatch):
+    case = CASES[0].name
+    played = {"title": "t", "stage": "done", "label": "PASS", "exception": None, "device": "CPU", "versions": VERSIONS}
+    failed = {"type": "RuntimeError", "message": "two devices (in a call): and more"}
+    real = {
+        **played,
+        "device": "G",
+        "label": "FAIL_INPUTS_ON_WRONG_DEVICE",
+        "stage": "first forward",
+        "exception": failed,
+    }
+    found = {
+        "cpu": {(case.name, engine): played for case in CASES for engine in ("stock", "trimtab")},
+        "gpu": {(case, "stock"): real, (case, "trimtab"): {**played, "device": "G"}},
+    }
+    monkeypatch.setattr(matrix_table, "read", lambda device, name: found[device] if name == "newest" else {})
+    cpu, gpu = matrix_table.tables().split("\nOn a GPU, G.")
+    assert "so far" not in cpu and f"so far: 1 of {len(CASES)} (2 of {2 * len(CASES)} runs)" in gpu
+    assert matrix_table.differences() == [
+        "Of 2 runs made on both, 1 ended alike. Otherwise on the GPU:\n\n"
+        f"- `{case}`, stock, newest set: `FAIL_INPUTS_ON_WRONG_DEVICE` at first forward, not `PASS` "
+        "(`RuntimeError: two devices`)\n"
+    ]
+    found["gpu"][case, "stock"] = {**played, "device": "G"}
+    assert matrix_table.differences() == [
+        "The GPU said what the CPU that plays it had said in all 2 runs made on both.\n"
+    ]

@@ -16,12 +16,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from trimtab.doctor import labels  # noqa: E402
+from trimtab.doctor.cases import CASES  # noqa: E402
 from trimtab.doctor.matrix import matrix_text, read_runs  # noqa: E402
 
 PAGE = ROOT / "docs" / "whose-bug.md"
 RESULTS = ROOT / "bench" / "results"
 SETS = ("oldest", "newest")
+ENGINES = ("stock", "trimtab")
 DEVICES = {"cpu": "a CPU that plays the GPU", "gpu": "a GPU"}
+REASON_CHARS = 150
 PACKAGES = ("transformers", "peft", "accelerate", "bitsandbytes", "torch")
 SAMPLE = ("R05_ALL_GPU_4BIT", "R03_SPLIT_4BIT", "SPLIT_4BIT_ADAPTER", "BROAD_TARGETS_4BIT")
 SAMPLE_WIDTH = 170
@@ -42,13 +45,61 @@ def sample() -> str:
 
 
 def tables() -> str:
-    """Return for each device the table of all cases: stock with the oldest set, with the newest one, and trimtab."""
+    """Return for each device the table of its cases: stock with the oldest set, with the newest one, and trimtab.
+
+    Below the GPU's stands where it says something else than the CPU that plays it.
+    """
     parts = []
     for device, words in DEVICES.items():
         runs = {name: found for name in SETS if (found := read(device, name))}
         if runs:
-            parts.append(f"{_head(runs, words)}\n\n{_table(runs)}\n")
-    return "\n".join(parts)
+            parts.append(f"{_head(runs, words)}{_share(runs)}\n\n{_table(runs)}\n")
+    return "\n".join([*parts, *differences()])
+
+
+def _share(runs: Mapping[str, Runs]) -> str:
+    """Return how many of the cases were run, where it is not all of them; nothing else may be read out of the rest."""
+    done = [sum((case.name, engine) in found for found in runs.values()) for case in CASES for engine in ENGINES]
+    if all(count == len(runs) for count in done):
+        return ""
+    begun = len({case for found in runs.values() for case, _ in found})
+    return (
+        f" Cases run there so far: {begun} of {len(CASES)} ({sum(done)} of {len(done) * len(runs)} runs); the others have "
+        "not been run on a GPU."
+    )
+
+
+def differences() -> list[str]:
+    """Return the list of what a GPU said otherwise than the CPU that plays it, one line a case and engine; [] for none."""
+    found: dict[tuple[str, str, str, str, str], list[str]] = {}
+    compared = 0
+    for name in SETS:
+        played = read("cpu", name)
+        for (case, engine), run in read("gpu", name).items():
+            other = played.get((case, engine))
+            compared += other is not None
+            if other is not None and _said(other) != _said(run):
+                reason = _reason(run) or _reason(other)
+                found.setdefault((case, engine, _said(other), _said(run), reason), []).append(name)
+    if not compared:
+        return []
+    if not found:
+        return [f"The GPU said what the CPU that plays it had said in all {compared} runs made on both.\n"]
+    count = sum(len(sets) for sets in found.values())
+    lines = [f"Of {compared} runs made on both, {compared - count} ended alike. Otherwise on the GPU:", ""]
+    for (case, engine, before, now, reason), sets in found.items():
+        which = "both sets" if len(sets) == len(SETS) else f"{sets[0]} set"
+        lines.append(f"- `{case}`, {engine}, {which}: {now}, not {before}{f' ({reason})' if reason else ''}")
+    return ["\n".join(lines) + "\n"]
+
+
+def _reason(run: Mapping[str, Any]) -> str:
+    """Return the first sentence of a run's error as code, without what stands in brackets; "" if it had none."""
+    failure = run.get("exception")
+    if not failure:
+        return ""
+    words = re.sub(r"\s*\([^)]*\)", "", str(failure["message"]).splitlines()[0]).partition(": ")[0]
+    return f"`{failure['type']}: {words[:REASON_CHARS]}`"
 
 
 def _head(runs: Mapping[str, Runs], words: str) -> str:

@@ -15,7 +15,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md")
+PAGES = (
+    ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
+    ROOT / "docs" / "is-my-merge-right.md",
+)  # fmt: skip
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
 # (heading, key of a row, decimals)
 COLUMNS = (
@@ -113,7 +117,86 @@ def _words(row: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in row.items() if name not in known)
 
 
-MAKERS = {"memory": memory, "decode": decode}
+def bridge(results: Mapping[str, Any]) -> str:
+    """Return the table of each run of bench/results/bridge.json that loaded its base, and why the others are no figures."""
+    parts = []
+    for run in results["runs"]:
+        where = run["environment"]
+        packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES)
+        if not any("base_bytes" in row for row in run["rows"]):
+            failure = run["rows"][0]["exception"]
+            parts.append(
+                f"With {packages}: no figures. The random checkpoint of this run could not be read by that release "
+                f"(`{failure['type']}: {failure['message']}`), with stock as with the bridge.\n"
+            )
+            continue
+        heads = [
+            "case",
+            "ends",
+            "map kept",
+            "GPU with the base, GiB",
+            "with the adapter",
+            "peak",
+            "largest difference of a logit",
+        ]
+        lines = [heads, ["---"] * 3 + ["---:"] * 3 + ["---"], *(_bridge_row(row) for row in run["rows"])]
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        parts.append(
+            f"{table}\n\n{where['device']}, {run['size'].upper()} size, Python {where['python']}, {packages}.\n"
+        )
+    return "\n".join(parts)
+
+
+def _bridge_row(row: Mapping[str, Any]) -> list[str]:
+    sizes = [row.get(key) for key in ("base_bytes", "model_bytes", "gpu_peak_bytes")]
+    modes = row.get("modes", {})
+    apart = [f"{kind} {mode['max_abs']:g}" for kind, mode in modes.items() if "max_abs" in mode]
+    failure = row.get("exception")
+    ends = (
+        "answers"
+        if failure is None
+        else f"at {row['stage']}: `{failure['type']}: {failure['message'].split(', but')[0]}`"
+    )
+    return [
+        row["name"], ends, {True: "yes", False: "no"}.get(row.get("placement_kept"), "-"),
+        *("-" if size is None else f"{size / 2**30:.2f}" for size in sizes), ", ".join(apart) or "-",
+    ]  # fmt: skip
+
+
+def lanes(results: Mapping[str, Any]) -> str:
+    """Return the table of each run of bench/results/lanes.json, and where it was measured."""
+    heads = [
+        "lane",
+        "verdict",
+        "prompts",
+        "KL",
+        "KL base",
+        "KL bf16",
+        "survived",
+        "noise",
+        "PEFT's warnings",
+        "GPU peak GiB",
+    ]
+    parts = []
+    for run in results["runs"]:
+        lines = [heads, ["---"] * 3 + ["---:"] * 7]
+        for lane in run["lanes"]:
+            counts = "<br>".join(f"{count} `{name}`" for name, count in lane["counts"].items())
+            figures = [lane[key] for key in ("kl_to_adapter", "kl_base", "kl_to_bf16", "survived", "survival_noise")]
+            lines.append([
+                f"`{lane['lane']}`", f"`{lane['verdict']}`", counts,
+                *("-" if value is None else f"{value:.3g}" for value in figures), str(lane["merge_warnings"]),
+                f"{lane['memory']['gpu_peak_bytes'] / 2**30:.1f}",
+            ])  # fmt: skip
+        table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+        parts.append(f"{table}\n\n{run['model']}; adapter of {run['adapter']}.")
+    where = results["environment"]
+    packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES)
+    closing = f"{where['device']}, Python {where['python']}, {packages}; {results['new_tokens']} tokens an answer."
+    return "\n\n".join(parts) + f" {closing}\n"
+
+
+MAKERS = {"memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes}
 
 
 def filled(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Questions and answers on the GPU: the tests of tests/test_generate.py with the device changed."""
+"""Questions and answers on the GPU: the tests of tests/test_generate.py with the device changed, rows from captured steps."""
 
 import pytest
 import torch

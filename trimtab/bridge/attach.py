@@ -249,10 +249,10 @@ def follow(module: nn.Module, hook: Any) -> None:
 
 
 def follow_leaf_entries(peft_model: Any, spec: AdapterSpec) -> None:
-    """Give PEFT's layers that compute elsewhere than what calls them a hook that brings their input.
+    """Give PEFT's layers whose input may come from another device than they compute on a hook that brings it.
 
-    Such a layer has an entry of its own in the device map. The base layer has accelerate's hook; LoRA's input would stay
-    on the caller's device.
+    Such a layer, or one beside it (whose output it may get), has an entry of its own in the device map. The base layer has
+    accelerate's hook; LoRA's input would stay where it was made.
     """
     modules = dict(peft_model.base_model.model.named_modules())
     for path in dict.fromkeys(target.module_path for target in spec.targets if target.kind != "saved"):
@@ -260,5 +260,8 @@ def follow_leaf_entries(peft_model: Any, spec: AdapterSpec) -> None:
         base = getattr(layer, "base_layer", None)
         if not isinstance(base, nn.Module) or HOOK in layer.__dict__ or not hooks_of(base) or not hooks_of(parent):
             continue
-        if execution_device(parent) != execution_device(base):
+        own = execution_device(base)
+        beside = (getattr(module, "base_layer", module) for module in parent.children())
+        sources = (execution_device(parent), *(execution_device(module) for module in beside if hooks_of(module)))
+        if any(device != own for device in sources):
             follow(layer, hooks_of(base)[-1])
