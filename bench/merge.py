@@ -6,7 +6,9 @@
 
 Every engine runs in its own process on the same files, one after another; peak memory is what the process has resident
 beyond its imports (a merge holds no file mapped; PEFT's checkpoint is mapped while it is read, which counts as well). A
-copy is `shutil.copyfile` of the same files, each brought to the disk like the merge's. Random weights, one adapter on
+copy is `shutil.copyfile` of the same files, each brought to the disk like the merge's. Before each of the two the disk
+is let come to rest for a few seconds: a copy into memory that was freed a moment ago is up to twice as fast as any other
+on a virtual machine, which gives free memory back to its host. Random weights, one adapter on
 language, vision and audio. Room on the disk: twice the checkpoint, one size after the other.
 """
 
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+REST_S = 10
 
 
 def make(size: str, work: Path) -> tuple[Path, Path]:
@@ -48,6 +51,7 @@ def copy(base: Path, out: Path) -> float:
     """Copy the weight files and bring them to the disk; returns seconds."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
+    rest()
     started = time.perf_counter()
     for file in sorted(base.glob("*.safetensors")):
         shutil.copyfile(file, out / file.name)
@@ -58,11 +62,19 @@ def copy(base: Path, out: Path) -> float:
     return seconds
 
 
+def rest() -> None:
+    """Wait until the disk has what was written, and free memory is where it goes when nobody asks for it."""
+    if hasattr(os, "sync"):
+        os.sync()
+    time.sleep(REST_S)
+
+
 def run(engine: str, request: dict[str, Any], out: Path) -> dict[str, Any]:
     """Return what one engine took, in a process of its own."""
     from trimtab.process import DONE, run_inside
 
     shutil.rmtree(out, ignore_errors=True)
+    rest()
     if engine == "peft":
         return run_peft(request)
     outcome = run_inside("trimtab.merge.measure", request, timeout_s=600)
@@ -147,18 +159,23 @@ def compare(ours: Path, theirs: Path) -> dict[str, int]:
     return {"equal": equal, "different": different}
 
 
-def measure(size: str, work: Path, *, check: bool) -> list[dict[str, Any]]:
+def measure(size: str, work: Path, *, check: bool, packed: bool, repeat: int) -> list[dict[str, Any]]:
     base, adapter = make(size, work)
     total = sum(file.stat().st_size for file in base.glob("*.safetensors"))
     request: dict[str, Any] = {"model": str(base), "adapters": [["a", str(adapter), 1.0]]}
     rows: list[dict[str, Any]] = []
-    # The copy before and after: what the disk and its cache give changes while a run goes on.
-    first = copy(base, work / "copy")
+    # A copy before and after each merge: what the disk and its cache give changes while a run goes on.
     ours, theirs = work / "trimtab", work / "peft"
-    rows.append(run("trimtab", request | {"out": str(ours)}, ours))
-    second = copy(base, work / "copy")
-    copied = (first + second) / 2
-    rows.insert(0, {"engine": "copy", "seconds": round(copied, 2), "peak_gib": 0.0, "both": [first, second]})
+    copies, merges = [copy(base, work / "copy")], []
+    for _ in range(repeat):
+        merges.append(run("trimtab", request | {"out": str(ours)}, ours))
+        copies.append(copy(base, work / "copy"))
+    copied = sum(copies) / len(copies)
+    rows.append({"engine": "copy", "seconds": round(copied, 2), "peak_gib": 0.0, "both": copies})
+    rows.append(next((row for row in merges if "error" in row), merges[-1]))
+    if "error" not in rows[-1]:
+        every = [row["seconds"] for row in merges]
+        rows[-1] |= {"seconds": round(sum(every) / repeat, 2), "every": every}
     rows.append(run("peft", request | {"out": str(theirs)}, theirs))
     if "error" not in rows[-1] and "error" not in rows[1]:
         rows[-1] |= compare(ours, theirs)
@@ -167,9 +184,10 @@ def measure(size: str, work: Path, *, check: bool) -> list[dict[str, Any]]:
         checked = run("trimtab", request | {"out": str(ours), "check": True}, ours)
         rows.append(checked | {"engine": "trimtab --check"})
     shutil.rmtree(ours, ignore_errors=True)
-    packed = run("trimtab", {"model": str(base), "adapters": [], "requantize": "nf4-dq", "out": str(ours)}, ours)
-    rows.append(packed | {"engine": "trimtab --requantize nf4-dq", "bytes": _bytes(ours)})
-    shutil.rmtree(ours, ignore_errors=True)
+    if packed:
+        row = run("trimtab", {"model": str(base), "adapters": [], "requantize": "nf4-dq", "out": str(ours)}, ours)
+        rows.append(row | {"engine": "trimtab --requantize nf4-dq", "bytes": _bytes(ours)})
+        shutil.rmtree(ours, ignore_errors=True)
     for row in rows:
         row |= {"size": size, "checkpoint_gib": round(total / GIB, 3)}
         if "seconds" in row:
@@ -290,6 +308,8 @@ def main() -> None:
     parser.add_argument("--sizes", default="e2b,e4b", help="pico, demo, e2b, e4b")
     parser.add_argument("--save", default="bench/results/merge.json", help="a file, or - for none")
     parser.add_argument("--no-check", action="store_true", help="leave out the second merge with its check")
+    parser.add_argument("--no-pack", action="store_true", help="leave out packing to NF4, which takes minutes on a CPU")
+    parser.add_argument("--repeat", type=int, default=1, help="how many merges, with a copy before and after each")
     parser.add_argument("--scales", action="store_true", help="measure chosen NF4 scales on the demo model instead")
     parser.add_argument("--peft", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -305,7 +325,9 @@ def main() -> None:
         work = options.work / f"merge-{size}"
         work.mkdir(parents=True, exist_ok=True)
         try:
-            rows += measure(size, work, check=not options.no_check)
+            rows += measure(
+                size, work, check=not options.no_check, packed=not options.no_pack, repeat=options.repeat
+            )  # fmt: skip
         finally:
             shutil.rmtree(work, ignore_errors=True)
         _save(options.save, rows)

@@ -6,11 +6,13 @@ the bytes come from, and no tensor is ever held: a file is made piece by piece. 
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +21,7 @@ from trimtab.checkpoint.headers import DTYPES, TensorEntry
 
 _SPELLED = {spelled: (code, width) for code, (spelled, width) in DTYPES.items()}
 ALIGNMENT = 8
+PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,17 @@ def same_layout(path: Path, head: bytes, entries: Iterable[TensorEntry]) -> Layo
 class PositionedWriter:
     """A new file, written at offsets by any number of threads and on the disk when `finish` returns.
 
+    direct: open it a second time for `write_aligned`, past the system's cache where the system can do that.
     Errors: OSError, as the system gives it. A file that is left without `finish` is removed.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, direct: bool = False) -> None:
         self.path = path
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by finish or __exit__
+        self._direct: int | None = None
+        if direct and hasattr(os, "O_DIRECT") and hasattr(os, "pwrite"):
+            with suppress(OSError):  # a file system in memory, for one, refuses it
+                self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT)
         self._lock = threading.Lock()
         self._is_finished = False
 
@@ -113,8 +121,35 @@ class PositionedWriter:
                 raise OSError(f"wrote {count} of {len(view) - done} bytes")
             done += count
 
+    @property
+    def is_direct(self) -> bool:
+        return self._direct is not None
+
+    def write_aligned(self, data: memoryview, start: int) -> None:
+        """Put bytes whose address, number and offset are multiples of PAGE; around the system's cache if it is direct."""
+        done = 0
+        while self._direct is not None and done < len(data) and done % PAGE == 0:
+            try:
+                done += os.pwrite(self._direct, data[done:], start + done)
+            except OSError as exc:
+                if exc.errno != errno.EINVAL:
+                    raise
+                self._close_direct()  # this file system wants another alignment, or took the flag without meaning it
+        if done < len(data):
+            self.write(data[done:], start + done)
+
+    def _close_direct(self) -> None:
+        handle, self._direct = self._direct, None
+        if handle is not None:
+            os.close(handle)
+
+    def flush(self) -> None:
+        """Bring what was written so far to the disk; other threads may go on writing."""
+        getattr(os, "fdatasync", os.fsync)(self._file.fileno())
+
     def finish(self) -> None:
         """Bring every byte to the disk and close the file."""
+        self._close_direct()
         os.fsync(self._file.fileno())
         self._file.close()
         self._is_finished = True
@@ -125,6 +160,7 @@ class PositionedWriter:
     def __exit__(
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._close_direct()
         self._file.close()
         if not self._is_finished:
             self.path.unlink(missing_ok=True)

@@ -96,14 +96,14 @@ class Change:
         if self.left is not None and self.right is not None:
             # As PEFT: the product first, the scale on it afterwards.
             product = self.left[start:stop] @ (self.right if self.right.dim() == 2 else self.right[start:stop])
-            return product.mul_(self.scale)
+            return product if self.scale == 1 else product.mul_(self.scale)
         return None if self.add is None else self.add[start:stop] * self.scale
 
     def _sum(self, base: Tensor, start: int, stop: int) -> Tensor:
         if self.saved is not None:
             base = self.saved(start, stop).float()
         delta = self.delta(start, stop)
-        return base if delta is None else base + delta
+        return base if delta is None else delta.add_(base)
 
     def value(self, base: Tensor, start: int, stop: int) -> Tensor:
         """Return rows start to stop as this adapter alone, at weight 1, makes them of the base's (float32)."""

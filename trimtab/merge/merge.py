@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,8 +34,9 @@ WEIGHT_ENDINGS = (
     ".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".ckpt", ".gguf", ".h5",
     ".msgpack", ".onnx", ".onnx_data", ".ot",
 )  # fmt: skip
-# Each file at work holds a few pieces of a few MiB; more at once would gain nothing on one disk.
-MAX_FILES_AT_ONCE = 3
+# A file at work keeps about four cores busy and holds some 40 MiB of pieces, one that is packed more. Of plain files two
+# are at work even on one core: while one waits for the disk, the other computes.
+CORES_A_FILE, MIN_FILES_AT_ONCE, MAX_FILES_AT_ONCE = 4, 2, 4
 
 
 def merge(
@@ -254,12 +255,17 @@ def _still_finished(place: Workplace, shards: tuple[Shard, ...]) -> dict[str, di
 def _write_shards(
     work: Work, place: Workplace, finished: Mapping[str, dict[str, Any]], progress: Progress | None, total: int
 ) -> tuple[MergedFile, ...]:
-    from trimtab.merge.stream import Written, write_shard
+    import torch
 
-    lock, done = threading.Lock(), 0
+    from trimtab.merge.stream import Written, use_threads, write_shard
+
+    lock, noting, done = threading.Lock(), threading.Lock(), 0
+    is_over = threading.Event()
 
     def tick(byte_count: int) -> None:
         nonlocal done
+        if is_over.is_set():
+            raise _StoppedError
         with lock:
             done += byte_count
             if progress is not None:
@@ -270,23 +276,36 @@ def _write_shards(
             facts = finished[shard.name]
             tick(shard.layout.file_bytes)
             return Written(facts["base_sha256"], facts["sha256"], [])
+        # Plain files need half of the cores for hashes and copies.
+        use_threads(max(1, cores // at_once // (2 if shard.is_plain else 1)))
         path = place.folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_shard(shard, path, work.sources, tick)
-        with lock:
+        with noting:  # a lock of its own: it waits for the disk, and the others count on meanwhile
             if not written.problems:
                 place.note(shard.name, {"sha256": written.sha256, "base_sha256": written.base_sha256})
         return written
 
-    at_once = min(MAX_FILES_AT_ONCE, len(work.shards), max(1, (os.cpu_count() or 1) // 2))
-    with ThreadPoolExecutor(at_once, thread_name_prefix="trimtab-merge") as pool:
-        futures = [pool.submit(write, shard) for shard in work.shards]
-        try:
-            found = [future.result() for future in futures]
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+    cores = torch.get_num_threads()
+    least = MIN_FILES_AT_ONCE if all(shard.is_plain for shard in work.shards) else 1
+    at_once = min(len(work.shards), MAX_FILES_AT_ONCE, max(least, cores // CORES_A_FILE))
+    # The largest first: none of them is then left to the end, alone.
+    order = sorted(work.shards, key=lambda shard: -shard.layout.file_bytes)
+    try:
+        with ThreadPoolExecutor(at_once, thread_name_prefix="trimtab-merge") as pool:
+            futures = {shard.name: pool.submit(write, shard) for shard in order}
+            try:
+                wait(futures.values(), return_when=FIRST_EXCEPTION)
+                for future in futures.values():
+                    if future.done():
+                        future.result()  # raises what went wrong, and that alone: nothing was stopped before
+            finally:
+                is_over.set()
+                for future in futures.values():
+                    future.cancel()
+    finally:
+        use_threads(cores)
+    found = [futures[shard.name].result() for shard in work.shards]
     problems = [problem for written in found for problem in written.problems]
     if problems:
         specs = work.sources.adapters.specs
@@ -297,6 +316,10 @@ def _write_shards(
         MergedFile(shard.name, shard.layout.file_bytes, new.sha256, new.base_sha256, shard.name in finished)
         for shard, new in zip(work.shards, found, strict=True)
     )
+
+
+class _StoppedError(Exception):
+    """A file is given up because another one failed, or the user stopped the merge."""
 
 
 def _write_small(small: Mapping[str, Path | bytes], folder: Path) -> None:
@@ -338,6 +361,8 @@ def _check_loads(folder: Path, work: Work) -> None:
     from trimtab.runtime import hf
 
     checkpoint = read_checkpoint(folder)
+    if not work.untied and _reads_as(checkpoint) == _reads_as(work.sources.checkpoint):
+        return  # the loader was asked about the base, and would be asked the same again
     found = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
     still = [path for path in work.untied if path in found.ties]
     if still:
@@ -345,6 +370,12 @@ def _check_loads(folder: Path, work: Work) -> None:
             f"transformers ties {', '.join(still)} whatever the config says, so a change of one of the two cannot be written",
             path=work.sources.checkpoint.folder, hint="Load the adapter unmerged",
         )  # fmt: skip
+
+
+def _reads_as(checkpoint: Checkpoint) -> Any:
+    """Return what a loader sees of a checkpoint before it reads a weight."""
+    tensors = {name: (entry.dtype, entry.shape, entry.file.name) for name, entry in checkpoint.tensors.items()}
+    return checkpoint.config, tensors
 
 
 def _report(
