@@ -62,13 +62,9 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const uint4 none = make_uint4(0, 0, 0, 0);
   let_next_start();
-  // Positions stand since before the step. The kernel in front writes one place of each row, the newest: all others may be read
-  // before it has ended.
+  wait_for_previous();
   const Share share = share_of(positions, row, places, splits);
-  if (split >= share.splits) {
-    wait_for_previous();
-    return;
-  }
+  if (split >= share.splits) return;
   const int first = split * share.tiles * TILE, end = min(share.places, first + share.tiles * TILE);
   const size_t cache = ((size_t)row * kv_heads + kv) * places * dim;
   keys += cache;
@@ -90,12 +86,6 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   }
   LOAD_K(first)
   LOAD_V(first)
-  wait_for_previous();
-  const int newest = (int)(__ldcg(positions + row) % places);
-  if (newest >= first && newest < first + TILE) {
-    LOAD_K(first)
-    LOAD_V(first)
-  }
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
