@@ -363,6 +363,17 @@ def test_layers_with_other_code_tables_are_launched_alone(modules):
     assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
 
 
+@needs_gxx
+def test_layers_with_and_without_scales_of_scales_are_launched_alone(modules):
+    group = [packed_of(32, 256, "nf4-dq"), packed_of(16, 256, "nf4")]
+    group[1] = group[1].with_parts(group[1].parts, {"code": group[0].codes["code"]})
+    module, x = modules[0], torch.randn(2, 256).bfloat16()
+    out, before = torch.full((2, 48), math.nan, dtype=torch.bfloat16), len(module.launches)
+    matvec.matvec4(x, group, out, module=module)
+    assert module.launches[before:] == ["matvec_4", "matvec_4"]
+    assert matvec.relative_error(out, exact(x, group)) < matvec.LARGEST_ERROR
+
+
 @pytest.mark.slow  # half a minute on two busy cores: compiles the source again and runs every kind of cut
 @needs_gxx
 def test_nothing_is_read_or_written_beyond_its_end():

@@ -21,7 +21,7 @@ from trimtab.runtime import cuts, fused, matvec
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 # The matrix-vector kernels decode each weight once for up to so many rows.
-MOST_ROWS = matvec.MAX_ROWS
+MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10

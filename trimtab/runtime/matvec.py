@@ -31,8 +31,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.runtime import cuts, nvrtc
-from trimtab.runtime.cuts import BLOCK, Cut, CutKey
-from trimtab.runtime.cuts import MAX_ROWS as MAX_ROWS
+from trimtab.runtime.cuts import BLOCK, MAX_ROWS, Cut, CutKey
 from trimtab.runtime.fused import ACTIVATIONS, gated
 from trimtab.runtime.quant import Packed, quantize, shell
 
@@ -275,8 +274,9 @@ def arguments(
 
 
 def _same_codes(weights: Sequence[Packed]) -> bool:
+    # One launch has one table of codes, and is compiled for scales of scales or for plain ones.
     for name in ("code", "nested_code"):
-        if len({packed.codes[name].data_ptr() for packed in weights if name in packed.codes}) > 1:
+        if len({packed.codes[name].data_ptr() if name in packed.codes else None for packed in weights}) > 1:
             return False
     return True
 
