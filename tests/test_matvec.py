@@ -185,8 +185,12 @@ def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n)
         blocks = columns // 64
         assert (cut.splits - 1) * cut.chunk < blocks <= cut.splits * cut.chunk
         assert cut.chunk % 4 == 0  # blocks are read four at a time
-        assert cut.k_warps * cut.groups <= cuts.MAX_WARPS and cut.k_warps <= cut.piece // 4 and cut.groups <= cut.units
-        assert cut.chunk % cut.piece == 0 and 1 <= cut.stages <= cuts.MOST_STAGES
+        assert cut.k_warps * cut.groups <= cuts.MAX_WARPS and cut.chunk % cut.piece == 0
+        if cut.held:  # every warp has the same number of pairs of blocks, in whole batches
+            assert cut.groups == cut.units and cut.splits * cut.chunk == blocks and cut.stages == 0
+            assert cut.chunk % (2 * cut.k_warps * cut.held) == 0
+        else:
+            assert cut.k_warps <= cut.piece // 4 and cut.groups <= cut.units and 1 <= cut.stages <= cuts.MOST_STAGES
         assert cut.needed_bytes(n) == cut.shared_bytes <= H200["shared_bytes"]
         assert cut.splits * cut.grid * cut.units * 16 * n <= cuts.MOST_PARTS or cut.splits == 1
         # Blocks that make A x do not push others to a second turn, unless each had more than eight turns to do.
@@ -198,7 +202,8 @@ def test_cuts_cover_every_row_and_column_once_and_fit_the_card(rows, columns, n)
 
 def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     small = {"multiprocessors": 46, "shared_bytes": 101376}  # compute capability 8.6 and 8.9
-    assert {cut.splits for cut in cuts.cuts((2560,), 10240, 8, **small)} == {14}
+    found = cuts.cuts((2560,), 10240, 8, **small)
+    assert {cut.splits for cut in found if not cut.held} == {14} and {cut.splits for cut in found if cut.held} == {8}
     assert cuts.cuts((2560,), 10240, 1, **small)
     assert not cuts.cuts((2560,), 65536, 8, **small)
 
@@ -275,13 +280,81 @@ def test_every_cut_gives_the_same_product(modules, n, splits):
     group = group_of(rows, columns)
     x = torch.randn(n, columns).bfloat16()
     wanted = exact(x, group)
-    found = [cut for cut in cuts.cuts(rows, columns, n, **H200) if cut.splits == splits]
+    found = [cut for cut in cuts.cuts(rows, columns, n, **H200) if cut.splits == splits and not cut.held]
     tried = {(cut.units, cut.k_warps, cut.groups, cut.piece): cut for cut in found if cut.units in (1, 2, 4, 8)}
     assert len(tried) >= 3
     for number, cut in enumerate(tried.values()):
         out = torch.full((n, sum(rows)), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=modules[number % 3], cut=cut)
         assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR, cut
+
+
+def held(n, units, k_warps, pairs, chunk, splits, total):
+    cut = cuts.Cut(n, units, k_warps, units, chunk, 0, splits, chunk, -(-total // units), 0, 0.0, pairs)
+    return dataclasses.replace(cut, shared_bytes=cut.needed_bytes(n))
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    "rows, columns, quant, dtype, cut",
+    [
+        (
+            (80, 33),
+            1024,
+            "nf4-dq",
+            torch.bfloat16,
+            held(1, 3, 4, 1, 16, 1, 8),
+        ),  # two batches; a block with no unit left
+        ((80, 33), 1024, "nf4", torch.float16, held(3, 1, 2, 2, 16, 1, 8)),  # two batches of two
+        ((48, 16, 17), 1024, "fp4", torch.bfloat16, held(4, 5, 1, 1, 8, 2, 6)),  # four batches, two blocks along K
+        ((48, 16, 17), 1024, "nf4-dq", torch.bfloat16, held(8, 2, 2, 2, 8, 2, 6)),  # all at once
+        ((40,), 512, "nf4-dq", torch.bfloat16, held(5, 1, 1, 1, 8, 1, 3)),
+    ],
+)
+def test_weights_held_in_registers_give_the_same_product(modules, rows, columns, quant, dtype, cut):
+    torch.manual_seed(13)
+    group, n = group_of(rows, columns, quant, dtype), cut.n
+    x = (torch.randn(n, columns) * torch.logspace(-3, 3, n)[:, None]).to(dtype)
+    bias = [torch.randn(one).to(dtype) for one in rows]
+    adapters = adapters_of(rows, columns, [6, 0])
+    lora = matvec.lora_args(adapters, torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32), 8)
+    for given in (None, lora):
+        outs, low = [], lora.low.fill_(math.nan)
+        for module in modules:
+            outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
+            matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
+            assert not module.kept["arrived"].any() and not module.kept["flags"].any()
+            assert module.launches[-1] == "matvec_held"
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        wanted = exact(x, group, bias)
+        for i in range(n):
+            if given is not None and (slot := int(lora.row_slots[i])) == 0:
+                changes = [
+                    s * (B.double() @ (A.double() @ x[i].double())) for A, B, s in (one[slot] for one in adapters)
+                ]
+                wanted[i] += torch.cat(changes)
+            assert matvec.relative_error(outs[0][i], wanted[i]) < 1.5 * matvec.LARGEST_ERROR
+        assert low.isnan().any() or given is None
+
+
+@needs_gxx
+@pytest.mark.parametrize("n", [2, 8])
+def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
+    torch.manual_seed(14)
+    rows, columns = (48, 48), 512
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    y = exact(x, group)
+    act = torch.nn.functional.gelu(y[:, :48].float().bfloat16().float(), approximate="tanh").bfloat16()
+    wanted = act.double() * y[:, 48:].bfloat16().double()
+    out = torch.full((n, 48), math.nan, dtype=torch.bfloat16)
+    cut = held(n, 4, 2, 2, 8, 1, 6)
+    matvec.matvec4(x, group, out, gate=matvec.Gate("gelu_tanh"), module=modules[2], cut=cut)
+    assert matvec.relative_error(out, wanted) < 2 * matvec.LARGEST_ERROR  # two products are rounded, act, and the end
+    other = torch.randn(n, 48).bfloat16()
+    matvec.matvec4(
+        x, group[:1], out, gate=matvec.Gate("gelu_tanh", other), module=modules[1], cut=held(n, 3, 1, 1, 8, 1, 3)
+    )
+    assert matvec.relative_error(out, act.double() * other.double()) < 2 * matvec.LARGEST_ERROR
 
 
 @needs_gxx
@@ -309,7 +382,7 @@ def test_splits_add_their_parts_in_the_same_order_whoever_comes_last(modules):
     """Blocks arrive forwards, backwards and shuffled; the sum of six parts must not depend on it."""
     torch.manual_seed(5)
     group, x = group_of((48,), 1536), torch.randn(2, 1536).bfloat16()
-    cut = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if cut.splits == 6)
+    cut = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if cut.splits == 6 and not cut.held)
     outs = []
     for module in modules:
         out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)

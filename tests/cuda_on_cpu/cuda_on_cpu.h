@@ -423,6 +423,11 @@ static inline unsigned add_bf16x2(unsigned a, unsigned b) {
 static inline uint2 load_once(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline uint4 load_once_16(const void* p) { return cpu_load((const uint4*)p); }
 static inline void prefetch(const void*) {}
+static inline uint4 streamed_16(const unsigned char* p) { return cpu_load((const uint4*)p); }
+static inline uint4 streamed_8_8(const unsigned char* p) {
+  const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
+  return {a.x, a.y, b.x, b.y};
+}
 static inline unsigned load_flag(const unsigned* p) { return *p; }
 // A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
 #define FILLERS 1

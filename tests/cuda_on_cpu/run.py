@@ -162,7 +162,8 @@ class CpuModule:
         key = ("variant", options)
         if dict.get(self.kept, key) is None:
             # Kernels that these options bring.
-            made = CpuModule(self._source, self.variant_names, options=options, **self._facts)
+            names = ("matvec_held",) if any("HELD" in option for option in options) else self.variant_names
+            made = CpuModule(self._source, names, options=options, **self._facts)
             made.launches = self.launches
             self.kept[key] = made
         return self.kept[key]

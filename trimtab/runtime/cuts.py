@@ -3,6 +3,9 @@
 A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
 Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
 card is measured (matvec.tune) and kept in a file for the next process. Nothing here imports torch.
+
+Or (`held`) each warp asks for its own weights, into registers, `held` pairs of blocks at once: a group takes one unit, there
+is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 @dataclass(frozen=True)
 class Cut:
     """One way to cut a launch for n rows of x: units (of 16 rows) a block, warps a unit and units at once, blocks of 64 a
-    piece and pieces on their way, blocks along K and what each of them takes."""
+    piece and pieces on their way, blocks along K and what each of them takes; pairs of blocks held in registers (0: a ring)."""
 
     n: int
     units: int
@@ -48,14 +51,17 @@ class Cut:
     grid: int
     shared_bytes: int
     estimated_us: float
+    held: int = 0
 
     @property
     def kernel(self) -> str:
+        if self.held:
+            return "matvec_held"
         return "matvec_4" if self.n <= 4 else "matvec_8"
 
     @property
     def threads(self) -> int:
-        return (self.k_warps * self.groups + 1) * 32
+        return (self.k_warps * self.groups + (not self.held)) * 32
 
     @property
     def stage_bytes(self) -> int:
@@ -79,9 +85,33 @@ class Cut:
     @property
     def resident(self) -> int:
         """How many blocks one multiprocessor runs at once (its registers, threads and shared memory as on 9.0)."""
-        return max(1, min(65536 // (self.threads * 80), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)))
+        return max(
+            1,
+            min(65536 // (self.threads * self._registers), 2048 // self.threads, 233472 // (self.shared_bytes + 1024)),
+        )
+
+    @property
+    def _registers(self) -> int:
+        """About how many registers a thread has: what weights in flight take, and the rest."""
+        batches = self.chunk // 2 // self.k_warps // self.held if self.held else 0
+        return -(-(56 + min(2, batches) * self.held * 8) // 8) * 8 if self.held else 80
+
+    def options(self, blocks: int, members: int, *, pair: bool) -> tuple[str, ...]:
+        """Return what a kernel of its own is compiled with, for rows of so many blocks of 64."""
+        if not self.held:
+            return ()
+        facts = {
+            "HELD": self.held, "ROWS": self.n, "BLOCKS": blocks, "UNITS": self.units, "K_WARPS": self.k_warps,
+            "CHUNK": self.chunk, "SPLITS": self.splits, "PAIRED": int(pair), "LAYERS": members,
+        }  # fmt: skip
+        return tuple(f"-D{name}={value}" for name, value in facts.items())
 
     def __str__(self) -> str:
+        if self.held:
+            return (
+                f"{self.kernel} units {self.units} warps {self.k_warps} held {self.held} of "
+                f"{self.chunk // 2 // self.k_warps} splits {self.splits} grid {self.grid}"
+            )
         return (
             f"{self.kernel} units {self.units} warps {self.k_warps} x {self.groups} "
             f"piece {self.piece} x {self.stages} splits {self.splits} grid {self.grid}"
@@ -124,7 +154,35 @@ def cuts(
                     if cut is not None:
                         cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
                         found.append(replace(cut, estimated_us=cost))
+    found += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth)
     return sorted(found, key=lambda cut: cut.estimated_us)
+
+
+def _held(
+    rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float
+) -> list[Cut]:
+    """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
+    blocks, units, found = columns // BLOCK, units_of(rows, pair=pair), []
+    for splits in (1, 2, 4, 8):
+        if blocks % (4 * splits):
+            continue
+        chunk = blocks // splits
+        for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):
+            steps = chunk // 2 // k_warps
+            # Two batches, or all of them, are under way: not more than fits beside the rest of a thread's registers.
+            for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= 6 and steps <= 40):
+                for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
+                    grid, warps = -(-units // each), k_warps * each
+                    if not 4 <= warps <= MAX_WARPS or (splits > 1 and grid > MOST_COUNTERS) or each > units:
+                        continue
+                    if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
+                        continue
+                    cut = Cut(n, each, k_warps, each, chunk, 0, splits, chunk, grid, 0, 0.0, held)
+                    cut = replace(cut, shared_bytes=cut.needed_bytes(n))
+                    if cut.shared_bytes <= shared_bytes:
+                        cost = _estimate_held(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
+                        found.append(replace(cut, estimated_us=cost))
+    return found
 
 
 def _piece(chunk: int, most: int) -> int:
@@ -180,13 +238,39 @@ def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -
     return max(alone_us, 1.8 + max(parts)) + 0.2 * sum(parts) + (1.5 if cut.splits > 1 else 0.0)
 
 
+def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:
+    count = cut.grid * cut.splits
+    each = -(-count // multiprocessors)  # blocks that one multiprocessor gets, in all waves
+    waves = -(-count // (cut.resident * multiprocessors))
+    warps = cut.k_warps * cut.units
+    steps = cut.chunk // 2 // cut.k_warps
+    pairs = each * warps * steps
+    # As for a ring; a lane asks the table 32 times a pair, and a warp's share of it comes once in about 0.25 µs.
+    shared_us = (pairs * (40 if cut.n <= 4 else 48) + each * (600 + cut.units * cut.chunk // 2)) / 1750
+    prepared_us = (0.4 + cut.n * cut.chunk * 1.5 / (warps * 32)) * 0.7
+    under_way = min(each, cut.resident) * warps * min(2 * cut.held, steps) * 1024
+    memory_us = nbytes / (bandwidth * min(1.0, 1.1 * count / multiprocessors) * min(1.0, under_way / 60e3)) * 1e6
+    alone_us = waves * (1.6 + prepared_us + steps * 0.25)
+    return (
+        max(alone_us, 1.6 + max(shared_us, memory_us))
+        + 0.2 * (shared_us + memory_us)
+        + (0.8 if cut.splits > 1 else 0.0)
+    )
+
+
 def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
-    """Return up to `limit` of the best estimates that really differ: of each number of splits, then of block sizes."""
+    """Return up to `limit` of the best estimates that really differ: about half of them of each kind (ring, registers)."""
+    held = _unlike([cut for cut in found if cut.held], limit - limit // 3)
+    return [*held, *_unlike([cut for cut in found if not cut.held], limit - len(held))]
+
+
+def _unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
+    # Of each number of splits, then of block sizes.
     by_splits = {cut.splits: cut for cut in reversed(found)}
     best = [*found[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
     others: dict[tuple[int, ...], Cut] = {}
     for cut in found:
-        others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece), cut)
+        others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece, cut.held), cut)
     return list(dict.fromkeys([*best, *others.values()]))[:limit]
 
 

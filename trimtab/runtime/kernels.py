@@ -25,6 +25,7 @@ MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
+_TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 
@@ -101,19 +102,23 @@ class Kernels:
 
     def tune(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]) -> None:
         """Measure which way to cut each product is fastest on this card; known ones are read from the user's cache."""
-        tuned = False
+        wanted = []
         for one in groups:
             # A streamed layer's weight is there until the next is asked for.
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
-            for n in counts:
-                gate = pair_kind(one[0])
-                if not matvec.is_tuned(packed[0], n, self.matvec, pair=gate is not None) and not matvec.why_not(
-                    packed[0][0], dtype, self.matvec.device
-                ):
-                    matvec.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=8, repeat=2)
-                    tuned = True
-        if tuned:
+            gate = pair_kind(one[0])
+            if not matvec.why_not(packed[0][0], dtype, self.matvec.device):
+                wanted += [
+                    (packed, n, gate)
+                    for n in counts
+                    if not matvec.is_tuned(packed[0], n, self.matvec, pair=gate is not None)
+                ]
+        products = [(packed[0], n, gate is not None) for packed, n, gate in wanted]
+        matvec.compile_ahead(products, self.matvec, dtype, limit=_TRIED)
+        for packed, n, gate in wanted:
+            matvec.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2)
+        if wanted:
             for one in groups:
                 self.measure(one[0], dtype)
             cuts.save_cuts(matvec.tuned_cuts(self.matvec), matvec.cuts_file(self.matvec))

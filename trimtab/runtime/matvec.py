@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 _SHRINK_THREADS = 256
 NAMES = ("lora_shrink", "lora_add")
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
+HELD_NAME = "matvec_held"
 
 
 @dataclass(frozen=True)
@@ -240,10 +241,13 @@ def _check_lora(lora: LoraArgs, members: int, n: int) -> None:
         assert table.dtype == dtype and table.shape[0] == members and table.stride(1) == 1
 
 
-def options(packed: Packed, dtype: torch.dtype) -> tuple[str, ...]:
+def options(
+    packed: Packed, dtype: torch.dtype, cut: Cut | None = None, *, members: int = 1, pair: bool = False
+) -> tuple[str, ...]:
     """Return what the products of weights like this are compiled with."""
     half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
-    return (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}")
+    own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair)
+    return (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}", *own)
 
 
 def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
@@ -304,7 +308,8 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> Cut:
-    """Return the cut of this product: what `tune` found on this card, or the best estimate."""
+    """Return the cut of this product: what `tune` found on this card, or the best estimate of those that need no kernel of
+    their own."""
     key = cut_key(weights, n, pair=pair)
     if key not in module.kept:
         found = ways(weights, n, module, pair=pair)
@@ -313,7 +318,7 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
                 f"no cut of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
                 device=str(module.device),
             )
-        module.kept[key] = found[0]
+        module.kept[key] = next((cut for cut in found if not cut.held), found[0])
     chosen: Cut = module.kept[key]
     return chosen
 
@@ -356,7 +361,8 @@ def matvec4(
     assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes and cut.n == x.shape[0]
     assert not pair or (cut.units % 2 == 0 and weights[0].shape == weights[1].shape)
     low_blocks = 0 if lora is None else cut.low_blocks(lora.low.numel(), module.multiprocessors)
-    module.variant(options(weights[0], x.dtype)).launch(
+    wanted = options(weights[0], x.dtype, cut, members=len(weights), pair=pair)
+    module.variant(wanted).launch(
         cut.kernel, (low_blocks + cut.grid * cut.splits,), (cut.threads,),
         arguments(
             x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_blocks=low_blocks
@@ -518,26 +524,46 @@ def tune(
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
-    Each cut runs over all groups in a CUDA graph. gate: the activation of a pair. Call
+    Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
+    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. Call
     `cuts.save_cuts` to keep what was found for the next process.
     """
-    weights, pair = groups[0], gate is not None
+    weights, pair, device = groups[0], gate is not None, module.device
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
-    x = torch.randn(n, columns, device=module.device).to(dtype)
-    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=module.device)
+    generator = torch.Generator(device=device).manual_seed(2)
+    x = torch.randn(n, columns, device=device, generator=generator).to(dtype)
+    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=device)
     after = None if gate is None else Gate(gate)
-    taken: dict[Cut, float] = {}
+    overlap = module.capability >= (9, 0)
+    matvec4(x, weights, out, gate=after, module=module)
+    wanted, taken = out.clone(), {}
     for cut in cuts.unlike(ways(weights, n, module, pair=pair), limit):
+        out.fill_(math.nan)
+        matvec4(x, weights, out, gate=after, module=module, cut=cut)
+        if relative_error(out, wanted) > LARGEST_ERROR:
+            continue
 
         def run(cut: Cut = cut) -> None:
             for group in groups:
-                matvec4(x, group, out, gate=after, module=module, cut=cut)
+                matvec4(x, group, out, gate=after, module=module, cut=cut, dependent=overlap)
 
-        taken[cut] = graph_us(run, module.device, repeat=repeat) / len(groups)
+        taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if taken:
         module.kept[cut_key(weights, n, pair=pair)] = min(taken, key=lambda cut: taken[cut])
         module.kept.setdefault("tuned", set()).add(cut_key(weights, n, pair=pair))
     return taken
+
+
+def compile_ahead(
+    products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
+) -> None:
+    """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
+    wanted = {
+        options(weights[0], dtype, cut, members=len(weights), pair=pair)
+        for weights, n, pair in products
+        for cut in cuts.unlike(ways(weights, n, module, pair=pair), limit)
+    }
+    module.compile_variants(sorted(wanted))
 
 
 def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) -> float:

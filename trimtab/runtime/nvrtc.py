@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -259,8 +260,9 @@ class Module:
     """
 
     def __init__(
-        self, source: str, *, device: torch.device | str, options: Sequence[str] = (), name: str = "kernels.cu"
-    ) -> None:
+        self, source: str, *, device: torch.device | str, options: Sequence[str] = (), name: str = "kernels.cu",
+        _code: bytes | None = None,
+    ) -> None:  # fmt: skip
         reason, compiler = why_not(device), find_compiler()
         if reason is not None or compiler is None:
             raise DeviceError(reason or "NVRTC is not found", device=str(device))
@@ -277,7 +279,8 @@ class Module:
         self._source, self._name = source, name
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
-        code = compiled(compiler, source, compiler.target(self.capability), options, name=name)
+        self._codes: dict[tuple[str, ...], bytes] = {}  # of variants
+        code = _code or compiled(compiler, source, compiler.target(self.capability), options, name=name)
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the context in which the code is loaded
             self._enter_context()
@@ -287,9 +290,27 @@ class Module:
         """Return the same source compiled with other options, made where this is the first use: not within a capture."""
         key = ("variant", options)
         if key not in self.kept:
-            self.kept[key] = Module(self._source, device=self.device, options=options, name=self._name)
+            self.kept[key] = Module(
+                self._source, device=self.device, options=options, name=self._name, _code=self._codes.pop(options, None)
+            )
         made: Module = self.kept[key]
         return made
+
+    def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
+        """Compile several variants at once, for `variant` to load. Errors: DeviceError if one does not compile."""
+        compiler = find_compiler()
+        missing = [
+            options for options in wanted if ("variant", options) not in self.kept and options not in self._codes
+        ]
+        if compiler is None or not missing:
+            return
+        target = compiler.target(self.capability)
+        # NVRTC compiles without Python's lock.
+        with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+            codes = pool.map(
+                lambda options: compiled(compiler, self._source, target, options, name=self._name), missing
+            )
+            self._codes.update(zip(missing, codes))
 
     def _device(self) -> ctypes.c_int:
         device = ctypes.c_int()

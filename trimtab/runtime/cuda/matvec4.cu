@@ -16,8 +16,12 @@
 // by piece, into a ring of stages; on 9.0 and newer the copy engine brings them, so no warp spends a register or a turn.
 // The others share each piece. The first pieces are asked for before the kernel in front has ended.
 //
+// Or each warp asks for its own weights, into registers (matvec_held): compiled for one shape and one cut, so that every
+// loop is straight code and all that a block reads, or two batches of it, is under way before the kernel in front has ended.
+//
 // Compiled for one format: HALF (1: fp16, 0: bf16), NESTED (1: scales of scales), WHOLE (1: a row is a multiple of 4 blocks).
-// Without them only the kernels for adapters of other layers are there.
+// Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
+// once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED and LAYERS, and matvec_held is the only product.
 //
 // All that does not depend on the kernel in front (weights, scales, table, addresses of adapters) is asked for before
 // `wait_for_previous`.
@@ -28,10 +32,20 @@
 #define UB 4        // blocks of 64 weights of a row that a warp takes at once
 #define STRIDE 20   // of the sums of 16 rows: two columns side by side fall on different banks
 #define KEPT 4      // quads of scales that a thread asks for at once
-#define HELD 8      // values of A, by four, that a thread has ready before x is
+#define AHEAD 8     // values of A, by four, that a thread has ready before x is
 #define LORA_WARPS 4
 #define MOST_STAGES 32
 #define PAIR_BYTES 288  // two blocks of x, 32 bytes apart more than they need: four lanes fall on different banks
+
+#ifndef HELD
+#define HELD 0
+#endif
+#if HELD
+#define STEPS (CHUNK / 2 / K_WARPS)  // pairs of blocks that a warp takes
+#define BATCHES (STEPS / HELD)
+#define BUFFERS (BATCHES > 1 ? 2 : 1)
+#define THREADS (UNITS * K_WARPS * 32)
+#endif
 
 #define PAIR 1      // out = act(first member) second member
 #define MULTIPLY 2  // out = act(product) other
@@ -138,11 +152,11 @@ __device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, 
       if (slot >= 0 && j < __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot))
         A = (const float4*)((const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot) + (size_t)j * columns);
     }
-    float4 held[HELD];
+    float4 held[AHEAD];
     const u16* x = a.x + (size_t)i * a.x_stride;
     const bool aligned = ((size_t)A & 15) == 0 && ((size_t)x & 7) == 0 && (columns & 3) == 0;
 #pragma unroll
-    for (int k = 0; k < HELD; k++) {
+    for (int k = 0; k < AHEAD; k++) {
       held[k] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (A && aligned && tid + k * threads < fours) held[k] = __ldg(A + tid + k * threads);
     }
@@ -160,10 +174,10 @@ __device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, 
   }
       if (aligned) {
 #pragma unroll
-        for (int k = 0; k < HELD; k++)
+        for (int k = 0; k < AHEAD; k++)
           if (tid + k * threads < fours) ADD(held[k], tid + k * threads)
 #pragma unroll 8
-        for (int at = tid + HELD * threads; at < fours; at += threads) {
+        for (int at = tid + AHEAD * threads; at < fours; at += threads) {
           const float4 w = __ldg(A + at);
           ADD(w, at)
         }
@@ -196,10 +210,15 @@ __device__ __forceinline__ void leave(const Matvec& a) {
 // The product ----------------------------------------------------------------------------------------------------------
 
 // A block computes `units` units of 16 rows over one chunk of K; k_warps warps share each piece of a unit, `groups` such groups take
-// units in turn, and the last warp asks for the pieces. FEW: up to 4 rows of x.
+// units in turn, and the last warp asks for the pieces. FEW: up to 4 rows of x. HELD: a group has one unit, and asks itself.
 template <bool FEW>
 __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
-  const int tid = threadIdx.x, threads = blockDim.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
+#if HELD
+  const int threads = THREADS;
+#else
+  const int threads = blockDim.x;
+#endif
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
   if ((int)blockIdx.x < a.low_blocks) {
     shrink(a, (float*)shared, blockIdx.x, a.low_blocks);
@@ -216,6 +235,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
   const int x_bytes = a.chunk_blocks / 2 * PAIR_BYTES + 16;  // 16: two rows of x side by side fall on different banks
   const int quads = a.chunk_blocks / UB, scale_stride = (quads | 1) * UB;  // 16-byte reads of 8 rows touch every bank once
+  const int group = a.groups > 1 ? warp / a.k_warps : 0, kw = warp - group * a.k_warps;
   // Rows of a stage: 8 of them are read at once, 16 bytes (FEW) or 8 bytes of each lane.
   const int stage_stride = (a.piece_blocks * 32 + 127) / 128 * 128 + (FEW ? 64 : 32), stage_bytes = 16 * stage_stride;
   u64* filled = (u64*)(shared + TABLE_BYTES);
@@ -228,6 +248,24 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   float* sums = factors + a.chunk_blocks * (FEW ? n : COLUMNS);
   u32* last = (u32*)(sums + a.units * a.k_warps * n * STRIDE);
 
+#if HELD
+  // Row g of the unit and the row 8 further, two batches of them: `t` has 16 bytes of a pair of blocks, or 8 of each.
+  uint4 held0[BUFFERS][HELD], held1[BUFFERS][HELD];
+  const Unit own_unit = locate(a, own * a.units + group);
+  const int last_row = of(a.rows, max(own_unit.member, 0)) - 1;  // past the end: not stored
+  const u8* weight = of(a.weight, max(own_unit.member, 0)) + (size_t)first_block * 32 + kw * STEPS * 64 + t * (FEW ? 16 : 8);
+  const u8* from0 = weight + (size_t)min(own_unit.row + g, last_row) * a.blocks * 32;
+  const u8* from1 = weight + (size_t)min(own_unit.row + g + 8, last_row) * a.blocks * 32;
+  const auto ask = [&](int batch, int i) {
+    const int at = (batch * HELD + i) * 64;
+    held0[batch % BUFFERS][i] = FEW ? streamed_16(from0 + at) : streamed_8_8(from0 + at);
+    held1[batch % BUFFERS][i] = FEW ? streamed_16(from1 + at) : streamed_8_8(from1 + at);
+  };
+#pragma unroll
+  for (int batch = 0; batch < BUFFERS; batch++)
+#pragma unroll
+    for (int i = 0; i < HELD; i++) ask(batch, i);
+#else
   // Every group has a part of the ring of its own, or a warp could not tell a phase from the one before the last.
   const int depth = a.stages / a.groups, turns = (units + a.groups - 1) / a.groups * chunks;
   const auto ask = [&](int turn, bool again) {
@@ -253,6 +291,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     __syncwarp();
     for (int turn = 0; turn < min(turns, depth); turn++) ask(turn, false);
   }
+#endif
 #pragma unroll 8
   for (int i = tid; i < 2048; i += threads) {
     const u32 v = __ldg(a.table + (i >> 3));
@@ -389,77 +428,19 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 
 #define TWO(w, byte) (*(const u32*)(shared + __byte_perm(w, lane4, 0x5504 + (byte)*16)))
   const u32 lane4 = lane * 4;
+#if !HELD
   if (warp == asks) {
     for (int turn = depth; turn < turns; turn++) ask(turn, true);
-  } else {
+  } else
+#endif
+  {
     float sum[4] = {0.f, 0.f, 0.f, 0.f};
     uint4 xa = make_uint4(0, 0, 0, 0), xb = xa;  // lanes without a row keep zeros: their columns are not stored
     // FEW: column g is row g / 2 of x where the weights of its half of the pair are.
     const bool has_x = FEW ? (g >> 1) < n && (t >> 1) == (g & 1) : g < n;
     const u8* x_lane = FEW ? xs + (g >> 1) * x_bytes + (t >> 1) * 160 + (t & 1) * 64 : xs + g * x_bytes + t * 32;
     const float* factor_lane = FEW ? factors + min(t, n - 1) * a.chunk_blocks : factors + 2 * t;
-    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? 16 : 8);
-    const int batches = a.piece_blocks / UB;
-    const int group = a.groups > 1 ? warp / a.k_warps : 0, kw = warp - group * a.k_warps;
-    int u = group, chunk = 0, place = 0, phase = 0;
-#pragma unroll 1
-    while (u < units) {
-      const int stage = group * depth + place;
-      barrier_wait(filled + stage, phase);
-#pragma unroll 1
-      for (int own_batch = kw; own_batch < batches; own_batch += a.k_warps) {
-        const int batch = chunk * batches + own_batch;  // of the unit
-        if (batch >= quads) break;
-        const u8* from = ring_lane + stage * stage_bytes + own_batch * 128;
-        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB;
-        const float4 s0 = *(const float4*)scale, s1 = *(const float4*)(scale + 8 * scale_stride);
-        float z0[UB] = {s0.x, s0.y, s0.z, s0.w}, z1[UB] = {s1.x, s1.y, s1.z, s1.w};
-        if constexpr (FEW) {
-          const float4 f = *(const float4*)(factor_lane + batch * UB);
-          z0[0] *= f.x, z0[1] *= f.y, z0[2] *= f.z, z0[3] *= f.w;
-          z1[0] *= f.x, z1[1] *= f.y, z1[2] *= f.z, z1[3] *= f.w;
-#pragma unroll
-          for (int p = 0; p < 2; p++) {
-            const uint4 v0 = *(const uint4*)(from + p * 64), v1 = *(const uint4*)(from + 8 * stage_stride + p * 64);
-            const u32 word0[4] = {v0.x, v0.y, v0.z, v0.w}, word1[4] = {v1.x, v1.y, v1.z, v1.w};
-            const u8* x = x_lane + (batch * 2 + p) * PAIR_BYTES;
-            float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-            for (int q = 0; q < 4; q++) {
-              if (has_x) xa = *(const uint4*)(x + q * 16);
-              mma_m16n8k16(c, TWO(word0[q], 0), TWO(word1[q], 0), TWO(word0[q], 1), TWO(word1[q], 1), xa.x, xa.y);
-              mma_m16n8k16(d, TWO(word0[q], 2), TWO(word1[q], 2), TWO(word0[q], 3), TWO(word1[q], 3), xa.z, xa.w);
-            }
-            sum[0] = fmaf(z0[2 * p], c[0] + d[0], fmaf(z0[2 * p + 1], c[1] + d[1], sum[0]));
-            sum[1] = fmaf(z1[2 * p], c[2] + d[2], fmaf(z1[2 * p + 1], c[3] + d[3], sum[1]));
-          }
-        } else {
-#pragma unroll
-          for (int k = 0; k < UB; k++) {
-            const int b = batch * UB + k;
-            if (has_x) {
-              const u8* x = x_lane + (b >> 1) * PAIR_BYTES + (b & 1) * 160;
-              xa = *(const uint4*)x;
-              xb = *(const uint4*)(x + 16);
-            }
-            const uint2 v0 = *(const uint2*)(from + k * 32), v1 = *(const uint2*)(from + 8 * stage_stride + k * 32);
-            float c[4] = {0.f, 0.f, 0.f, 0.f};
-            mma_m16n8k16(c, TWO(v0.x, 0), TWO(v1.x, 0), TWO(v0.x, 1), TWO(v1.x, 1), xa.x, xa.y);
-            mma_m16n8k16(c, TWO(v0.x, 2), TWO(v1.x, 2), TWO(v0.x, 3), TWO(v1.x, 3), xa.z, xa.w);
-            mma_m16n8k16(c, TWO(v0.y, 0), TWO(v1.y, 0), TWO(v0.y, 1), TWO(v1.y, 1), xb.x, xb.y);
-            mma_m16n8k16(c, TWO(v0.y, 2), TWO(v1.y, 2), TWO(v0.y, 3), TWO(v1.y, 3), xb.z, xb.w);
-            const float2 f = *(const float2*)(factor_lane + b * COLUMNS);
-            sum[0] = fmaf(z0[k], c[0] * f.x, sum[0]);
-            sum[1] = fmaf(z0[k], c[1] * f.y, sum[1]);
-            sum[2] = fmaf(z1[k], c[2] * f.x, sum[2]);
-            sum[3] = fmaf(z1[k], c[3] * f.y, sum[3]);
-          }
-        }
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(emptied + stage);
-      if (++place == depth) place = 0, phase ^= 1;
-      if (++chunk < chunks) continue;
+    const auto keep = [&](int u) {
       float* to = sums + (u * a.k_warps + kw) * n * STRIDE + g;
       if constexpr (FEW) {
         if (t < n) to[t * STRIDE] = sum[0], to[t * STRIDE + 8] = sum[1];
@@ -469,8 +450,95 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
           if (2 * t + (i & 1) < n) to[(2 * t + (i & 1)) * STRIDE + (i >> 1) * 8] = sum[i];
       }
       sum[0] = sum[1] = sum[2] = sum[3] = 0.f;
+    };
+    // A pair of blocks of two rows: pair `pair` of the chunk, the rows' scales, their weights.
+    const auto multiply = [&](int pair, float2 z0, float2 z1, uint4 v0, uint4 v1) {
+      const u32 word0[4] = {v0.x, v0.y, v0.z, v0.w}, word1[4] = {v1.x, v1.y, v1.z, v1.w};
+      if constexpr (FEW) {
+        const u8* x = x_lane + pair * PAIR_BYTES;
+        const float2 f = *(const float2*)(factor_lane + pair * 2);
+        float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+          if (has_x) xa = *(const uint4*)(x + q * 16);
+          mma_m16n8k16(c, TWO(word0[q], 0), TWO(word1[q], 0), TWO(word0[q], 1), TWO(word1[q], 1), xa.x, xa.y);
+          mma_m16n8k16(d, TWO(word0[q], 2), TWO(word1[q], 2), TWO(word0[q], 3), TWO(word1[q], 3), xa.z, xa.w);
+        }
+        sum[0] = fmaf(z0.x * f.x, c[0] + d[0], fmaf(z0.y * f.y, c[1] + d[1], sum[0]));
+        sum[1] = fmaf(z1.x * f.x, c[2] + d[2], fmaf(z1.y * f.y, c[3] + d[3], sum[1]));
+      } else {
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+          if (has_x) {
+            const u8* x = x_lane + pair * PAIR_BYTES + k * 160;
+            xa = *(const uint4*)x;
+            xb = *(const uint4*)(x + 16);
+          }
+          float c[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+          for (int q = 0; q < 2; q++) {
+            const u32 w0 = word0[2 * k + q], w1 = word1[2 * k + q];
+            mma_m16n8k16(c, TWO(w0, 0), TWO(w1, 0), TWO(w0, 1), TWO(w1, 1), q ? xb.x : xa.x, q ? xb.y : xa.y);
+            mma_m16n8k16(c, TWO(w0, 2), TWO(w1, 2), TWO(w0, 3), TWO(w1, 3), q ? xb.z : xa.z, q ? xb.w : xa.w);
+          }
+          const float2 f = *(const float2*)(factor_lane + (pair * 2 + k) * COLUMNS);
+          sum[0] = fmaf(k ? z0.y : z0.x, c[0] * f.x, sum[0]);
+          sum[1] = fmaf(k ? z0.y : z0.x, c[1] * f.y, sum[1]);
+          sum[2] = fmaf(k ? z1.y : z1.x, c[2] * f.x, sum[2]);
+          sum[3] = fmaf(k ? z1.y : z1.x, c[3] * f.y, sum[3]);
+        }
+      }
+    };
+#if HELD
+    const float* scale = scales + (group * 16 + g) * scale_stride + kw * STEPS * 2;
+#pragma unroll
+    for (int batch = 0; batch < BATCHES; batch++)
+#pragma unroll
+      for (int i = 0; i < HELD; i++) {
+        const int step = batch * HELD + i;
+        const float2 z0 = *(const float2*)(scale + step * 2), z1 = *(const float2*)(scale + 8 * scale_stride + step * 2);
+        multiply(kw * STEPS + step, z0, z1, held0[batch % BUFFERS][i], held1[batch % BUFFERS][i]);
+        if (batch + BUFFERS < BATCHES) ask(batch + BUFFERS, i);
+      }
+    keep(group);
+#else
+    const u8* ring_lane = ring + g * stage_stride + t * (FEW ? 16 : 8);
+    const int batches = a.piece_blocks / UB;
+    int u = group, chunk = 0, place = 0, phase = 0;
+#pragma unroll 1
+    while (u < units) {
+      const int stage = group * depth + place;
+      barrier_wait(filled + stage, phase);
+#pragma unroll 1
+      for (int own_batch = kw; own_batch < batches; own_batch += a.k_warps) {
+        const int batch = chunk * batches + own_batch;  // of the unit
+        if (batch >= quads) break;
+        const u8 *from0 = ring_lane + stage * stage_bytes + own_batch * 128, *from1 = from0 + 8 * stage_stride;
+        const float* scale = scales + (u * 16 + g) * scale_stride + batch * UB;
+        const float4 z0 = *(const float4*)scale, z1 = *(const float4*)(scale + 8 * scale_stride);
+#pragma unroll
+        for (int p = 0; p < 2; p++) {
+          uint4 v0, v1;
+          if constexpr (FEW) {
+            v0 = *(const uint4*)(from0 + p * 64), v1 = *(const uint4*)(from1 + p * 64);
+          } else {
+            const uint2 a0 = *(const uint2*)(from0 + p * 64), b0 = *(const uint2*)(from0 + p * 64 + 32);
+            const uint2 a1 = *(const uint2*)(from1 + p * 64), b1 = *(const uint2*)(from1 + p * 64 + 32);
+            v0 = make_uint4(a0.x, a0.y, b0.x, b0.y), v1 = make_uint4(a1.x, a1.y, b1.x, b1.y);
+          }
+          const float2 y0 = p ? make_float2(z0.z, z0.w) : make_float2(z0.x, z0.y);
+          const float2 y1 = p ? make_float2(z1.z, z1.w) : make_float2(z1.x, z1.y);
+          multiply(batch * 2 + p, y0, y1, v0, v1);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(emptied + stage);
+      if (++place == depth) place = 0, phase ^= 1;
+      if (++chunk < chunks) continue;
+      keep(u);
       chunk = 0, u += a.groups;
     }
+#endif
   }
   const auto low_is_there = [&] {
     if (tid == 0) {
@@ -549,13 +617,26 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       const int *slots, float *low, int low_row, int low_member, int low_width, int low_blocks, int members, int gate,   \
       int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, u32 *flags, int units, int k_warps,      \
       int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units
-#define GATHER                                                                                                           \
-  const Matvec a = {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, \
-                    {f0, f1, f2}, {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride,         \
-                    lora_B_stride, lora_rank, lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row,      \
-                    low_member, low_width, low_blocks, members, gate, kind, other, other_stride, parts, arrived, flags,  \
-                    units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits, grid, all_units};
+#define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)             \
+  {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0, f1, f2},   \
+   {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride, lora_rank,              \
+   lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, low_blocks, members,     \
+   gate, kind, other, other_stride, parts, arrived, flags, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
+   splits, grid, all_units}
+#if HELD
+#define GATHER const Matvec a = GIVEN(ROWS, BLOCKS, LAYERS, PAIRED ? PAIR : gate, UNITS, K_WARPS, UNITS, CHUNK, CHUNK, 0, SPLITS);
+#else
+#define GATHER \
+  const Matvec a = GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits);
+#endif
 
+#if HELD
+extern "C" __global__ void __launch_bounds__(THREADS, 1) matvec_held(PARAMETERS) {
+  extern __shared__ __align__(16) u8 shared[];
+  GATHER
+  matvec<(ROWS <= 4)>(a, shared);
+}
+#else
 extern "C" __global__ void __launch_bounds__(768, 1) matvec_4(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
@@ -566,6 +647,7 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
   GATHER
   matvec<false>(a, shared);
 }
+#endif
 #endif
 
 // Adapters of a layer that is not 4-bit --------------------------------------------------------------------------------
