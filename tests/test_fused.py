@@ -330,9 +330,15 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
         return float(len(runs))
 
     found = fused.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
-    assert list(found) == ["add_norm", "gated", "rope_write 4/2 x 32", "attend 4/2 x 32, 40 places"]
-    assert list(found.values()) == [(1, 2), (3, 4), (5, 6), (7, 8)]
-    assert runs == [1, 1, 2, 2, 3, 3, 4, 4]  # launches of kernels, then none of the torch path
+    assert list(found) == [
+        "add_norm",
+        "gated",
+        "rope_write 4/2 x 32",
+        "attend 4/2 x 32, 40 places",
+        "both at once 4/2 x 32, 40 places",
+    ]
+    assert list(found.values()) == [(1, 2), (3, 4), (5, 6), (7, 8), (9, 10)]
+    assert runs == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]  # launches of kernels, then none of the torch path
 
 
 # A wrong kernel is found ---------------------------------------------------------------------------------------------
@@ -346,13 +352,16 @@ WRONG_ATTEND = [
     ("#define TILE 32", "#define TILE 32\n#define __expf(x) (1.f + (x))", "attend"),
     ("if (at + lane >= end) s = -__uint_as_float(0x7f800000);", "", "attend"),
     ("total[j] = total[j] * down +", "total[j] = total[j] +", "attend"),
+    ("rounded(-y * s0[i], HALF)", "rounded(y * s0[i], HALF)", "turn_and_attend (own)"),
+    ("mode == 2 ? value : nullptr", "nullptr", "turn_and_attend (k_is_v)"),
+    ("group + 2 * has_place", "group + has_place", "turn_and_attend (own)"),
 ]
 
 
 @on_cpu
-@pytest.mark.parametrize("right, wrong, named", WRONG_SMALL + WRONG_ATTEND, ids=range(6))
+@pytest.mark.parametrize("right, wrong, named", WRONG_SMALL + WRONG_ATTEND, ids=range(9))
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
-    is_small = named != "attend"
+    is_small = "attend" not in named
     source = fused.source("fused.cu" if is_small else "attend.cu")
     assert source.count(right) == 1
     changed = source.replace(right, wrong)

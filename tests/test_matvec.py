@@ -598,3 +598,52 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     assert "relative error" in matvec.check(group, modules[0], rows=(1, 3))
     monkeypatch.setattr(own, "launch", lambda *_, **__: None)
     assert "relative error inf" in matvec.check(group, modules[0], rows=(1,))
+
+
+@needs_gxx
+@pytest.mark.parametrize(
+    "rows, cut, paired, scaled, followed",
+    [
+        ((80, 33), held(1, 3, 4, 1, 16, 1, 8), False, True, True),
+        ((48, 48), held(2, 4, 2, 2, 16, 1, 6), True, False, True),
+        ((32,), held(3, 2, 2, 2, 16, 1, 2), False, False, False),
+        ((32,), held(8, 2, 4, 1, 16, 1, 2), False, True, True),  # a warp has four pieces of a row
+    ],
+)
+def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired, scaled, followed):
+    """Equal, bit for bit but for the order of the norms' sums, to `add_norm` and then the product."""
+    torch.manual_seed(15)
+    columns, n = 1024, cut.n
+    group = group_of(rows, columns)
+    y, residual = torch.randn(n, columns).bfloat16(), torch.randn(n, columns).bfloat16()
+    post, following = torch.rand(2, columns).bfloat16() + 0.5
+    scalar = torch.tensor([0.7]).bfloat16() if scaled else None
+    lora = matvec.lora_args(adapters_of(rows, columns, [6, 0]), torch.tensor([i % 3 - 1 for i in range(n)]).int(), 8)
+    gate = matvec.Gate("gelu_tanh") if paired else None
+    width = rows[0] if paired else sum(rows)
+    for given in (None, lora):
+        outs = []
+        for module in [None, *modules]:
+            norm = matvec.Norm(
+                residual, post, following if followed else None, 1e-6, scalar, torch.full_like(y, math.nan)
+            )
+            out = torch.full((n, width), math.nan, dtype=torch.bfloat16)
+            lora.low.fill_(math.nan)
+            matvec.matvec4(
+                y, group, out, lora=given, gate=gate, norm=norm, module=module, cut=None if module is None else cut
+            )
+            outs.append((out, norm.out_h))
+        (wanted, h), (first, first_h) = outs[:2]
+        # A sum in another order moves a value of h or x by one step of bf16 now and then.
+        assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all()
+        assert (first_h != h).float().mean() < 0.01
+        assert matvec.relative_error(first, wanted) < matvec.LARGEST_ERROR
+        assert all(torch.equal(out, first) and torch.equal(h, first_h) for out, h in outs[2:])
+
+
+def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
+    assert held(8, 2, 4, 1, 16, 1, 2).may_be_normed and held(4, 2, 2, 1, 16, 1, 2).may_be_normed
+    assert not held(8, 2, 2, 1, 16, 1, 2).may_be_normed  # fewer warps than rows
+    assert not held(1, 2, 2, 1, 16, 2, 2).may_be_normed
+    ring = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held)
+    assert not ring.may_be_normed

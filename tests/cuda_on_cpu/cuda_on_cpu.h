@@ -423,6 +423,12 @@ static inline unsigned add_bf16x2(unsigned a, unsigned b) {
 static inline uint2 load_once(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline uint4 load_once_16(const void* p) { return cpu_load((const uint4*)p); }
 static inline void prefetch(const void*) {}
+// Reads what would be brought: a page that is not there is found.
+static inline void bring_near(const unsigned char* p, int bytes) {
+  if ((uintptr_t)p % 16 || bytes % 16) { fprintf(stderr, "a piece that is not aligned\n"); abort(); }
+  volatile unsigned char seen = p[0];
+  seen = p[bytes - 1];
+}
 static inline uint4 streamed_16(const unsigned char* p) { return cpu_load((const uint4*)p); }
 static inline uint4 streamed_8_8(const unsigned char* p) {
   const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));

@@ -29,7 +29,7 @@ MOST_COUNTERS = 8192
 _FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 16 + 16
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
-# Warps that make one value of A x together, as in the kernel.
+# Warps that make one value of A x together, as in the kernel, unless there is a block for every value.
 LORA_WARPS = 4
 # Name, outputs of each member, columns, rows of x, whether two members are multiplied.
 CutKey = tuple[str, tuple[int, ...], int, int, bool]
@@ -52,6 +52,7 @@ class Cut:
     shared_bytes: int
     estimated_us: float
     held: int = 0
+    normed: bool = False  # the norm in front was measured to be faster as a part of it
 
     @property
     def kernel(self) -> str:
@@ -75,12 +76,17 @@ class Cut:
         x = n * (self.chunk // 2 * 288 + 16)
         return _FIXED_BYTES + self.stages * self.stage_bytes + scales + x + factors + sums
 
+    def normed_bytes(self, columns: int) -> int:
+        """Return the shared memory of a launch with the norm in front: its two weights are kept there."""
+        return self.shared_bytes + 2 * 2 * columns
+
     def low_blocks(self, dots: int, multiprocessors: int) -> int:
-        """Return how many blocks make A x of `dots` values beside the product: as many as the card has room for beside the
-        others, which would have to wait for a second turn, but no more than are busy, and not so few that they take long."""
+        """Return how many blocks make A x of `dots` values beside the product: one a value if the card has room for them beside
+        the others, which would have to wait for a second turn; else as many as there is room for, but no more than are
+        busy, and not so few that they take long."""
         turns = -(-dots // max(1, self.threads // 32 // LORA_WARPS))
         free = self.resident * multiprocessors - self.grid * self.splits
-        return max(1, -(-turns // 8), min(-(-turns // 2), free))
+        return dots if 0 < dots <= free else max(1, -(-turns // 8), min(turns, free))
 
     @property
     def resident(self) -> int:
@@ -96,13 +102,18 @@ class Cut:
         batches = self.chunk // 2 // self.k_warps // self.held if self.held else 0
         return -(-(56 + min(2, batches) * self.held * 8) // 8) * 8 if self.held else 80
 
-    def options(self, blocks: int, members: int, *, pair: bool) -> tuple[str, ...]:
+    @property
+    def may_be_normed(self) -> bool:
+        """Whether the norm in front can be a part of it: a block has whole rows, and a warp for each."""
+        return bool(self.held) and self.splits == 1 and self.k_warps * self.units >= self.n
+
+    def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
         """Return what a kernel of its own is compiled with, for rows of so many blocks of 64."""
         if not self.held:
             return ()
         facts = {
             "HELD": self.held, "ROWS": self.n, "BLOCKS": blocks, "UNITS": self.units, "K_WARPS": self.k_warps,
-            "CHUNK": self.chunk, "SPLITS": self.splits, "PAIRED": int(pair), "LAYERS": members,
+            "CHUNK": self.chunk, "SPLITS": self.splits, "PAIRED": int(pair), "NORMED": int(normed), "LAYERS": members,
         }  # fmt: skip
         return tuple(f"-D{name}={value}" for name, value in facts.items())
 
@@ -296,6 +307,6 @@ def read_cuts(path: Path) -> dict[CutKey, Cut]:
             rows, columns, pair = tuple(row.pop("rows")), row.pop("columns"), row.pop("pair")
             cut = Cut(**row)
             able = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
-            if replace(cut, estimated_us=0.0) in {replace(one, estimated_us=0.0) for one in able}:
+            if replace(cut, estimated_us=0.0, normed=False) in {replace(one, estimated_us=0.0) for one in able}:
                 found["cut", rows, columns, cut.n, pair] = cut
     return found

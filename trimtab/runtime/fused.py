@@ -64,11 +64,13 @@ def prepare(module: nvrtc.Module) -> None:
     module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
 
 
-def attention_options(heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Return what attend.cu is compiled with for this kind of layer."""
+def attention_options(
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False
+) -> tuple[str, ...]:  # fmt: skip
+    """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it."""
     size = next(size for size in (128, 256, 512) if size >= dim)
     tiles = 1 if heads // kv_heads <= 8 else 2
-    return (f"-DDIM={size}", f"-DTILES={tiles}", f"-DHALF={int(dtype == torch.float16)}")
+    return (f"-DDIM={size}", f"-DTILES={tiles}", f"-DHALF={int(dtype == torch.float16)}", f"-DROTATES={int(turn)}")
 
 
 def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
@@ -103,6 +105,20 @@ def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
         return True
     aligned = x.data_ptr() % (2 * values) == 0 and all(step % values == 0 for step in x.stride()[:-1])
     return x.dtype == like.dtype and x.stride(-1) == 1 and aligned
+
+
+# As in the kernels: what is brought ahead comes in such pieces.
+_PIECE_BYTES = 8192
+MOST_AHEAD = 2
+
+
+def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
+    """Return the last arguments of kernels that bring weights into L2 for a later one: up to two, whole pieces of them."""
+    assert len(ahead) <= MOST_AHEAD and all(one.is_contiguous() for one in ahead)
+    found: list[nvrtc.Argument] = []
+    for one in ahead:
+        found += [one, one.numel() * one.element_size() // _PIECE_BYTES] if one.data_ptr() % 16 == 0 else [None, 0]
+    return found + [None, 0] * (MOST_AHEAD - len(ahead))
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
@@ -273,22 +289,89 @@ def attend(
     float32 with `scratch_values` places or None (made here). A ring is looked at as a whole once it is full. softcap:
     scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
     """
-    n, heads, dim = q.shape
-    kv_heads, places = keys.shape[1], keys.shape[2]
-    if (
-        module is None or not _runs(module, q) or why_not(heads, kv_heads, dim, q.dtype) or not q.is_contiguous()
-        or not keys.is_contiguous() or not values.is_contiguous() or not out.is_contiguous() or n * kv_heads > _COUNTERS
-        or not all(_fits(x, q, 8) for x in (q, keys, values, out))
-    ):  # fmt: skip
+    heads, dim = q.shape[1:]
+    if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous():
         _attend_torch(q, keys, values, positions, scaling, softcap, out)
         return
+    given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, None, 0]
+    _launch_attend(
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False
+    )
+
+
+def turn_and_attend(
+    qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor,
+    values: Tensor, places: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
+    queries: Tensor, scratch: Tensor | None, module: nvrtc.Module | None = None, *, mode: str = "own",
+    dependent: bool | None = None, ahead: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
+    """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
+
+    In one, a block turns the queries that it needs; the one whose share of the cache has a row's new place writes it. ahead:
+    up to two weights that a later kernel reads, to be brought into L2 meanwhile.
+    """
+    _, kv_heads, _, dim = keys.shape
+    size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
+    values_a_lane = int(size.partition("=")[2]) // 64
+    suits = (
+        _may_attend(qkv, heads, dim, keys, values, out, module) and (dim // 2) % values_a_lane == 0
+        and all(_fits(x, qkv, values_a_lane) for x in (qkv, q_weight, k_weight, cos, sin))
+    )  # fmt: skip
+    if not suits:
+        own = mode != "shared"
+        rope_write(
+            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys if own else None, values if own else None,
+            places, queries, module=module, mode=mode, dependent=dependent,
+        )  # fmt: skip
+        attend(queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent)
+        return
+    given: list[nvrtc.Argument] = [
+        qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0), places,
+        {"shared": 0, "own": 1, "k_is_v": 2}[mode],
+    ]  # fmt: skip
+    _launch_attend(
+        given,
+        heads,
+        dim,
+        keys,
+        values,
+        positions,
+        scaling,
+        softcap,
+        out,
+        scratch,
+        module,
+        dependent,
+        turn=True,
+        ahead=ahead,
+    )
+
+
+def _may_attend(
+    q: Tensor, heads: int, dim: int, keys: Tensor, values: Tensor, out: Tensor, module: nvrtc.Module | None
+) -> bool:  # fmt: skip
+    kv_heads = keys.shape[1]
+    return (
+        module is not None and _runs(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
+        and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
+        and q.shape[0] * kv_heads <= _COUNTERS and all(_fits(x, q, 8) for x in (q, keys, values, out))
+    )  # fmt: skip
+
+
+def _launch_attend(
+    given: list[nvrtc.Argument], heads: int, dim: int, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
+    softcap: float | None, out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *,
+    turn: bool, ahead: Sequence[Tensor] = (),
+) -> None:  # fmt: skip
+    assert module is not None
+    n, kv_heads, places = out.shape[0], keys.shape[1], keys.shape[2]
     splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
     if needed and (scratch is None or scratch.numel() < needed):
-        scratch = torch.empty(needed, dtype=torch.float32, device=q.device)
+        scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
     here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
-    options = attention_options(heads, kv_heads, dim, q.dtype)
+    options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn)
     own = load_attention(module, options)
     dependent = module.overlap if dependent is None else dependent
     parts = scratch if needed else None
@@ -296,15 +379,15 @@ def attend(
     own.launch(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
-            q, keys, values, positions, parts, sums, module.kept["arrived"], out, heads, kv_heads, dim, places, splits,
-            float(scaling), float(softcap or 0.0), int(here),
+            *given, keys, values, positions, parts, sums, module.kept["arrived"], out, heads, kv_heads, dim, places, splits,
+            float(scaling), float(softcap or 0.0), int(here), *ahead_arguments(ahead),
         ],
         dependent=dependent,
     )  # fmt: skip
     if needed and not here:
         own.launch(
             "attend_combine", (-(-dim // 128), heads, n), (128,),
-            [positions, parts, sums, out, heads, kv_heads, dim, places, splits, _half(q)],
+            [positions, parts, sums, out, heads, kv_heads, dim, places, splits, _half(out)],
             dependent=dependent,
         )  # fmt: skip
 
@@ -460,6 +543,10 @@ def _wrong_attention(
         positions = torch.tensor([max(0, position - 37 * i) for i in range(n)], device=module.device)
         for i in range(n):  # what a row does not look at is not a number
             keys[i, :, int(positions[i]) + 1 :] = values[i, :, int(positions[i]) + 1 :] = math.nan
+        if reason := _wrong_turn(
+            module, heads, cos, sin, q_weight, k_weight, keys, values, positions, random, poisoned, wrong
+        ):
+            return f"{reason} {what} over {length} places at {position}"
         q, out = random(n, heads, dim), poisoned(n, heads * dim)
         for scaling, softcap in ((dim**-0.5, None), (0.1, 3.0)):
             attend(q, keys, values, positions, scaling, softcap, out, None, module)
@@ -467,6 +554,36 @@ def _wrong_attention(
             if reason := wrong(f"attend {what} over {length} places at {position}", [out], [exact]):
                 return reason
             out.fill_(math.nan)
+    return None
+
+
+def _wrong_turn(
+    module: nvrtc.Module, heads: int, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, keys: Tensor,
+    values: Tensor, positions: Tensor, random: _Make, poisoned: _Make, wrong: _Wrong,
+) -> str | None:  # fmt: skip
+    """Compare rotation and attention in one launch with the rotation in torch, and attention in float64 behind it."""
+    n, kv_heads, length, dim = keys.shape
+    places = positions.remainder(length)
+    for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
+        qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
+        caches = [(keys.clone(), values.clone()) for _ in range(2)]
+        if mode != "shared":  # what is there before must not be looked at
+            for k, v in caches:
+                k[torch.arange(n, device=k.device), :, places] = v[torch.arange(n, device=k.device), :, places] = (
+                    math.nan
+                )
+        for (k, v), one in zip(caches, (module, None), strict=True):
+            turn_and_attend(
+                qkv, heads, q_weight, k_weight, 1e-6, cos, sin, k, v, places, positions, dim**-0.5, None, out, q, None, one,
+                mode=mode,
+            )  # fmt: skip
+            if one is not None:
+                found = out.clone()
+        exact = attend_exact(q, *caches[1], positions, dim**-0.5, None)
+        if reason := wrong(f"turn_and_attend ({mode})", [found], [exact]):
+            return reason
+        if reason := wrong(f"cache of turn_and_attend ({mode})", *[[x.nan_to_num() for x in one] for one in caches]):
+            return reason
     return None
 
 
@@ -505,9 +622,16 @@ def measure(
                 module=one,
             )  # fmt: skip
 
+        def both_at_once(one: nvrtc.Module | None, heads: int = heads, dim: int = dim) -> None:
+            turn_and_attend(
+                qkv, heads, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, positions, dim**-0.5,  # noqa: B023
+                None, looked, q, scratch, one,  # noqa: B023
+            )  # fmt: skip
+
         def look(one: nvrtc.Module | None, dim: int = dim) -> None:
             attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, one)  # noqa: B023
 
         pair(f"rope_write {shape}", rope)
         pair(f"attend {shape}, {places} places", look)
+        pair(f"both at once {shape}, {places} places", both_at_once)
     return found

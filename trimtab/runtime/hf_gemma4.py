@@ -17,7 +17,8 @@ from torch import Tensor
 from trimtab.runtime import fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
-from trimtab.runtime.tiers import Leaf
+from trimtab.runtime.tiers import Leaf, ResidentLeaf
+
 
 if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels
@@ -81,6 +82,15 @@ def _projections(attention: Any) -> list[Leaf]:
     return [leaf for leaf in (attention.q_proj, attention.k_proj, attention.v_proj) if leaf is not None]
 
 
+def _norm(residual: Tensor, post: Any, following: Any, scalar: Tensor | None, out_h: Tensor) -> matvec.Norm:
+    return matvec.Norm(residual, post.weight, None if following is None else following.weight, post.eps, scalar, out_h)
+
+
+def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
+    """Return the packed weights of layers that stay on the device: a streamed one is not there yet."""
+    return [leaf.packed().parts["weight"] for leaf in leaves if isinstance(leaf, ResidentLeaf)]
+
+
 class FusedStep:
     """A step of the rows of a cache: `step(count)` gives the logits [count, V] of tokens[:count] at the cache's positions.
 
@@ -128,12 +138,13 @@ class FusedStep:
         h.copy_(hidden[:, 0])
         x = self._buffer("x", h.shape, h.dtype)
         self._add_norm(None, h, None, self._layers[0].input_layernorm, None, None, x)
+        norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(self._layers):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
             kind = self.config.layer_types[number]
-            h, x = self._layer(layer, number, kind, turns[kind], shared, h, x, extra, following)
-        return self._head(x)
+            x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
+        return self._head(self._normed(x, norm))
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
@@ -186,34 +197,39 @@ class FusedStep:
 
     def _layer(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...], shared: dict[str, tuple[Tensor, Tensor]],
-        h: Tensor, x: Tensor, extra: Tensor | None, following: Any,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        h: Tensor, x: Tensor, norm: matvec.Norm | None, extra: Tensor | None, following: Any,
+    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
+        """Return the last product's output, and the norm that makes the next layer's input (and h) of it."""
         attention = layer.self_attn
-        looked = self._attend(attention, number, kind, turn, shared, x)
+        looked = self._attend(layer, number, kind, turn, shared, x, norm)
         y = self._products([attention.o_proj], looked)
         middle = self._buffer("middle", h.shape, h.dtype)
-        self._add_norm(y, h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle, x)
-        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], x, matvec.Gate(self.kind))
+        norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
+        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm)
         y = self._products([layer.mlp.down_proj], gated)
-        after = self._buffer("after", h.shape, h.dtype)
         if extra is None:
-            self._add_norm(y, middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h, x)
-            return h, x
-        self._add_norm(y, middle, layer.post_feedforward_layernorm, None, None, after, None)
-        mixed = self._products([layer.per_layer_input_gate], after, matvec.Gate(self.kind, extra[:, number]))
+            return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
+        after = self._buffer("after", h.shape, h.dtype)
+        norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
+        # What the next layer reads first: the memory has little else to do until then.
+        ahead = (
+            _ahead([*_projections(self._layers[number + 1].self_attn)[:1], self._layers[number + 1].self_attn.o_proj])
+            if number + 1 < len(self._layers)
+            else []
+        )
+        mixed = self._products([layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, ahead)
         y = self._products([layer.per_layer_projection], mixed)
-        self._add_norm(y, after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h, x)
-        return h, x
+        return y, _norm(after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h)
 
     def _attend(
-        self, attention: Any, number: int, kind: str, turn: tuple[Tensor, ...],
-        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor,
+        self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...],
+        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor, norm: matvec.Norm | None,
     ) -> Tensor:  # fmt: skip
+        attention = layer.self_attn
         count, dim = x.shape[0], attention.head_dim
         cos, sin = turn
         heads = attention.q_proj.out_features // dim
-        kv_heads = heads // attention.num_key_value_groups
-        joined = self._products(_projections(attention), x)
+        joined = self._products(_projections(attention), x, None, norm)
         queries = self._buffer("queries", (count, heads, dim), x.dtype)
         is_ring = kind == "sliding_attention"
         places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
@@ -224,22 +240,27 @@ class FusedStep:
             keys, values = own.keys, own.values
             if attention.store_full_length_kv:
                 shared[kind] = (keys, values)
-        fused.rope_write(
-            joined, heads, kv_heads, dim, attention.q_norm.weight,
-            None if keys is None else attention.k_norm.weight, attention.q_norm.eps, cos, sin, keys, values, places,
-            queries, module=self.kernels.small, mode=mode,
-        )  # fmt: skip
+        weight = None if keys is None else attention.k_norm.weight
         if keys is None or values is None:
             keys, values = shared[kind]
         looked = self._buffer("looked", (count, heads * dim), x.dtype)
-        fused.attend(
-            queries, keys, values, self.cache.positions[:count], attention.scaling, None, looked,
-            self._scratch(count, heads, dim), self.kernels.small,
+        fused.turn_and_attend(
+            joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
+            self.cache.positions[:count], attention.scaling, None, looked, queries, self._scratch(count, heads, dim),
+            self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]),
         )  # fmt: skip
         return looked
 
-    def _products(self, leaves: Sequence[Leaf], x: Tensor, gate: matvec.Gate | None = None) -> Tensor:
-        """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one]."""
+    def _products(
+        self,
+        leaves: Sequence[Leaf],
+        x: Tensor,
+        gate: matvec.Gate | None = None,
+        norm: matvec.Norm | None = None,
+        ahead: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one].
+        norm: what makes that input of x. ahead: weights to bring near meanwhile."""
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
@@ -250,11 +271,16 @@ class FusedStep:
         out = self._buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
             args = None if slots is None else slots.args(leaves, count)
+            packed = [leaf.packed() for leaf in leaves]
+            pair = gate is not None and gate.other is None
+            if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):
+                x, norm = self._normed(x, norm), None
             matvec.matvec4(
-                x, [leaf.packed() for leaf in leaves], out, bias=[leaf.bias for leaf in leaves], lora=args, gate=gate,
-                module=self.kernels.matvec,
+                x, packed, out, bias=[leaf.bias for leaf in leaves], lora=args, gate=gate, norm=norm,
+                module=self.kernels.matvec, ahead=ahead,
             )  # fmt: skip
             return out
+        x = self._normed(x, norm)
         wide = out if gate is None else self._buffer("wide", (count, sum(widths)), x.dtype)
         if own:
             packed = [leaf.packed() for leaf in leaves]
@@ -268,6 +294,10 @@ class FusedStep:
             up = wide[:, width:] if gate.other is None else gate.other
             fused.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
         return out
+
+    def _normed(self, y: Tensor, norm: matvec.Norm | None) -> Tensor:
+        """Return a product's input, the norm in front of it applied by itself."""
+        return y if norm is None else norm.apply(y, self._buffer("x", y.shape, y.dtype), self.kernels.small)
 
     def _add_norm(
         self, y: Tensor | None, residual: Tensor, post: Any, following: Any, scalar: Tensor | None,

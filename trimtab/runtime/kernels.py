@@ -117,7 +117,7 @@ class Kernels:
         products = [(packed[0], n, gate is not None) for packed, n, gate in wanted]
         matvec.compile_ahead(products, self.matvec, dtype, limit=_TRIED)
         for packed, n, gate in wanted:
-            matvec.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2)
+            matvec.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2, small=self.small)
         if wanted:
             for one in groups:
                 self.measure(one[0], dtype)

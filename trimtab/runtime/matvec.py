@@ -1,6 +1,7 @@
 """4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters chosen by each row: CUDA kernels and the same in torch.
 
     y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
+    with a norm in front: x is norm(h) next, h = (residual + norm(y) post) scalar, rounded as fused.add_norm rounds it
     with a gate: round(round(act(y)) * up), up being the second of two layers over the same x, or a tensor
 
 W is what `Packed` stands for, never rounded to the model's type: codes enter the tensor cores as float16 (2^-12 off),
@@ -22,7 +23,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, nvrtc
+from trimtab.runtime import cuts, fused, nvrtc
 from trimtab.runtime.cuts import BLOCK, MAX_ROWS, Cut, CutKey
-from trimtab.runtime.fused import ACTIVATIONS, gated
 from trimtab.runtime.quant import Packed, quantize, shell
 
 MAX_MEMBERS = 3
@@ -51,6 +51,45 @@ class Gate:
 
     kind: str
     other: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """What stands in front of a product that is given the outputs y [n, D_in] of the layer before instead of its own input:
+    h = (residual + norm(y) post) scalar, x = norm(h) next (x = h without next).
+
+    Shapes: residual, out_h [n, D_in], out_h is written and must not be residual; post, next [D_in]; scalar [1] or None.
+    """
+
+    residual: Tensor
+    post: Tensor
+    next: Tensor | None
+    eps: float
+    scalar: Tensor | None
+    out_h: Tensor
+
+    def apply(
+        self, y: Tensor, out_x: Tensor | None, module: nvrtc.Module | None, *, dependent: bool | None = None
+    ) -> Tensor:
+        """Do it by itself (`fused.add_norm`) and return the product's input: out_x, or out_h where there is no next."""
+        fused.add_norm(
+            y, self.residual, self.post, self.next, self.eps, self.scalar, self.out_h, None if self.next is None else out_x,
+            module, dependent=dependent,
+        )  # fmt: skip
+        if self.next is None:
+            return self.out_h
+        assert out_x is not None
+        return out_x
+
+    def arguments(self) -> list[nvrtc.Argument]:
+        """Return the kernel's last arguments."""
+        return [
+            self.residual, self.residual.stride(0), self.post, self.next, self.scalar, self.out_h, self.out_h.stride(0),
+            float(self.eps),
+        ]  # fmt: skip
+
+
+_NO_NORM: list[nvrtc.Argument] = [None, 0, None, None, None, None, 0, 0.0]
 
 
 @dataclass(frozen=True)
@@ -127,9 +166,11 @@ def _changes(lora: LoraArgs, i: int, m: int) -> Tensor | None:
 
 def matvec4_torch(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    gate: Gate | None = None,
+    gate: Gate | None = None, norm: Norm | None = None,
 ) -> None:  # fmt: skip
     """Write what `matvec4` writes, in torch: products and sums in float32, rounded where the kernel rounds."""
+    if norm is not None:
+        x = norm.apply(x, torch.empty_like(x), None)
     if gate is not None:
         wide = torch.empty(x.shape[0], sum(packed.shape[0] for packed in weights), dtype=out.dtype, device=out.device)
         matvec4_torch(x, weights, wide, bias=bias, lora=lora)
@@ -152,7 +193,7 @@ def matvec4_torch(
 
 def _apply_gate(wide: Tensor, gate: Gate, out: Tensor) -> None:
     up = gate.other if gate.other is not None else wide[:, wide.shape[1] // 2 :]
-    gated(wide[:, : out.shape[1]], up, out, gate.kind)
+    fused.gated(wide[:, : out.shape[1]], up, out, gate.kind)
 
 
 def lora_add_torch(y: Tensor, lora: LoraArgs, *, round_change: bool) -> None:
@@ -242,11 +283,17 @@ def _check_lora(lora: LoraArgs, members: int, n: int) -> None:
 
 
 def options(
-    packed: Packed, dtype: torch.dtype, cut: Cut | None = None, *, members: int = 1, pair: bool = False
+    packed: Packed,
+    dtype: torch.dtype,
+    cut: Cut | None = None,
+    *,
+    members: int = 1,
+    pair: bool = False,
+    normed: bool = False,
 ) -> tuple[str, ...]:
     """Return what the products of weights like this are compiled with."""
     half, nested = dtype == torch.float16, "nested_absmax" in packed.parts
-    own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair)
+    own = () if cut is None else cut.options(packed.shape[1] // BLOCK, members, pair=pair, normed=normed)
     return (f"-DHALF={half:d}", f"-DNESTED={nested:d}", f"-DWHOLE={packed.shape[1] % (4 * BLOCK) == 0:d}", *own)
 
 
@@ -256,7 +303,7 @@ def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
 
 def arguments(
     x: Tensor, weights: Sequence[Packed], out: Tensor, cut: Cut, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
-    gate: Gate | None, module: nvrtc.Module, low_blocks: int,
+    gate: Gate | None, module: nvrtc.Module, low_blocks: int, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
     offsets = [packed.parts.get("offset") for packed in weights]
@@ -270,10 +317,11 @@ def arguments(
         *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
         *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
         *_lora_arguments(lora, low_blocks), len(weights), 0 if gate is None else 1 if other is None else 2,
-        0 if gate is None else ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
+        0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
         module.kept["parts"], module.kept["arrived"], module.kept["flags"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
         cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
+        *(_NO_NORM if norm is None else norm.arguments()), *fused.ahead_arguments(ahead),
     ]  # fmt: skip
 
 
@@ -293,6 +341,11 @@ def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
     """Whether the cut of this product was measured on this card, now or by an earlier process."""
     return cut_key(weights, n, pair=pair) in module.kept.get("tuned", ())
+
+
+def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
+    """Whether the norm in front of this product is to be a part of it on this card."""
+    return module is not None and _same_codes(weights) and choose(weights, n, module, pair=pair).normed
 
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
@@ -325,23 +378,27 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
 
 def matvec4(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    gate: Gate | None = None, module: nvrtc.Module | None, dependent: bool | None = None, cut: Cut | None = None,
+    gate: Gate | None = None, norm: Norm | None = None, module: nvrtc.Module | None, dependent: bool | None = None,
+    cut: Cut | None = None, ahead: Sequence[Tensor] = (),
 ) -> None:  # fmt: skip
     """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
 
     bias: one a layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
-    [n, D_out of one]. dependent: start before the kernel in front ends (9.0 and newer) and load weights meanwhile; None: as
-    the module's `overlap` says. module None or of another device: in torch. Ask `why_not` about each weight first.
+    [n, D_out of one]. norm: x is the layer before's output; only with a cut that may be normed (`takes_norm`).
+    dependent: start before the kernel in front ends (9.0 and newer) and load weights meanwhile; None: as the module's
+    `overlap` says. ahead: up to two weights that a later kernel reads, to be brought into L2 meanwhile (9.0 and newer).
+    module None or of another device: in torch. Ask `why_not` about each weight first.
     """
     pair = gate is not None and gate.other is None
     wide = sum(packed.shape[0] for packed in weights)
     assert 1 <= len(weights) <= MAX_MEMBERS and x.dim() == 2 and out.dtype == x.dtype
     assert out.shape == (x.shape[0], wide // 2 if pair else wide) and (len(weights) == 2 or not pair)
     if module is None or x.device != module.device:
-        matvec4_torch(x, weights, out, bias=bias, lora=lora, gate=gate)
+        matvec4_torch(x, weights, out, bias=bias, lora=lora, gate=gate, norm=norm)
         return
     assert x.stride(1) == 1 and out.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if not _same_codes(weights):
+        assert norm is None
         parts = torch.empty(x.shape[0], wide, dtype=x.dtype, device=x.device) if pair else out
         start = 0
         for m, packed in enumerate(weights):
@@ -361,13 +418,17 @@ def matvec4(
     assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes and cut.n == x.shape[0]
     assert not pair or (cut.units % 2 == 0 and weights[0].shape == weights[1].shape)
     low_blocks = 0 if lora is None else cut.low_blocks(lora.low.numel(), module.multiprocessors)
-    wanted = options(weights[0], x.dtype, cut, members=len(weights), pair=pair)
+    if norm is not None:
+        assert cut.may_be_normed and norm.residual.shape == norm.out_h.shape == x.shape
+        assert norm.residual.data_ptr() != norm.out_h.data_ptr() != x.data_ptr() and x.dtype == norm.out_h.dtype
+    wanted = options(weights[0], x.dtype, cut, members=len(weights), pair=pair, normed=norm is not None)
     module.variant(wanted).launch(
         cut.kernel, (low_blocks + cut.grid * cut.splits,), (cut.threads,),
         arguments(
-            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_blocks=low_blocks
+            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_blocks=low_blocks, norm=norm, ahead=ahead
         ),
-        shared_bytes=cut.shared_bytes, dependent=module.overlap if dependent is None else dependent,
+        shared_bytes=cut.shared_bytes if norm is None else cut.normed_bytes(x.shape[1]),
+        dependent=module.overlap if dependent is None else dependent,
         leading=low_blocks,
     )  # fmt: skip
 
@@ -519,14 +580,15 @@ def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
 
 def tune(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
-    gate: str | None = None, limit: int = 8, repeat: int = 3,
+    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
 ) -> dict[Cut, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
     Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
-    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. Call
-    `cuts.save_cuts` to keep what was found for the next process.
+    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. small: the module
+    with `add_norm`, to time the norm in front by itself and as a part of the product. Call `cuts.save_cuts` to keep what was
+    found for the next process.
     """
     weights, pair, device = groups[0], gate is not None, module.device
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
@@ -549,20 +611,52 @@ def tune(
 
         taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if taken:
-        module.kept[cut_key(weights, n, pair=pair)] = min(taken, key=lambda cut: taken[cut])
+        best = min(taken, key=lambda cut: taken[cut])
+        if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
+            pays = _norm_pays(groups, x, out, best, after, module, small, overlap=overlap, repeat=repeat)
+            best = replace(best, normed=pays)
+        module.kept[cut_key(weights, n, pair=pair)] = best
         module.kept.setdefault("tuned", set()).add(cut_key(weights, n, pair=pair))
     return taken
+
+
+def _norm_pays(
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: Gate | None, module: nvrtc.Module,
+    small: nvrtc.Module, *, overlap: bool, repeat: int,
+) -> bool:  # fmt: skip
+    """Whether a product with its norm computes the same as one behind `add_norm`, and in less time than both."""
+    weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
+    norm = Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
+    x = torch.empty_like(y)
+
+    def both() -> None:
+        for group in groups:
+            norm.apply(y, x, small, dependent=overlap)
+            matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
+
+    def one() -> None:
+        for group in groups:
+            matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
+
+    both()
+    wanted, h = out.clone(), norm.out_h.clone()
+    out.fill_(math.nan), norm.out_h.fill_(math.nan)
+    one()
+    if relative_error(out, wanted) > LARGEST_ERROR or relative_error(norm.out_h, h) > LARGEST_ERROR:
+        return False
+    return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
 
 
 def compile_ahead(
     products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
 ) -> None:
     """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
-    wanted = {
-        options(weights[0], dtype, cut, members=len(weights), pair=pair)
-        for weights, n, pair in products
-        for cut in cuts.unlike(ways(weights, n, module, pair=pair), limit)
-    }
+    wanted = set()
+    for weights, n, pair in products:
+        for number, cut in enumerate(cuts.unlike(ways(weights, n, module, pair=pair), limit)):
+            # The first is the likeliest to be chosen.
+            for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
+                wanted.add(options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
     module.compile_variants(sorted(wanted))
 
 

@@ -1,6 +1,7 @@
 // Attention of one token a row over its keys and values. Read runtime/fused.py first. values.cuh stands in front of this.
 // Compiled for one shape: DIM (128, 256 or 512: the head's size or more), TILES (1 or 2: of 8 queries that share a head of
-// keys), HALF (1: fp16, 0: bf16).
+// keys), HALF (1: fp16, 0: bf16), ROTATES (1: q is what the products made; each block norms and turns the queries that it needs,
+// and the block whose share has the new place writes the new key and value into the cache first).
 //
 // A block looks at its share of the places of one row and one head of keys, for the group of queries that use it, in tiles
 // of 32 places. Both products are tensor core instructions m16n8k16 whose 8 columns are the queries of the group.
@@ -50,9 +51,52 @@ __device__ __forceinline__ void shares(const float2* sums, int heads, int head, 
   for (int s = lane; s < splits; s += 32) to[s] = __expf(__ldcg(sums + s * heads + head).x - most) / all;
 }
 
+#if ROTATES
+// One head of a row: norm, rotation (cos null: none) as rope_write in fused.cu. A warp; `dim` values to `to`, and before the
+// weight and the rotation to `plain`, where these are given. Lane l has V values from l V on and their partners half a head up.
+__device__ __forceinline__ void turn_head(
+    const u16* from, const u16* weight, float eps, const u16* cos, const u16* sin, int dim, u16* to, u16* plain) {
+  constexpr int V = DIM / 64;
+  const int h = dim / 2, at = (threadIdx.x & 31) * V;
+  float a[V] = {}, b[V] = {}, w0[V], w1[V], c0[V], c1[V], s0[V], s1[V], sum = 0.f;
+  if (at < h) {
+    load<V>(a, from + at, HALF);
+    load<V>(b, from + h + at, HALF);
+    if (to) {
+      load<V>(w0, weight + at, HALF), load<V>(w1, weight + h + at, HALF);
+      load<V>(c0, cos + at, HALF), load<V>(c1, cos + h + at, HALF);
+      load<V>(s0, sin + at, HALF), load<V>(s1, sin + h + at, HALF);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
+  const float r = rsqrtf(warp_sum(sum) / dim + eps);
+  if (at >= h) return;
+  if (plain) {
+    float p0[V], p1[V];
+#pragma unroll
+    for (int i = 0; i < V; i++) p0[i] = a[i] * r, p1[i] = b[i] * r;
+    store<V>(plain + at, p0, HALF);
+    store<V>(plain + h + at, p1, HALF);
+  }
+  if (!to) return;
+#pragma unroll
+  for (int i = 0; i < V; i++) {
+    const float x = rounded(a[i] * r * w0[i], HALF), y = rounded(b[i] * r * w1[i], HALF);
+    a[i] = rounded(x * c0[i], HALF) + rounded(-y * s0[i], HALF);
+    b[i] = rounded(y * c1[i], HALF) + rounded(x * s1[i], HALF);
+  }
+  store<V>(to + at, a, HALF);
+  store<V>(to + h + at, b, HALF);
+}
+#endif
+
+// mode (ROTATES): 0 the cache belongs to another layer, 1 own keys and values, 2 the values are the keys before their weight.
 extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
-    const u16* q, const u16* keys, const u16* values, const i64* positions, float* parts, float2* sums, u32* arrived,
-    u16* out, int heads, int kv_heads, int dim, int places, int splits, float scaling, float softcap, int combine_here) {
+    const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
+    const u16* sin, int sin_stride, const i64* place_of, int mode, u16* keys, u16* values, const i64* positions, float* parts, float2* sums, u32* arrived,
+    u16* out, int heads, int kv_heads, int dim, int places, int splits, float scaling, float softcap, int combine_here,
+    const u8* ahead0, int pieces0, const u8* ahead1, int pieces1) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = HEADS / WARPS > 0 ? HEADS / WARPS : 1;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
@@ -62,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const uint4 none = make_uint4(0, 0, 0, 0);
   let_next_start();
+  bring_ahead(ahead0, pieces0, ahead1, pieces1, (row * kv_heads + kv) * splits + split, gridDim.z * kv_heads * splits);
   wait_for_previous();
   const Share share = share_of(positions, row, places, splits);
   if (split >= share.splits) return;
@@ -84,14 +129,45 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
     const int place = (at) + s * 16 + t * 4 + i;                                                            \
     v[s][i] = place < end && d_v < dim ? __ldcg((const uint4*)(values + (size_t)place * dim + d_v)) : none; \
   }
+#if ROTATES
+  constexpr int ROW = DIM + 8;  // 8 rows of 16 bytes fall on different banks
+  __shared__ __align__(16) u16 turned[HEADS][ROW];
+  const i64 place = mode ? __ldcg(place_of + row) : -1;
+  const bool has_place = place >= first && place < end;  // of the row's new key and value
+  if (!has_place) {
+    LOAD_K(first)
+    LOAD_V(first)
+  }
+  q += (size_t)row * q_stride;
+  cos += (size_t)row * cos_stride;
+  sin += (size_t)row * sin_stride;
+  for (int head = warp; head < group + 2 * has_place; head += WARPS) {
+    if (head < group) {
+      turn_head(q + (size_t)(kv * group + head) * dim, q_weight, eps, cos, sin, dim, turned[head], nullptr);
+    } else if (head == group) {
+      u16 *key = keys + (size_t)place * dim, *value = values + (size_t)place * dim;
+      turn_head(q + (size_t)(heads + kv) * dim, k_weight, eps, cos, sin, dim, key, mode == 2 ? value : nullptr);
+    } else if (mode == 1) {
+      turn_head(q + (size_t)(heads + kv_heads + kv) * dim, nullptr, eps, cos, sin, dim, nullptr, values + (size_t)place * dim);
+    }
+  }
+  __syncthreads();
+  if (has_place) {
+    LOAD_K(first)
+    LOAD_V(first)
+  }
+#define QUERY(head, d) (*(const uint4*)&turned[head][d])
+#else
   LOAD_K(first)
   LOAD_V(first)
+#define QUERY(head, d) __ldcg((const uint4*)(q + (size_t)row * q_stride + (size_t)(kv * group + (head)) * dim + (d)))
+#endif
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int head = n * 8 + g, d = d_k + i * 32;
-      qs[i][n] = head < group && d < dim ? __ldcg((const uint4*)(q + ((size_t)row * heads + kv * group + head) * dim + d)) : none;
+      qs[i][n] = head < group && d < dim ? QUERY(head, d) : none;
     }
   float most[OWN], total[OWN], sum[4][TILES][4];
 #pragma unroll

@@ -21,7 +21,8 @@
 //
 // Compiled for one format: HALF (1: fp16, 0: bf16), NESTED (1: scales of scales), WHOLE (1: a row is a multiple of 4 blocks).
 // Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
-// once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED and LAYERS, and matvec_held is the only product.
+// once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED and LAYERS, and matvec_held is the only product; NORMED (1): the norm in front of
+// it is part of it.
 //
 // All that does not depend on the kernel in front (weights, scales, table, addresses of adapters) is asked for before
 // `wait_for_previous`.
@@ -39,6 +40,9 @@
 
 #ifndef HELD
 #define HELD 0
+#endif
+#ifndef NORMED
+#define NORMED 0
 #endif
 #if HELD
 #define STEPS (CHUNK / 2 / K_WARPS)  // pairs of blocks that a warp takes
@@ -84,6 +88,14 @@ struct Matvec {
   float* parts;
   u32 *arrived, *flags;
   int units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits, grid, all_units;
+  // NORMED: x is what the layer in front made, and the product's own input is norm(h) next.
+  const u16 *residual, *post, *next, *scalar;
+  int residual_stride;
+  u16* h;
+  int h_stride;
+  float eps;
+  const u8 *ahead0, *ahead1;
+  int pieces0, pieces1;
 };
 
 template <typename T>
@@ -133,15 +145,19 @@ __device__ __forceinline__ float lora_product(const float* B, const float* low, 
 // A x ------------------------------------------------------------------------------------------------------------------
 
 // low[i, m, j] = row j of A of the adapter of row i for member m, times x_i, float32; what has no adapter is left. A dot is a
-// group of LORA_WARPS warps; the block takes every `step`-th set of dots from `first` on. Waits for the kernel in front once the
-// addresses and first values of A are on their way, before x is read.
-__device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, int step) {
-  const int warps = blockDim.x >> 5, size = min(LORA_WARPS, warps), groups = warps / size;
+// group of LORA_WARPS warps, or of all if there is a block for each; the block takes every `step`-th set of dots from `first` on.
+// `arrive` waits for the kernel in front once the addresses and first values of A are on their way, before x is read: it gives
+// x and how far its rows are apart, and IN_SHARED says where they are.
+template <bool IN_SHARED, typename Arrive>
+__device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, int step, const Arrive& arrive) {
+  const int all_dots = a.n * a.members * a.low_width, warps = blockDim.x >> 5;
+  const int size = step >= all_dots ? warps : min(LORA_WARPS, warps), groups = warps / size;
   const int warp = threadIdx.x >> 5, group = warp / size, threads = size * 32, tid = threadIdx.x - group * threads;
-  const int columns = a.columns, fours = columns / 4, dots = a.n * a.members * a.low_width;
-  bool waited = false;
+  const int columns = a.columns, fours = columns / 4, dots = all_dots;
+  const u16* rows = nullptr;
+  int stride = 0;
 #pragma unroll 1
-  for (int from = first * groups; from < dots || !waited; from += step * groups) {
+  for (int from = first * groups; from < dots || !rows; from += step * groups) {
     const int dot = from + group;
     const float4* A = nullptr;
     int i = 0, m = 0, j = 0;
@@ -153,20 +169,19 @@ __device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, 
         A = (const float4*)((const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot) + (size_t)j * columns);
     }
     float4 held[AHEAD];
-    const u16* x = a.x + (size_t)i * a.x_stride;
-    const bool aligned = ((size_t)A & 15) == 0 && ((size_t)x & 7) == 0 && (columns & 3) == 0;
+    const bool aligned = ((size_t)A & 15) == 0 && ((size_t)a.x & 7) == 0 && ((a.x_stride | columns) & 3) == 0;
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
       held[k] = make_float4(0.f, 0.f, 0.f, 0.f);
       if (A && aligned && tid + k * threads < fours) held[k] = __ldg(A + tid + k * threads);
     }
-    if (!waited) wait_for_previous();
-    waited = true;
+    if (!rows) rows = arrive(&stride);
+    const u16* x = rows + (size_t)i * stride;
     float sum = 0.f;
     if (A) {
 #define ADD(four, at)                                       \
   {                                                      \
-    const uint2 v = __ldcg((const uint2*)x + (at));      \
+    const uint2 v = IN_SHARED ? *((const uint2*)x + (at)) : __ldcg((const uint2*)x + (at)); \
     sum = fmaf((four).x, low_value(v.x, a.half), sum);      \
     sum = fmaf((four).y, high_value(v.x, a.half), sum);     \
     sum = fmaf((four).z, low_value(v.y, a.half), sum);      \
@@ -182,7 +197,7 @@ __device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, 
           ADD(w, at)
         }
       } else {
-        for (int k = tid; k < columns; k += threads) sum = fmaf(__ldg((const float*)A + k), value(__ldcg(x + k), a.half), sum);
+        for (int k = tid; k < columns; k += threads) sum = fmaf(__ldg((const float*)A + k), value(IN_SHARED ? x[k] : __ldcg(x + k), a.half), sum);
       }
     }
     sum = warp_sum(sum);
@@ -197,6 +212,16 @@ __device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, 
   }
 }
 
+struct Plain {
+  const u16* x;
+  int x_stride;
+  __device__ __forceinline__ const u16* operator()(int* stride) const {
+    wait_for_previous();
+    *stride = x_stride;
+    return x;
+  }
+};
+
 // Counts the blocks that need the flags no more; the last one leaves both at zero for the next launch.
 __device__ __forceinline__ void leave(const Matvec& a) {
   if (atomicAdd(a.flags + 1, 1u) == gridDim.x - 1) {
@@ -205,6 +230,101 @@ __device__ __forceinline__ void leave(const Matvec& a) {
     __threadfence();
   }
 }
+
+#if HELD && NORMED
+// h = (residual + norm(x) post) scalar, and norm(h) next, or h itself where there is no next: as add_norm in fused.cu, the
+// rows side by side. Every block needs all of them; one writes h. `put(row, at, v)` gets 8 values from `at` on, rounded; 32
+// lanes have neighbours.
+#define ROW_WARPS (UNITS * K_WARPS / ROWS < BLOCKS / 4 ? UNITS * K_WARPS / ROWS : BLOCKS / 4)
+#define PIECES ((BLOCKS / 4 + ROW_WARPS - 1) / ROW_WARPS)  // of 256 values, that a warp has
+// sums: two a warp. weights: room for post and next.
+template <typename Put>
+__device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weights, bool writes, const Put& put) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, row = warp / ROW_WARPS, part = warp - row * ROW_WARPS;
+  const float factor = a.scalar ? value(__ldcg(a.scalar), HALF) : 1.f;
+  for (int i = threadIdx.x; i < BLOCKS * 8; i += THREADS) {
+    weights[i] = __ldg((const uint4*)a.post + i);
+    if (a.next) weights[BLOCKS * 8 + i] = __ldg((const uint4*)a.next + i);
+  }
+  wait_for_previous();
+  const auto at_of = [&](int k) { return ((part + k * ROW_WARPS) * 32 + lane) * 8; };
+  const auto is_there = [&](int k) { return row < ROWS && part + k * ROW_WARPS < BLOCKS / 4; };
+  const auto sum_of = [&](float sum, float* to) {  // over the row
+    sum = warp_sum(sum);
+    if (lane == 0) to[warp] = sum;
+    __syncthreads();
+    float all = 0.f;
+    if (row < ROWS)
+#pragma unroll
+      for (int w = 0; w < ROW_WARPS; w++) all += to[row * ROW_WARPS + w];
+    return rsqrtf(all / (BLOCKS * 64) + a.eps);
+  };
+  uint4 y[PIECES], h[PIECES];
+  float sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < PIECES; k++) {
+    y[k] = h[k] = make_uint4(0, 0, 0, 0);
+    if (!is_there(k)) continue;
+    y[k] = __ldcg((const uint4*)(a.x + (size_t)row * a.x_stride + at_of(k)));
+    h[k] = __ldcg((const uint4*)(a.residual + (size_t)row * a.residual_stride + at_of(k)));
+  }
+#pragma unroll
+  for (int k = 0; k < PIECES; k++) {
+    float v[8];
+    unpack_8(v, y[k], HALF);
+#pragma unroll
+    for (int e = 0; e < 8; e++) sum = fmaf(v[e], v[e], sum);
+  }
+  const float r = sum_of(sum, sums);
+  sum = 0.f;
+#pragma unroll
+  for (int k = 0; k < PIECES; k++) {
+    if (!is_there(k)) continue;
+    float v[8], b[8], w[8];
+    unpack_8(v, y[k], HALF);
+    unpack_8(b, h[k], HALF);
+    unpack_8(w, weights[at_of(k) / 8], HALF);
+#pragma unroll
+    for (int e = 0; e < 8; e++) {
+      b[e] = rounded(b[e] + rounded(v[e] * r * w[e], HALF), HALF);
+      if (a.scalar) b[e] = rounded(b[e] * factor, HALF);
+      sum = fmaf(b[e], b[e], sum);
+    }
+    h[k] = make_uint4(pack(b, HALF), pack(b + 2, HALF), pack(b + 4, HALF), pack(b + 6, HALF));
+    if (writes) *(uint4*)(a.h + (size_t)row * a.h_stride + at_of(k)) = h[k];
+  }
+  const float s = a.next ? sum_of(sum, sums + UNITS * K_WARPS) : 1.f;
+#pragma unroll
+  for (int k = 0; k < PIECES; k++) {
+    if (!is_there(k)) continue;
+    float v[8], w[8];
+    unpack_8(v, h[k], HALF);
+    if (a.next) {
+      unpack_8(w, weights[BLOCKS * 8 + at_of(k) / 8], HALF);
+#pragma unroll
+      for (int e = 0; e < 8; e++) v[e] = rounded(v[e] * s * w[e], HALF);
+    }
+    put(row, at_of(k), v);
+  }
+}
+
+// The rows in shared memory, for A x.
+struct Normed {
+  const Matvec& a;
+  u16* to;
+  float* sums;
+  uint4* weights;
+  __device__ __forceinline__ const u16* operator()(int* stride) const {
+    normed(a, sums, weights, false, [&](int row, int at, const float* v) {
+      *(uint4*)(to + row * BLOCKS * 64 + at) =
+          make_uint4(pack(v, HALF), pack(v + 2, HALF), pack(v + 4, HALF), pack(v + 6, HALF));
+    });
+    __syncthreads();
+    *stride = BLOCKS * 64;
+    return to;
+  }
+};
+#endif
 
 #ifdef WHOLE
 // The product ----------------------------------------------------------------------------------------------------------
@@ -221,7 +341,13 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
   if ((int)blockIdx.x < a.low_blocks) {
-    shrink(a, (float*)shared, blockIdx.x, a.low_blocks);
+#if HELD && NORMED
+    uint4* weights = (uint4*)(shared + ROWS * BLOCKS * 128);
+    float* room = (float*)(weights + 2 * BLOCKS * 8);
+    shrink<true>(a, room, blockIdx.x, a.low_blocks, Normed{a, (u16*)shared, room + 32, weights});
+#else
+    shrink<false>(a, (float*)shared, blockIdx.x, a.low_blocks, Plain{a.x, a.x_stride});
+#endif
     if (tid == 0) {
       __threadfence();
       atomicAdd(a.flags, 1u);
@@ -230,6 +356,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     return;
   }
   const int n = a.n, index = blockIdx.x - a.low_blocks;
+  bring_ahead(a.ahead0, a.pieces0, a.ahead1, a.pieces1, index, gridDim.x - a.low_blocks);
   const int split = a.splits > 1 ? index / a.grid : 0, own = index - split * a.grid;
   const int first_block = split * a.chunk_blocks, blocks = min(a.chunk_blocks, a.blocks - first_block);
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
@@ -366,6 +493,24 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   // x as fp16, exact for bf16: every 64 values times a power of two that puts their largest just below 2^15. Powers of two
   // down to 2^-32 of the largest lose nothing; what is smaller loses less than 2^-40 of the largest. Blocks that are not
   // there are zeros.
+  const auto put = [&](int row, int vector, const float* v) {  // 8 values from 8 `vector` on; eight lanes have a block
+    u32 m = 0;
+#pragma unroll
+    for (int e = 0; e < 8; e++) m = max(m, __float_as_uint(v[e]) & 0x7fffffffu);
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) m = max(m, __shfl_xor_sync(ALL, m, d));
+    const int exponent = min(max((int)(m >> 23), 15), 254);  // within what a power of two in float32 can undo
+    const float up = __uint_as_float((u32)(268 - exponent) << 23);
+    const int b = vector >> 3;
+    *(uint4*)(xs + row * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (vector & 7) * 16) =
+        make_uint4(two_halves(v[0] * up, v[1] * up), two_halves(v[2] * up, v[3] * up), two_halves(v[4] * up, v[5] * up),
+                   two_halves(v[6] * up, v[7] * up));
+    if ((lane & 7) == 0)
+      factors[FEW ? row * a.chunk_blocks + b : b * COLUMNS + row] = __uint_as_float((u32)(exponent - 14) << 23);
+  };
+#if HELD && NORMED
+  normed(a, sums, (uint4*)(last + 4), index == 0 && a.h, [&](int row, int at, const float* v) { put(row, at / 8, v); });
+#else
   wait_for_previous();
   const int vectors = a.chunk_blocks * 8, count = n * vectors;  // a multiple of 32: a warp is within one row
   const float inverse = __fdividef(1.f, (float)vectors);
@@ -384,26 +529,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
       if (from + k * threads >= count) break;
-      const u32 word[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
-      u32 m = 0;
-#pragma unroll
-      for (int w = 0; w < 4; w++) {
-        m = max(m, __float_as_uint(low_value(word[w], a.half)) & 0x7fffffffu);
-        m = max(m, __float_as_uint(high_value(word[w], a.half)) & 0x7fffffffu);
-      }
-#pragma unroll
-      for (int d = 1; d < 8; d *= 2) m = max(m, __shfl_xor_sync(ALL, m, d));  // eight neighbours hold 64 values
-      const int exponent = min(max((int)(m >> 23), 15), 254);  // within what a power of two in float32 can undo
-      const float up = __uint_as_float((u32)(268 - exponent) << 23);
-      u32 p[4];
-#pragma unroll
-      for (int w = 0; w < 4; w++) p[w] = two_halves(low_value(word[w], a.half) * up, high_value(word[w], a.half) * up);
-      const int b = c[k] >> 3;
-      *(uint4*)(xs + r[k] * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (c[k] & 7) * 16) = make_uint4(p[0], p[1], p[2], p[3]);
-      if ((lane & 7) == 0)
-        factors[FEW ? r[k] * a.chunk_blocks + b : b * COLUMNS + r[k]] = __uint_as_float((u32)(exponent - 14) << 23);
+      float x[8];
+      unpack_8(x, v[k], a.half);
+      put(r[k], c[k], x);
     }
   }
+#endif
   __syncthreads();
 
   // An output of this block: unit u, row r of 16 there, row i of x. PAIR: u is the first member's.
@@ -616,13 +747,16 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       int lora_B_stride, const int *lora_rank, int lora_rank_stride, const float *lora_scale, int lora_scale_stride,     \
       const int *slots, float *low, int low_row, int low_member, int low_width, int low_blocks, int members, int gate,   \
       int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, u32 *flags, int units, int k_warps,      \
-      int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units
+      int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units, \
+      const u16 *residual, int residual_stride, const u16 *post, const u16 *next, const u16 *scalar, u16 *h, int h_stride,   \
+      float eps, const u8 *ahead0, int pieces0, const u8 *ahead1, int pieces1
 #define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)             \
   {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0, f1, f2},   \
    {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride, lora_rank,              \
    lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, low_blocks, members,     \
    gate, kind, other, other_stride, parts, arrived, flags, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
-   splits, grid, all_units}
+   splits, grid, all_units, residual, post, next, scalar, residual_stride, h, h_stride, eps,  \
+   ahead0, ahead1, pieces0, pieces1}
 #if HELD
 #define GATHER const Matvec a = GIVEN(ROWS, BLOCKS, LAYERS, PAIRED ? PAIR : gate, UNITS, K_WARPS, UNITS, CHUNK, CHUNK, 0, SPLITS);
 #else
@@ -661,7 +795,7 @@ extern "C" __global__ void lora_shrink(
   a.lora_A = lora_A, a.lora_A_stride = lora_A_stride, a.lora_rank = lora_rank, a.lora_rank_stride = lora_rank_stride;
   a.slots = slots, a.low = low, a.low_row = low_row, a.low_member = low_member, a.low_width = low_width, a.members = members;
   let_next_start();
-  shrink(a, sums, blockIdx.x, gridDim.x);
+  shrink<false>(a, sums, blockIdx.x, gridDim.x, Plain{a.x, a.x_stride});
 }
 
 // y += scale B low for one layer that is not 4-bit. Grid: [blocks of outputs, n]. round_change: as over a quantized layer.

@@ -49,6 +49,12 @@ __device__ __forceinline__ uint4 streamed_8_8(const u8* p) {
   asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.z), "=r"(v.w) : "l"(p + 32));
   return v;
 }
+// Into L2, and nobody waits for it. bytes: a multiple of 16, from a multiple of 16 on.
+__device__ __forceinline__ void bring_near(const u8* p, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+#endif
+}
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 // What another block wrote before it raised the flag is seen after this.
 __device__ __forceinline__ u32 load_flag(const u32* p) {
@@ -120,6 +126,13 @@ __device__ __forceinline__ void let_next_start() {}
 #endif
 
 #define ALL 0xffffffffu
+#define AHEAD_BYTES 8192
+// Weights that a kernel behind this one reads, in pieces, while this one leaves the memory to it: this block's share of two.
+__device__ __forceinline__ void bring_ahead(const u8* first, int first_pieces, const u8* second, int second_pieces, int block, int blocks) {
+  const int threads = blockDim.x;
+  for (int i = block + threadIdx.x * blocks; i < first_pieces + second_pieces; i += threads * blocks)
+    bring_near(i < first_pieces ? first + (size_t)i * AHEAD_BYTES : second + (size_t)(i - first_pieces) * AHEAD_BYTES, AHEAD_BYTES);
+}
 __device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float value(u16 v, int half) { return half ? from_half(v) : from_bf16(v); }
 __device__ __forceinline__ u16 stored(float f, int half) { return half ? to_half(f) : to_bf16(f); }
@@ -134,12 +147,14 @@ __device__ __forceinline__ float high_value(u32 v, int half) {
 }
 __device__ __forceinline__ u32 pack(const float* v, int half) { return stored(v[0], half) | (u32)stored(v[1], half) << 16; }
 
+__device__ __forceinline__ void unpack_8(float* to, uint4 v, int half) {
+  unpack(to, v.x, half), unpack(to + 2, v.y, half), unpack(to + 4, v.z, half), unpack(to + 6, v.w, half);
+}
 // V neighbours, V 1, 2, 4 or 8, at an address that is a multiple of their size.
 template <int V>
 __device__ __forceinline__ void load(float* to, const u16* from, int half) {
   if constexpr (V == 8) {
-    const uint4 v = __ldcg((const uint4*)from);
-    unpack(to, v.x, half), unpack(to + 2, v.y, half), unpack(to + 4, v.z, half), unpack(to + 6, v.w, half);
+    unpack_8(to, __ldcg((const uint4*)from), half);
   } else if constexpr (V == 4) {
     const uint2 v = __ldcg((const uint2*)from);
     unpack(to, v.x, half), unpack(to + 2, v.y, half);
