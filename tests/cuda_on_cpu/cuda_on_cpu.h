@@ -422,6 +422,11 @@ static inline unsigned add_bf16x2(unsigned a, unsigned b) {
 }
 static inline uint2 load_once(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline uint4 load_once_16(const void* p) { return cpu_load((const uint4*)p); }
+static inline void publish(unsigned* p, unsigned v) { *p = v; }
+static inline unsigned look(const unsigned* p) {  // others of the block may be about to write it
+  if (*p == 0xffffffffu) cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "look");
+  return cpu_load(p);
+}
 static inline void prefetch(const void*) {}
 // Reads what would be brought: a page that is not there is found.
 static inline void bring_near(const unsigned char* p, int bytes) {
@@ -434,7 +439,6 @@ static inline uint4 streamed_8_8(const unsigned char* p) {
   const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
   return {a.x, a.y, b.x, b.y};
 }
-static inline unsigned load_flag(const unsigned* p) { return *p; }
 // A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
 #define FILLERS 1
 struct CpuBarrier { unsigned short count, arrived; unsigned phases; };  // in the barrier's own 64 bits
@@ -459,7 +463,7 @@ static inline void fill(unsigned char* to, int stride, const unsigned char* from
   __syncwarp();
   if (lane == 0) barrier_arrive(barrier);
 }
-#define SPINS 1  // whoever runs later does not run meanwhile
+#define SPINS 8  // whoever runs later does not run meanwhile
 static inline void __trap() { fprintf(stderr, "a block waits for one that starts later\n"), abort(); }
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}

@@ -147,7 +147,7 @@ class CpuModule:
 
         self.device = torch.device("cpu")
         self.order, self.capability, self.multiprocessors = order, capability, multiprocessors
-        self.shared_bytes, self.overlap = 227 * 1024, False
+        self.shared_bytes, self.overlap, self.side_by_side = 227 * 1024, False, 1
         self.kept: dict[Any, Any] = {}
         self.launches: list[str] = []
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))

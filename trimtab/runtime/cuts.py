@@ -26,11 +26,9 @@ MOST_STAGES = 32
 MOST_PARTS = 2**21
 MOST_COUNTERS = 8192
 # As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end who comes last.
-_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 16 + 16
+_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 16 + 16 + 2 * 32 * 4
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
-# Warps that make one value of A x together, as in the kernel, unless there is a block for every value.
-LORA_WARPS = 4
 # Name, outputs of each member, columns, rows of x, whether two members are multiplied.
 CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
@@ -80,14 +78,6 @@ class Cut:
         """Return the shared memory of a launch with the norm in front: its two weights are kept there."""
         return self.shared_bytes + 2 * 2 * columns
 
-    def low_blocks(self, dots: int, multiprocessors: int) -> int:
-        """Return how many blocks make A x of `dots` values beside the product: one a value if the card has room for them beside
-        the others, which would have to wait for a second turn; else as many as there is room for, but no more than are
-        busy, and not so few that they take long."""
-        turns = -(-dots // max(1, self.threads // 32 // LORA_WARPS))
-        free = self.resident * multiprocessors - self.grid * self.splits
-        return dots if 0 < dots <= free else max(1, -(-turns // 8), min(turns, free))
-
     @property
     def resident(self) -> int:
         """How many blocks one multiprocessor runs at once (its registers, threads and shared memory as on 9.0)."""
@@ -104,8 +94,10 @@ class Cut:
 
     @property
     def may_be_normed(self) -> bool:
-        """Whether the norm in front can be a part of it: a block has whole rows, and a warp for each."""
-        return bool(self.held) and self.splits == 1 and self.k_warps * self.units >= self.n
+        """Whether the norm in front can be a part of it: a block has whole rows, and warps enough that each holds at most
+        three pieces of 256 values of one."""
+        each = min(self.k_warps * self.units // self.n, self.chunk // 4)
+        return bool(self.held) and self.splits == 1 and each > 0 and -(-(self.chunk // 4) // each) <= 3
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
         """Return what a kernel of its own is compiled with, for rows of so many blocks of 64."""

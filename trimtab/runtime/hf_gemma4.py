@@ -19,7 +19,6 @@ from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
-
 if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels
 
@@ -129,6 +128,8 @@ class FusedStep:
 
     def __call__(self, count: int) -> Tensor:
         positions = self.cache.positions[:count]
+        if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
+            slots.empty(count)
         torch.remainder(positions, self.ring, out=self._buffer("ring", (count,), torch.long))
         ids = self.tokens[:count]
         hidden = self.text.embed_tokens(ids)
@@ -205,19 +206,19 @@ class FusedStep:
         y = self._products([attention.o_proj], looked)
         middle = self._buffer("middle", h.shape, h.dtype)
         norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
-        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm)
+        down = _ahead([layer.mlp.down_proj])
+        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
         y = self._products([layer.mlp.down_proj], gated)
         if extra is None:
             return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
         after = self._buffer("after", h.shape, h.dtype)
         norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
         # What the next layer reads first: the memory has little else to do until then.
-        ahead = (
-            _ahead([*_projections(self._layers[number + 1].self_attn)[:1], self._layers[number + 1].self_attn.o_proj])
-            if number + 1 < len(self._layers)
-            else []
+        after_this = self._layers[number + 1 : number + 2]
+        ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
+        mixed = self._products(
+            [layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, _ahead(ahead)
         )
-        mixed = self._products([layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, ahead)
         y = self._products([layer.per_layer_projection], mixed)
         return y, _norm(after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h)
 
@@ -270,7 +271,7 @@ class FusedStep:
         is_apart = own and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
         out = self._buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
-            args = None if slots is None else slots.args(leaves, count)
+            args = None if slots is None else slots.args(leaves, count, is_empty=True)
             packed = [leaf.packed() for leaf in leaves]
             pair = gate is not None and gate.other is None
             if norm is not None and not matvec.takes_norm(packed, count, self.kernels.matvec, pair=pair):

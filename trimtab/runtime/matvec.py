@@ -9,8 +9,8 @@ scales and sums are float32. x is exact: 64 bf16 values times a power of two are
 rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
 where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
-One launch does all of it: a few blocks, the first ones, make `low` while the others stream weights; those wait for it at
-their end. How a launch is cut is in cuts.py; where blocks share columns, the last of them adds the parts in a fixed order.
+One launch does all of it: the blocks make `low` together, a value at a time, before they multiply, and take what they need
+at their end. How a launch is cut is in cuts.py; where blocks share columns, the last of them adds the parts in a fixed order.
 So the same input gives the same bits on one device; another cut sums in another order.
 
 A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
@@ -42,6 +42,9 @@ _TYPES = (torch.bfloat16, torch.float16)
 _SHRINK_THREADS = 256
 NAMES = ("lora_shrink", "lora_add")
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
+# What `low` holds before a product makes it: all bits set, a NaN that no operation makes.
+EMPTY = -1
+_TABLE_BYTES = 65536
 HELD_NAME = "matvec_held"
 
 
@@ -99,7 +102,8 @@ class LoraArgs:
     Shapes: A_ptr, B_ptr [M, S] int64 (addresses of float32 [R, D_in] and [D_out, R], contiguous), rank [M, S] int32 (0:
     this member is not adapted), scale [M, S] float32; each contiguous along S. row_slots [n] int32 (-1: no adapter). low
     [n, M, R] float32 scratch, R at least the largest rank. adapters: the same as tensors, [M][S] of (A, B, scale) or
-    None, for the torch path alone.
+    None, for the torch path alone. is_empty: `low` is EMPTY in every bit, as a product's blocks must find it (else `matvec4`
+    makes it so first).
     """
 
     A_ptr: Tensor
@@ -109,6 +113,7 @@ class LoraArgs:
     row_slots: Tensor
     low: Tensor
     adapters: Sequence[Sequence[tuple[Tensor, Tensor, float] | None]] | None = None
+    is_empty: bool = False
 
     def member(self, index: int) -> LoraArgs:
         """Return the adapters of one layer of the group; `low` is that layer's part, still strided over the group."""
@@ -116,7 +121,7 @@ class LoraArgs:
         adapters = None if self.adapters is None else self.adapters[part]
         return LoraArgs(
             self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
-            adapters,
+            adapters, self.is_empty,
         )  # fmt: skip
 
 
@@ -225,7 +230,6 @@ def prepare(module: nvrtc.Module) -> None:
     """Give a module the scratch of its launches: parts of sums, and counters that every launch leaves at zero."""
     module.kept["parts"] = torch.empty(cuts.MOST_PARTS, dtype=torch.float32, device=module.device)
     module.kept["arrived"] = torch.zeros(cuts.MOST_COUNTERS, dtype=torch.int32, device=module.device)
-    module.kept["flags"] = torch.zeros(2, dtype=torch.int32, device=module.device)
 
 
 def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
@@ -261,12 +265,12 @@ def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n
     return nvrtc.why_not(device)
 
 
-def _lora_arguments(lora: LoraArgs | None, blocks: int) -> list[nvrtc.Argument]:
+def _lora_arguments(lora: LoraArgs | None, makers: int, low_room: int) -> list[nvrtc.Argument]:
     if lora is None:
-        return [*[None, 0] * 4, None, None, 0, 0, 0, 0]
+        return [*[None, 0] * 4, None, None, 0, 0, 0, 0, 0]
     return [
         lora.A_ptr, lora.A_ptr.stride(0), lora.B_ptr, lora.B_ptr.stride(0), lora.rank, lora.rank.stride(0), lora.scale,
-        lora.scale.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), lora.low.shape[2], blocks,
+        lora.scale.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), lora.low.shape[2], makers, low_room,
     ]  # fmt: skip
 
 
@@ -303,7 +307,7 @@ def _three(values: Sequence[Any], empty: Any = None) -> list[Any]:
 
 def arguments(
     x: Tensor, weights: Sequence[Packed], out: Tensor, cut: Cut, *, bias: Sequence[Tensor | None], lora: LoraArgs | None,
-    gate: Gate | None, module: nvrtc.Module, low_blocks: int, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
+    gate: Gate | None, module: nvrtc.Module, low_room: int = 0, norm: Norm | None = None, ahead: Sequence[Tensor] = (),
 ) -> list[nvrtc.Argument]:  # fmt: skip
     """Return the kernel's arguments in its order; no part is read."""
     offsets = [packed.parts.get("offset") for packed in weights]
@@ -316,9 +320,9 @@ def arguments(
         *_three([packed.parts["absmax"] for packed in weights]),
         *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
         *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
-        *_lora_arguments(lora, low_blocks), len(weights), 0 if gate is None else 1 if other is None else 2,
+        *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
-        module.kept["parts"], module.kept["arrived"], module.kept["flags"], cut.units, cut.k_warps, cut.groups, cut.chunk,
+        module.kept["parts"], module.kept["arrived"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
         cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
         *(_NO_NORM if norm is None else norm.arguments()), *fused.ahead_arguments(ahead),
@@ -417,19 +421,31 @@ def matvec4(
     cut = cut or choose(weights, x.shape[0], module, pair=pair)
     assert cut.needed_bytes(x.shape[0]) <= cut.shared_bytes and cut.n == x.shape[0]
     assert not pair or (cut.units % 2 == 0 and weights[0].shape == weights[1].shape)
-    low_blocks = 0 if lora is None else cut.low_blocks(lora.low.numel(), module.multiprocessors)
+    shared_bytes = cut.shared_bytes if norm is None else cut.normed_bytes(x.shape[1])
+    low_room = 0
+    if lora is not None:
+        if not lora.is_empty:
+            lora.low.view(torch.int32).fill_(EMPTY)
+        low_bytes = -(-lora.low.numel() * 4 // 16) * 16
+        low_room = int(bool(cut.held) and shared_bytes + low_bytes <= module.shared_bytes)
+        shared_bytes += low_room * low_bytes
+        if not low_room and low_bytes > _TABLE_BYTES:
+            raise DeviceError(
+                f"{x.shape[0]} rows with ranks up to {lora.low.shape[2]} need {low_bytes} B of shared memory for A x",
+                device=str(module.device),
+            )
     if norm is not None:
         assert cut.may_be_normed and norm.residual.shape == norm.out_h.shape == x.shape
         assert norm.residual.data_ptr() != norm.out_h.data_ptr() != x.data_ptr() and x.dtype == norm.out_h.dtype
     wanted = options(weights[0], x.dtype, cut, members=len(weights), pair=pair, normed=norm is not None)
     module.variant(wanted).launch(
-        cut.kernel, (low_blocks + cut.grid * cut.splits,), (cut.threads,),
+        cut.kernel, (cut.grid * cut.splits,), (cut.threads,),
         arguments(
-            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_blocks=low_blocks, norm=norm, ahead=ahead
+            x, weights, out, cut, bias=bias, lora=lora, gate=gate, module=module, low_room=low_room, norm=norm, ahead=ahead
         ),
-        shared_bytes=cut.shared_bytes if norm is None else cut.normed_bytes(x.shape[1]),
+        shared_bytes=shared_bytes,
         dependent=module.overlap if dependent is None else dependent,
-        leading=low_blocks,
+        leading=1 if lora is not None else 0,
     )  # fmt: skip
 
 
@@ -441,7 +457,7 @@ def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, depen
     _check_lora(lora, lora.low.shape[1], x.shape[0])
     n, members, width = lora.low.shape
     assert x.stride(1) == 1
-    groups = _SHRINK_THREADS // 32 // cuts.LORA_WARPS
+    groups = 2  # of warps that make a value together
     module.launch(
         "lora_shrink", (min(-(-lora.low.numel() // groups), 2 * module.multiprocessors),), (_SHRINK_THREADS,),
         [

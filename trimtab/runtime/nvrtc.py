@@ -271,6 +271,8 @@ class Module:
         properties = torch.cuda.get_device_properties(self.device)
         self.capability = (properties.major, properties.minor)
         self.multiprocessors = int(properties.multi_processor_count)
+        # Blocks of one launch, the first ones, that surely run at once.
+        self.side_by_side = self.multiprocessors
         self.shared_bytes = self._block_shared_bytes()
         # Whether launches are dependent ones unless they say otherwise. Off until the caller has seen that it pays.
         self.overlap = False

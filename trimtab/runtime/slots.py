@@ -78,7 +78,7 @@ class AdapterSlots:
         self._covered: set[Leaf] = set()
         self._seen_serial = 0
         # By size, and never given back: a captured step has their addresses.
-        self._low: dict[int, Tensor] = {}
+        self._low: dict[tuple[int, int], Tensor] = {}
         self.largest_rank = 0
 
     def why_not(self, name: str | None) -> str | None:
@@ -201,10 +201,21 @@ class AdapterSlots:
         self._why.pop(key, None)
         return self._held.pop(key)
 
-    def args(self, leaves: Sequence[Leaf], rows: int) -> matvec.LoraArgs | None:
+    def _lows(self, rows: int) -> Tensor:
+        """Return the scratch of all layers for so many rows: each has a part of its own."""
+        key = (rows, self.largest_rank)
+        if key not in self._low:
+            self._low[key] = torch.empty(len(self._place) * rows * self.largest_rank, device=self.device)
+        return self._low[key]
+
+    def empty(self, rows: int) -> None:
+        """Make the scratch of a step's products what they must find; once a step, before `args(..., is_empty=True)`."""
+        self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
+
+    def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
         """Return what the kernels need for layers that read one input, None if no adapter touches them.
 
-        leaves: in the order of the model's modules, next to each other.
+        leaves: in the order of the model's modules, next to each other. is_empty: `empty` was called in this step.
         """
         if not any(leaf in self._covered for leaf in leaves):
             return None
@@ -212,13 +223,12 @@ class AdapterSlots:
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise ValueError(f"layers {numbers} are not next to each other")
         part = slice(numbers[0], numbers[-1] + 1)
-        needed = rows * len(leaves) * self.largest_rank
-        if needed not in self._low:
-            self._low[needed] = torch.zeros(needed, device=self.device)
+        each = rows * self.largest_rank
+        low = self._lows(rows)[part.start * each : part.stop * each]
         return matvec.LoraArgs(
             A_ptr=self._table["A_ptr"][part], B_ptr=self._table["B_ptr"][part], rank=self._table["rank"][part],
             scale=self._table["scale"][part], row_slots=self.row_slots[:rows],
-            low=self._low[needed].view(rows, len(leaves), self.largest_rank),
+            low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty,
         )  # fmt: skip
 
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:

@@ -32,8 +32,6 @@
 #define COLUMNS 8
 #define UB 4        // blocks of 64 weights of a row that a warp takes at once
 #define STRIDE 20   // of the sums of 16 rows: two columns side by side fall on different banks
-#define KEPT 4      // quads of scales that a thread asks for at once
-#define AHEAD 8     // values of A, by four, that a thread has ready before x is
 #define LORA_WARPS 4
 #define MOST_STAGES 32
 #define PAIR_BYTES 288  // two blocks of x, 32 bytes apart more than they need: four lanes fall on different banks
@@ -49,6 +47,13 @@
 #define BATCHES (STEPS / HELD)
 #define BUFFERS (BATCHES > 1 ? 2 : 1)
 #define THREADS (UNITS * K_WARPS * 32)
+#endif
+
+#define KEPT (HELD ? 2 : 4)  // quads of scales that a thread asks for at once: weights that are held leave few registers
+#if HELD && ROWS > 4
+#define GIVES 2  // pieces of x
+#else
+#define GIVES 4
 #endif
 
 #define PAIR 1      // out = act(first member) second member
@@ -81,12 +86,12 @@ struct Matvec {
   int lora_scale_stride;
   const int* slots;
   float* low;
-  int low_row, low_member, low_width, low_blocks, members;
+  int low_row, low_member, low_width, makers, low_room, members;
   int gate, kind;
   const u16* other;
   int other_stride;
   float* parts;
-  u32 *arrived, *flags;
+  u32* arrived;
   int units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits, grid, all_units;
   // NORMED: x is what the layer in front made, and the product's own input is norm(h) next.
   const u16 *residual, *post, *next, *scalar;
@@ -130,105 +135,46 @@ __device__ __forceinline__ float lora_product(const float* B, const float* low, 
   if ((rank & 3) == 0 && ((size_t)B & 15) == 0 && ((size_t)low & 15) == 0) {
 #pragma unroll 2
     for (int j = 0; j < rank; j += 4) {
-      const float4 b = __ldg((const float4*)(B + j)), v = __ldcg((const float4*)(low + j));
+      const float4 b = __ldg((const float4*)(B + j)), v = *(const float4*)(low + j);
       sum = fmaf(b.x, v.x, sum);
       sum = fmaf(b.y, v.y, sum);
       sum = fmaf(b.z, v.z, sum);
       sum = fmaf(b.w, v.w, sum);
     }
   } else {
-    for (int j = 0; j < rank; j++) sum = fmaf(__ldg(B + j), __ldcg(low + j), sum);
+    for (int j = 0; j < rank; j++) sum = fmaf(__ldg(B + j), low[j], sum);
   }
   return sum;
 }
 
 // A x ------------------------------------------------------------------------------------------------------------------
 
-// low[i, m, j] = row j of A of the adapter of row i for member m, times x_i, float32; what has no adapter is left. A dot is a
-// group of LORA_WARPS warps, or of all if there is a block for each; the block takes every `step`-th set of dots from `first` on.
-// `arrive` waits for the kernel in front once the addresses and first values of A are on their way, before x is read: it gives
-// x and how far its rows are apart, and IN_SHARED says where they are.
-template <bool IN_SHARED, typename Arrive>
-__device__ __forceinline__ void shrink(const Matvec& a, float* sums, int first, int step, const Arrive& arrive) {
-  const int all_dots = a.n * a.members * a.low_width, warps = blockDim.x >> 5;
-  const int size = step >= all_dots ? warps : min(LORA_WARPS, warps), groups = warps / size;
-  const int warp = threadIdx.x >> 5, group = warp / size, threads = size * 32, tid = threadIdx.x - group * threads;
-  const int columns = a.columns, fours = columns / 4, dots = all_dots;
-  const u16* rows = nullptr;
-  int stride = 0;
-#pragma unroll 1
-  for (int from = first * groups; from < dots || !rows; from += step * groups) {
-    const int dot = from + group;
-    const float4* A = nullptr;
-    int i = 0, m = 0, j = 0;
-    if (group < groups && dot < dots) {
-      const int both = dot / a.low_width;
-      j = dot - both * a.low_width, i = both / a.members, m = both - i * a.members;
-      const int slot = __ldcg(a.slots + i);
-      if (slot >= 0 && j < __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot))
-        A = (const float4*)((const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot) + (size_t)j * columns);
-    }
-    float4 held[AHEAD];
-    const bool aligned = ((size_t)A & 15) == 0 && ((size_t)a.x & 7) == 0 && ((a.x_stride | columns) & 3) == 0;
-#pragma unroll
-    for (int k = 0; k < AHEAD; k++) {
-      held[k] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (A && aligned && tid + k * threads < fours) held[k] = __ldg(A + tid + k * threads);
-    }
-    if (!rows) rows = arrive(&stride);
-    const u16* x = rows + (size_t)i * stride;
-    float sum = 0.f;
-    if (A) {
-#define ADD(four, at)                                       \
-  {                                                      \
-    const uint2 v = IN_SHARED ? *((const uint2*)x + (at)) : __ldcg((const uint2*)x + (at)); \
-    sum = fmaf((four).x, low_value(v.x, a.half), sum);      \
-    sum = fmaf((four).y, high_value(v.x, a.half), sum);     \
-    sum = fmaf((four).z, low_value(v.y, a.half), sum);      \
-    sum = fmaf((four).w, high_value(v.y, a.half), sum);     \
-  }
-      if (aligned) {
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++)
-          if (tid + k * threads < fours) ADD(held[k], tid + k * threads)
-#pragma unroll 8
-        for (int at = tid + AHEAD * threads; at < fours; at += threads) {
-          const float4 w = __ldg(A + at);
-          ADD(w, at)
-        }
-      } else {
-        for (int k = tid; k < columns; k += threads) sum = fmaf(__ldg((const float*)A + k), value(IN_SHARED ? x[k] : __ldcg(x + k), a.half), sum);
-      }
-    }
-    sum = warp_sum(sum);
-    if ((tid & 31) == 0) sums[warp] = sum;
-    __syncthreads();
-    if (A && tid == 0) {
-      float all = 0.f;
-      for (int w = 0; w < size; w++) all += sums[group * size + w];
-      a.low[(size_t)i * a.low_row + (size_t)m * a.low_member + j] = all;
-    }
-    __syncthreads();
-  }
-}
+// low[i, m, j] = row j of A of the adapter of row i for member m, times x_i, float32; what has no adapter is left as it is. A
+// product's blocks make it themselves, one value a block at a time: the first `makers` blocks, which surely run at once, so that
+// whoever waits for a value waits for a block that runs. `low` is full of EMPTY before the launch; a value is there when it is
+// something else: no flag, no fence, no counter. At the end each block takes the values that it needs into shared memory.
+#define EMPTY 0xffffffffu  // a NaN that no operation makes
+#if HELD
+#define A_FOURS ((BLOCKS * 16 + THREADS - 1) / THREADS)
+#define AHEAD (A_FOURS < 4 ? A_FOURS : 4)  // values of A, by four, that a thread has ready before x is
+#else
+#define AHEAD 4
+#endif
 
-struct Plain {
-  const u16* x;
-  int x_stride;
-  __device__ __forceinline__ const u16* operator()(int* stride) const {
-    wait_for_previous();
-    *stride = x_stride;
-    return x;
-  }
+// A value of A x: row i of x, member m, row j of A; A null where the row's adapter has none.
+struct Dot {
+  const float* A;
+  int i, m, j;
 };
-
-// Counts the blocks that need the flags no more; the last one leaves both at zero for the next launch.
-__device__ __forceinline__ void leave(const Matvec& a) {
-  if (atomicAdd(a.flags + 1, 1u) == gridDim.x - 1) {
-    a.flags[0] = 0;
-    a.flags[1] = 0;
-    __threadfence();
-  }
+__device__ __forceinline__ Dot dot_of(const Matvec& a, int number) {
+  const int both = a.n * a.members, j = number / both;  // low numbers first: ranks may be less than `low_width`
+  const int i = (number - j * both) / a.members, m = number - j * both - i * a.members;
+  const int slot = __ldcg(a.slots + i);
+  if (slot < 0 || j >= __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot)) return Dot{nullptr, i, m, j};
+  return Dot{(const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot) + (size_t)j * a.columns, i, m, j};
+}
+__device__ __forceinline__ float dot_4(float4 a, float4 x, float sum) {
+  return fmaf(a.w, x.w, fmaf(a.z, x.z, fmaf(a.y, x.y, fmaf(a.x, x.x, sum))));
 }
 
 #if HELD && NORMED
@@ -308,22 +254,6 @@ __device__ __forceinline__ void normed(const Matvec& a, float* sums, uint4* weig
   }
 }
 
-// The rows in shared memory, for A x.
-struct Normed {
-  const Matvec& a;
-  u16* to;
-  float* sums;
-  uint4* weights;
-  __device__ __forceinline__ const u16* operator()(int* stride) const {
-    normed(a, sums, weights, false, [&](int row, int at, const float* v) {
-      *(uint4*)(to + row * BLOCKS * 64 + at) =
-          make_uint4(pack(v, HALF), pack(v + 2, HALF), pack(v + 4, HALF), pack(v + 6, HALF));
-    });
-    __syncthreads();
-    *stride = BLOCKS * 64;
-    return to;
-  }
-};
 #endif
 
 #ifdef WHOLE
@@ -340,24 +270,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #endif
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
-  if ((int)blockIdx.x < a.low_blocks) {
-#if HELD && NORMED
-    uint4* weights = (uint4*)(shared + ROWS * BLOCKS * 128);
-    float* room = (float*)(weights + 2 * BLOCKS * 8);
-    shrink<true>(a, room, blockIdx.x, a.low_blocks, Normed{a, (u16*)shared, room + 32, weights});
-#else
-    shrink<false>(a, (float*)shared, blockIdx.x, a.low_blocks, Plain{a.x, a.x_stride});
-#endif
-    if (tid == 0) {
-      __threadfence();
-      atomicAdd(a.flags, 1u);
-      leave(a);
-    }
-    return;
-  }
-  const int n = a.n, index = blockIdx.x - a.low_blocks;
-  bring_ahead(a.ahead0, a.pieces0, a.ahead1, a.pieces1, index, gridDim.x - a.low_blocks);
-  const int split = a.splits > 1 ? index / a.grid : 0, own = index - split * a.grid;
+  const int n = a.n, index = blockIdx.x;
+  bring_ahead(a.ahead0, a.pieces0, a.ahead1, a.pieces1, index, gridDim.x);
+  const int own = a.splits > 1 ? index / a.splits : index, split = index - own * a.splits;
   const int first_block = split * a.chunk_blocks, blocks = min(a.chunk_blocks, a.blocks - first_block);
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
   const int x_bytes = a.chunk_blocks / 2 * PAIR_BYTES + 16;  // 16: two rows of x side by side fall on different banks
@@ -374,6 +289,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   float* factors = (float*)(xs + n * x_bytes);
   float* sums = factors + a.chunk_blocks * (FEW ? n : COLUMNS);
   u32* last = (u32*)(sums + a.units * a.k_warps * n * STRIDE);
+  float* dot_sums = (float*)(last + 4);  // two sets of a value a warp
+  // A x, where all of it fits beside the rest; else it is taken where the table was.
+  float* lows = a.low_room ? dot_sums + 64 + (HELD && NORMED ? a.columns : 0) : (float*)shared;
 
 #if HELD
   // Row g of the unit and the row 8 further, two batches of them: `t` has 16 bytes of a pair of blocks, or 8 of each.
@@ -490,6 +408,19 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     lora[tid] = entry;
   }
 
+  // This block's first value of A x: addresses and values of A are on their way before x is there.
+  const int fours = a.columns / 4, all_low = a.slots ? n * a.members * a.low_width : 0;
+  Dot dot = {nullptr, 0, 0, 0};
+  float4 first_A[AHEAD];
+  const auto is_read_by_four = [&](const float* A) { return ((size_t)A & 15) == 0; };
+  if (index < min(all_low, a.makers)) {
+    dot = dot_of(a, index);
+    if (dot.A && is_read_by_four(dot.A))
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++)
+        if (tid + k * threads < fours) first_A[k] = __ldg((const float4*)dot.A + tid + k * threads);
+  }
+
   // x as fp16, exact for bf16: every 64 values times a power of two that puts their largest just below 2^15. Powers of two
   // down to 2^-32 of the largest lose nothing; what is smaller loses less than 2^-40 of the largest. Blocks that are not
   // there are zeros.
@@ -509,17 +440,17 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       factors[FEW ? row * a.chunk_blocks + b : b * COLUMNS + row] = __uint_as_float((u32)(exponent - 14) << 23);
   };
 #if HELD && NORMED
-  normed(a, sums, (uint4*)(last + 4), index == 0 && a.h, [&](int row, int at, const float* v) { put(row, at / 8, v); });
+  normed(a, sums, (uint4*)(dot_sums + 64), index == 0 && a.h, [&](int row, int at, const float* v) { put(row, at / 8, v); });
 #else
   wait_for_previous();
   const int vectors = a.chunk_blocks * 8, count = n * vectors;  // a multiple of 32: a warp is within one row
   const float inverse = __fdividef(1.f, (float)vectors);
 #pragma unroll 1
-  for (int from = warp * 32; from < count; from += 4 * threads) {
-    uint4 v[4];
-    int r[4], c[4];
+  for (int from = warp * 32; from < count; from += GIVES * threads) {
+    uint4 v[GIVES];
+    int r[GIVES], c[GIVES];
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < GIVES; k++) {
       const int i = from + k * threads;
       r[k] = n == 1 ? 0 : quotient(i, inverse);
       c[k] = i - r[k] * vectors + lane;
@@ -527,7 +458,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       if (i < count && c[k] < blocks * 8) v[k] = __ldcg((const uint4*)(a.x + (size_t)r[k] * a.x_stride + first_block * 64) + c[k]);
     }
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < GIVES; k++) {
       if (from + k * threads >= count) break;
       float x[8];
       unpack_8(x, v[k], a.half);
@@ -536,6 +467,54 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
 #endif
   __syncthreads();
+
+  // Four values of row i of x: from shared memory, where it is whole, or as they came.
+  const auto x_4 = [&](int i, int four) {
+    if (a.splits > 1) {
+      const uint2 v = __ldcg((const uint2*)(a.x + (size_t)i * a.x_stride) + four);
+      return make_float4(low_value(v.x, a.half), high_value(v.x, a.half), low_value(v.y, a.half), high_value(v.y, a.half));
+    }
+    const int b = four >> 4;
+    const uint2 v = *(const uint2*)(xs + i * x_bytes + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (four & 15) * 8);
+    const float f = factors[FEW ? i * a.chunk_blocks + b : b * COLUMNS + i];
+    return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
+                       f * from_half((u16)(v.y >> 16)));
+  };
+  int turn_of_sums = 0;
+#pragma unroll 1
+  for (int number = index; number < all_low && index < a.makers; number += a.makers) {
+    const bool is_first = number == index;
+    if (!is_first) dot = dot_of(a, number);
+    if (!dot.A) continue;  // so for all threads of the block
+    float sum = 0.f;
+    if (!is_read_by_four(dot.A)) {
+      for (int four = tid; four < fours; four += threads) {
+        const float* A = dot.A + four * 4;
+        sum = dot_4(make_float4(__ldg(A), __ldg(A + 1), __ldg(A + 2), __ldg(A + 3)), x_4(dot.i, four), sum);
+      }
+    } else {
+#pragma unroll
+      for (int k = 0; k < AHEAD; k++) {
+        const int four = tid + k * threads;
+        if (four < fours) sum = dot_4(is_first ? first_A[k] : __ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+      }
+#pragma unroll 4
+      for (int four = tid + AHEAD * threads; four < fours; four += threads)
+        sum = dot_4(__ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+    }
+    sum = warp_sum(sum);
+    float* to = dot_sums + 32 * turn_of_sums;
+    if (lane == 0) to[warp] = sum;
+    __syncthreads();
+    turn_of_sums ^= 1;
+    if (warp == 0) {
+      const float all = warp_sum(lane < threads / 32 ? to[lane] : 0.f);
+      if (lane == 0) {
+        const u32 bits = __float_as_uint(all);
+        publish((u32*)a.low + (size_t)dot.i * a.low_row + (size_t)dot.m * a.low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
+      }
+    }
+  }
 
   // An output of this block: unit u, row r of 16 there, row i of x. PAIR: u is the first member's.
   const int outputs = (a.gate == PAIR ? a.units / 2 : a.units) * 16, places = outputs * n;
@@ -671,16 +650,43 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
 #endif
   }
-  const auto low_is_there = [&] {
-    if (tid == 0) {
-      // Blocks start in their order, so those that make `low` run. If they should not: an error, not a wait without end.
-      for (int turns = SPINS; load_flag(a.flags) < (u32)a.low_blocks; turns--)
-        if (!turns) __trap();
-      leave(a);
+  // B of this thread's first output, on its way while others end (ranks up to 8).
+  float4 first_B[2][2];
+  const auto is_early = [&](const LoraEntry& entry) { return entry.rank <= 8 && (entry.rank & 3) == 0 && ((size_t)entry.B & 15) == 0; };
+  if (a.slots && tid < places) {
+    const int e = tid, i = n == 1 ? 0 : e / outputs, r = (e - i * outputs) & 15;
+    const int u = ((e - i * outputs) >> 4) * (a.gate == PAIR ? 2 : 1);
+    const Unit unit = locate(a, own * a.units + u);
+    const int at = unit.row + r;
+    if (unit.member >= 0 && at < of(a.rows, unit.member))
+#pragma unroll
+      for (int m = 0; m < 2; m++) {
+        if (m > (a.gate == PAIR)) break;
+        const LoraEntry entry = lora[(unit.member + m) * COLUMNS + i];
+        if (!is_early(entry)) continue;
+#pragma unroll
+        for (int q = 0; q < 2; q++)
+          if (q * 4 < entry.rank) first_B[m][q] = __ldg((const float4*)(entry.B + (size_t)at * entry.rank) + q);
+      }
+  }
+  const auto take_low = [&] {
+    for (int e = tid; e < all_low; e += threads) {
+      const int j = e % a.low_width, both = e / a.low_width, i = both / a.members, m = both - i * a.members;
+      if (j >= lora[m * COLUMNS + i].rank) continue;
+      const u32* from = (const u32*)a.low + (size_t)i * a.low_row + (size_t)m * a.low_member + j;
+      u32 bits = look(from);
+      // The blocks that make these run. If they should not: an error, not a wait without end.
+      for (int turns = SPINS; bits == EMPTY; bits = look(from))
+        if (!turns--) __trap();
+      lows[e] = __uint_as_float(bits);
     }
   };
-  if (a.low_blocks && a.splits == 1) low_is_there();
+  if (a.low_room) take_low();
   __syncthreads();
+  if (all_low && !a.low_room) {
+    take_low();
+    __syncthreads();
+  }
   const auto own_sum = [&](int u, int r, int i) {
     float y = 0.f;
     for (int k = 0; k < a.k_warps; k++) y += sums[((u * a.k_warps + k) * n + i) * STRIDE + r];
@@ -697,16 +703,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     __syncthreads();
     if (tid == 0) last[0] = atomicAdd(a.arrived + own, 1u) == (u32)a.splits - 1;
     __syncthreads();
-    if (!last[0]) {
-      if (a.low_blocks && tid == 0) leave(a);
-      return;
-    }
+    if (!last[0]) return;
     if (tid == 0) a.arrived[own] = 0;
-    if (a.low_blocks) low_is_there();
     __threadfence();
     __syncthreads();
   }
-  const auto finished = [&](int member, int u, int r, int at, int i) {
+  const auto finished = [&](int member, int u, int r, int at, int i, int early) {
     float y = 0.f;
     if (a.splits > 1)
       for (int s = 0; s < a.splits; s++) y += __ldcg(a.parts + s * part + ((here + u) * 16 + r) * n + i);
@@ -716,8 +718,16 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     if (bias) y += value(__ldg(bias + at), a.half);
     const LoraEntry entry = lora[member * COLUMNS + i];
     if (entry.rank) {
-      const float* low = a.low + (size_t)i * a.low_row + (size_t)member * a.low_member;
-      const float change = entry.scale * lora_product(entry.B + (size_t)at * entry.rank, low, entry.rank);
+      const float* low = lows + (i * a.members + member) * a.low_width;
+      float product;
+      if (early >= 0 && is_early(entry)) {
+        const float4* b = early ? first_B[1] : first_B[0];
+        product = dot_4(b[0], *(const float4*)low, 0.f);
+        if (entry.rank > 4) product = dot_4(b[1], *(const float4*)(low + 4), product);
+      } else {
+        product = lora_product(entry.B + (size_t)at * entry.rank, low, entry.rank);
+      }
+      const float change = entry.scale * product;
       y = rounded(y, a.half) + rounded(change, a.half);
     }
     return rounded(y, a.half);
@@ -726,11 +736,8 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     float y = 0.f, up = 0.f;
     int place = at + (unit.member > 0 ? a.rows[0] : 0) + (unit.member > 1 ? a.rows[1] : 0);
     if (a.gate == MULTIPLY) up = value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
-#pragma unroll 1
-    for (int m = a.gate == PAIR; m >= 0; m--) {
-      y = finished(unit.member + m, u + m, r, at, i);
-      if (m) up = y;
-    }
+    if (a.gate == PAIR) up = finished(unit.member + 1, u + 1, r, at, i, e == tid ? 1 : -1);
+    y = finished(unit.member, u, r, at, i, e == tid ? 0 : -1);
     if (a.gate) {
       y = rounded(activated(y, a.kind), a.half) * up;
       place = at;
@@ -745,16 +752,16 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       const float *f0, const float *f1, const float *f2, const u16 *b0, const u16 *b1, const u16 *b2, int r0, int r1,    \
       int r2, const u32 *table, const float *nested_code, const i64 *lora_A, int lora_A_stride, const i64 *lora_B,       \
       int lora_B_stride, const int *lora_rank, int lora_rank_stride, const float *lora_scale, int lora_scale_stride,     \
-      const int *slots, float *low, int low_row, int low_member, int low_width, int low_blocks, int members, int gate,   \
-      int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, u32 *flags, int units, int k_warps,      \
+      const int *slots, float *low, int low_row, int low_member, int low_width, int makers, int low_room, int members, int gate, \
+      int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, int units, int k_warps,      \
       int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units, \
       const u16 *residual, int residual_stride, const u16 *post, const u16 *next, const u16 *scalar, u16 *h, int h_stride,   \
       float eps, const u8 *ahead0, int pieces0, const u8 *ahead1, int pieces1
 #define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)             \
   {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0, f1, f2},   \
    {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride, lora_rank,              \
-   lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, low_blocks, members,     \
-   gate, kind, other, other_stride, parts, arrived, flags, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
+   lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, makers, low_room, members, \
+   gate, kind, other, other_stride, parts, arrived, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
    splits, grid, all_units, residual, post, next, scalar, residual_stride, h, h_stride, eps,  \
    ahead0, ahead1, pieces0, pieces1}
 #if HELD
@@ -789,13 +796,40 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
 extern "C" __global__ void lora_shrink(
     const u16* x, int x_stride, int n, int columns, int half, const i64* lora_A, int lora_A_stride, const int* lora_rank,
     int lora_rank_stride, const int* slots, float* low, int low_row, int low_member, int low_width, int members) {
-  __shared__ float sums[32];
+  __shared__ float sums[2 * LORA_WARPS];
+  const int tid = threadIdx.x % (LORA_WARPS * 32), group = threadIdx.x / (LORA_WARPS * 32), dots = n * members * low_width;
   Matvec a = {};
-  a.x = x, a.x_stride = x_stride, a.n = n, a.columns = columns, a.half = half;
-  a.lora_A = lora_A, a.lora_A_stride = lora_A_stride, a.lora_rank = lora_rank, a.lora_rank_stride = lora_rank_stride;
-  a.slots = slots, a.low = low, a.low_row = low_row, a.low_member = low_member, a.low_width = low_width, a.members = members;
+  a.n = n, a.columns = columns, a.lora_A = lora_A, a.lora_A_stride = lora_A_stride, a.lora_rank = lora_rank;
+  a.lora_rank_stride = lora_rank_stride, a.slots = slots, a.members = members;
   let_next_start();
-  shrink<false>(a, sums, blockIdx.x, gridDim.x, Plain{a.x, a.x_stride});
+  wait_for_previous();
+#pragma unroll 1
+  for (int from = blockIdx.x * 2; from < dots; from += gridDim.x * 2) {
+    const Dot dot = from + group < dots ? dot_of(a, from + group) : Dot{nullptr, 0, 0, 0};
+    float sum = 0.f;
+    if (dot.A) {
+      const u16* own = x + (size_t)dot.i * x_stride;
+      if ((((size_t)dot.A & 15) | ((size_t)own & 7) | (columns & 3)) == 0) {
+#pragma unroll 8
+        for (int at = tid; at < columns / 4; at += LORA_WARPS * 32) {
+          const float4 w = __ldg((const float4*)dot.A + at);
+          const uint2 v = __ldcg((const uint2*)own + at);
+          sum = dot_4(w, make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half)), sum);
+        }
+      } else {
+        for (int k = tid; k < columns; k += LORA_WARPS * 32) sum = fmaf(__ldg(dot.A + k), value(__ldcg(own + k), half), sum);
+      }
+    }
+    sum = warp_sum(sum);
+    if ((tid & 31) == 0) sums[threadIdx.x >> 5] = sum;
+    __syncthreads();
+    if (dot.A && tid == 0) {
+      float all = 0.f;
+      for (int w = 0; w < LORA_WARPS; w++) all += sums[group * LORA_WARPS + w];
+      low[(size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j] = all;
+    }
+    __syncthreads();
+  }
 }
 
 // y += scale B low for one layer that is not 4-bit. Grid: [blocks of outputs, n]. round_change: as over a quantized layer.

@@ -56,12 +56,13 @@ __device__ __forceinline__ void bring_near(const u8* p, int bytes) {
 #endif
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// What another block wrote before it raised the flag is seen after this.
-__device__ __forceinline__ u32 load_flag(const u32* p) {
+// One value from a block to others: it says itself whether it is there.
+__device__ __forceinline__ u32 look(const u32* p) {
   u32 v;
-  asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+__device__ __forceinline__ void publish(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 #define SPINS (1 << 22)  // seconds
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
