@@ -602,7 +602,7 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     [
         ((80, 33), held(1, 3, 4, 1, 16, 1, 8), False, True, True),
         ((48, 48), held(2, 4, 2, 2, 16, 1, 6), True, False, True),
-        ((32,), held(3, 2, 2, 2, 16, 1, 2), False, False, False),
+        ((32,), held(3, 2, 4, 1, 16, 1, 2), False, False, False),
         ((32,), held(5, 2, 8, 1, 16, 1, 2), False, True, True),  # a warp has two pieces of a row, the last one
     ],
 )
