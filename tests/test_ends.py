@@ -69,8 +69,12 @@ def test_rows_are_what_the_scaled_embeddings_give(dtype, kernel):
     model = text_model(dtype)
     tables, ids = (model.embed_tokens, model.embed_tokens_per_layer), torch.tensor([0, 49, 7, 7])
     module = cpu_module(1) if kernel else None
-    outs = [poisoned(4, table.weight.shape[1], dtype=dtype) for table in tables]
-    ends.rows(ids, [ends.Lookup(t.weight, scale_of(t), out) for t, out in zip(tables, outs, strict=True)], module)
+    outs, x = [poisoned(4, table.weight.shape[1], dtype=dtype) for table in tables], poisoned(4, 32, dtype=dtype)
+    lookups = [ends.Lookup(t.weight, scale_of(t), out) for t, out in zip(tables, outs, strict=True)]
+    norm = model.layers[0].input_layernorm
+    norm.weight.copy_(random(32, dtype=dtype, seed=9))
+    ends.rows(ids, lookups, module, norm=(norm.weight, norm.eps, x))
+    assert close(x, norm(outs[0])) if kernel else torch.equal(x, norm(outs[0]))
     assert torch.equal(outs[0], tables[0](ids[:, None])[:, 0])
     assert torch.equal(outs[1], model.get_per_layer_inputs(ids[:, None], None).view(4, -1))
     if kernel:  # not for float32
@@ -190,8 +194,12 @@ def test_rows_of_one_or_two_tables_and_places_of_a_ring(n, dtype):
         for lookups in (2, 1):
             room = [poisoned(n + 1, table.shape[1], dtype=dtype) for table in (wide, high)]
             given = [ends.Lookup(wide, 5.5, room[0][:n]), ends.Lookup(high, 16.0, room[1][:n], in_order=True)][:lookups]
-            places = torch.full((n + 1,), -3)
-            ends.rows(ids, given, module, ring=(positions, 512, places[:n]))
+            places, weight = torch.full((n + 1,), -3), None if lookups == 1 else random(1032, dtype=dtype, seed=4)
+            normed, wanted = poisoned(n + 1, 1032, dtype=dtype), poisoned(n, 1032, dtype=dtype)
+            norm = weight, 1e-6, normed[:n]
+            ends.rows(ids, given, module, norm=norm, ring=(positions, 512, places[:n]))
+            ends.fused.add_norm(None, wide[ids] * 5.5, None, weight, 1e-6, None, None, wanted)
+            assert close(normed[:n], wanted) and normed[n].isnan().all()
             assert torch.equal(room[0][:n], wide[ids] * 5.5) and room[0][n].isnan().all()
             assert torch.equal(room[1][:n], high[:n] * 16.0) if lookups == 2 else room[1].isnan().all()
             assert places.tolist() == [*(positions % 512).tolist(), -3]
@@ -262,14 +270,19 @@ def test_a_table_says_what_lies_on_the_device():
 # At load -------------------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ("v[i] *= scale;", "v[i] *= scale * 1.01f;", "rows"),
+    ("rounded(v[i] * scale, half) : _", "rounded(v[i] * scale * 1.01f, half) : _", "rows"),
+    ("v[i] = v[i] * r * w[i];", "v[i] = v[i] * r;", "rows"),
     ("% ring;", "% (ring + 1);", "rows"),
-    ("v[i] = rounded(v[i] * scale, half);", "v[i] = rounded(v[i], half);", "per_layer"),
+    (
+        "    v[i] = rounded(v[i] * scale, half);\n    sum",
+        "    v[i] = rounded(-v[i] * scale, half);\n    sum",
+        "per_layer",
+    ),
     ("+ o[i], half) * factor", ", half) * factor + o[i]", "per_layer"),
     ("a > b ? a : b", "a < b ? a : b", "likeliest"),
     ("(u64)order << 32 | (u32)~at", "(u64)order << 32 | (u32)at", "likeliest"),
     ("atomicExch(best + row, (u64)0)", "best[row]", "likeliest"),
-    ("  arrived[row] = 0;", "", "likeliest"),
+    ("arrived[row] = 0;", "", "likeliest"),
     ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "likeliest"),
     ("token < 0 ? 0 : token", "token", "likeliest"),
     ("(bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : ", "", "likeliest"),
@@ -310,7 +323,7 @@ def test_ends_that_are_wrong_or_slow_are_left_out_by_name(monkeypatch):
     for changed, why in (
         (source, None),
         (source, "slower here"),
-        (source.replace("*= scale;", "*= -scale;"), "rows of"),
+        (source.replace("rounded(v[i] * scale,", "rounded(-v[i] * scale,"), "rows of"),
     ):
         monkeypatch.setattr(kernels.ends, "load", lambda device, changed=changed: cpu_module(source=changed))
         chosen = kernels._choose([[[leaf]]], [], SIZES)

@@ -57,12 +57,6 @@ class Lookup:
     out: Tensor
     in_order: bool = False
 
-    @property
-    def fits(self) -> bool:
-        """Whether the kernel can read and write it in pieces of 8 values."""
-        both = (self.table, self.out)
-        return self.table.shape[1] % 8 == 0 and all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in both)
-
 
 def source() -> str:
     """Return the source as it is compiled."""
@@ -95,31 +89,39 @@ def _half(x: Tensor) -> int:
 
 def rows(
     ids: Tensor, lookups: Sequence[Lookup], module: nvrtc.Module | None = None, *,
-    ring: tuple[Tensor, int, Tensor] | None = None, dependent: bool | None = None,
+    norm: tuple[Tensor | None, float, Tensor] | None = None, ring: tuple[Tensor, int, Tensor] | None = None,
+    dependent: bool | None = None,
 ) -> None:  # fmt: skip
     """Write the scaled rows of ids [n] int64 of one or two tables.
 
-    ring: (positions [n], places, out [n]) int64: position % places is written too. An id that a table has no row for gives
-    values that are not numbers from the kernel, and is an error in torch (IndexError on a CPU).
+    norm: (weight [D] or None for 1, eps, out [n, D]): norm(row of the first table) * weight is written too. ring:
+    (positions [n], places, out [n]) int64: position % places is written too. An id that a table has no row for gives values
+    that are not numbers from the kernel, and is an error in torch (IndexError on a CPU).
     """
+    like, widths = lookups[0].out, [one.table.shape[1] for one in lookups]
+    tensors = [x for one in lookups for x in (one.table, one.out)] + ([] if norm is None else [norm[0], norm[2]])
     assert 1 <= len(lookups) <= 2 and (ring is None or ring[1] > 0)
     if (
-        module is None or not all(_runs(module, one.table) and one.fits for one in lookups) or not ids.is_contiguous()
-        or any(one.table.dtype != lookups[0].out.dtype or one.out.dtype != one.table.dtype for one in lookups)
+        module is None or not _runs(module, like) or not ids.is_contiguous() or widths[0] > fused.MAX_WIDTH
+        or any(width % 8 for width in widths)
+        or any(x.dtype != like.dtype or not x.is_contiguous() or x.data_ptr() % 16 for x in tensors if x is not None)
     ):  # fmt: skip
         for one in lookups:
             found = one.table[: ids.numel()] if one.in_order else functional.embedding(ids, one.table)
             one.out.copy_(found * one.scale)
+        if norm is not None:
+            fused.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2])
         if ring is not None:
             torch.remainder(ring[0], ring[1], out=ring[2])
         return
-    blocks = [-(-one.table.shape[1] // 1024) for one in lookups]
+    threads = max(128, -(-widths[0] // 256) * 32)
+    blocks = 1 + sum(-(-width // (8 * threads)) for width in widths[1:])
     given: list[nvrtc.Argument] = [ids]
-    for number, one in enumerate((*lookups, *[lookups[0]] * (2 - len(lookups)))):
+    for one in (*lookups, *[lookups[0]] * (2 - len(lookups))):
         given += [one.table, one.table.shape[0], one.table.shape[1], float(one.scale), int(one.in_order), one.out]
-        given += [blocks[0]] if number == 0 else []
+    given += [None, 0.0, None] if norm is None else [norm[0], float(norm[1]), norm[2]]
     given += [None, 1, None] if ring is None else list(ring)
-    module.launch("rows", (sum(blocks), ids.numel()), (128,), [*given, _half(lookups[0].table)], dependent=dependent)
+    module.launch("rows", (blocks, ids.numel()), (threads,), [*given, _half(like)], dependent=dependent)
 
 
 def per_layer(
@@ -235,6 +237,7 @@ class _Inputs:
             Lookup(random(count, width), random(1).item(), torch.full((n, width), math.nan, dtype=dtype, device=device))
             for width in widths
         ]
+        self.input_weight, self.normed = random(sizes.width), torch.full_like(self.lookups[0].out, math.nan)
         self.positions = torch.arange(n, device=device) * 517
         self.places = torch.full_like(self.positions, -1)
         self.product, self.own = random(n, layered), random(n, layered).view(n, sizes.layers, sizes.per_layer)
@@ -244,7 +247,8 @@ class _Inputs:
         self.following = torch.full_like(self.ids, -1)
 
     def rows(self, module: nvrtc.Module | None) -> None:
-        rows(self.ids, self.lookups, module, ring=(self.positions, 512, self.places))
+        norm = self.input_weight, 1e-6, self.normed
+        rows(self.ids, self.lookups, module, norm=norm, ring=(self.positions, 512, self.places))
 
     def per_layer(self, module: nvrtc.Module | None) -> None:
         per_layer(self.product, self.own, self.weight, 1e-6, self.weight.shape[0] ** -0.5, 2**-0.5, self.mixed, module)
@@ -278,12 +282,13 @@ def _wrong_front(module: nvrtc.Module, inputs: _Inputs, sizes: Sizes, n: int) ->
             lookups = [replace(one, table=one.table[:n].contiguous()) for one in lookups]
         inputs.lookups = lookups
         inputs.rows(module)
-        found = [*(one.out.clone() for one in lookups), inputs.places.clone()]
+        found, normed = [one.out.clone() for one in lookups] + [inputs.places.clone()], inputs.normed.clone()
         inputs.rows(None)
-        if not all(
-            torch.equal(a, b) for a, b in zip(found, [*(one.out for one in lookups), inputs.places], strict=True)
-        ):
+        wanted = [one.out for one in lookups] + [inputs.places]
+        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return f"rows of {[one.table.shape[1] for one in lookups]} values: not what the table holds"
+        if (error := fused.relative_error(normed, inputs.normed)) > fused.LARGEST_DIFFERENCE[normed.dtype]:
+            return f"rows of {sizes.width} values: relative error {error:.1e} of their norm"
     if sizes.per_layer:
         inputs.per_layer(module)
         mixed = inputs.mixed.clone()

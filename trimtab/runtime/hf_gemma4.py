@@ -138,12 +138,10 @@ class FusedStep:
         """next_tokens [count] int64: the likeliest tokens are written there too, 0 where there is none."""
         positions = self.cache.positions[:count]
         ids = self.tokens[:count]
-        h, own = self._rows(ids, positions)
+        h, x, own = self._rows(ids, positions)
         hidden = h[:, None]
         extra = self._per_layer(ids, hidden, own)
         turns = self._turns(hidden, positions)
-        x = self._buffer("x", h.shape, h.dtype)
-        self._add_norm(None, h, None, self._layers[0].input_layernorm, None, None, x)
         shared: dict[str, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(self._layers):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
@@ -151,9 +149,10 @@ class FusedStep:
             h, x = self._layer(layer, number, kind, turns[kind], shared, h, x, extra, following)
         return self._head(x, next_tokens)
 
-    def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the tokens' rows [n, D] and, where they were looked up at once, those of the layers' table [n, layers * P];
-        each row's place in a ring is written."""
+    def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
+        the layers' table [n, layers * P]; each row's place in a ring is written."""
+        norm = self._layers[0].input_layernorm
         count = ids.shape[0]
         ring = self._buffer("ring", (count,), torch.long)
         first = self._lookup("h", self.text.embed_tokens, count)
@@ -162,13 +161,18 @@ class FusedStep:
             hidden = self.text.embed_tokens(ids)
             h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
             h.copy_(hidden[:, 0])
-            return h, None
+            x = self._buffer("x", h.shape, h.dtype)
+            self._add_norm(None, h, None, norm, None, None, x)
+            return h, x, None
         second = None
         if self.text.hidden_size_per_layer_input:
             second = self._lookup("own", self.text.embed_tokens_per_layer, count)
         lookups = [first] if second is None else [first, second]
-        ends.rows(ids[:, 0], lookups, self.kernels.ends, ring=(positions, self.ring, ring))
-        return first.out, None if second is None else second.out
+        x = self._buffer("x", first.out.shape, first.out.dtype)
+        ends.rows(
+            ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring)
+        )
+        return first.out, x, None if second is None else second.out
 
     def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
         """Return what the kernel reads for a table without adapters whose rows are on the device, None for another."""

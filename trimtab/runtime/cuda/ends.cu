@@ -2,35 +2,49 @@
 // the scores in float32 with the likeliest token. Read runtime/ends.py first: it says what each kernel computes and in which
 // shapes. n rows, one token each. values.cuh stands in front of this. `rounded` stands where transformers' modules round.
 
-// Row `id` of up to two tables times the table's scale, and each row's place in a ring. A thread is 8 values, the first
-// `blocks` blocks are the first table's. in_order: row i is table row i. A table without such a row gives values that are
-// not numbers. Grid: [blocks of both tables, n].
-extern "C" __global__ void __launch_bounds__(128) rows(
-    const i64* ids, const u16* table0, int count0, int width0, float scale0, int in_order0, u16* out0, int blocks,
-    const u16* table1, int count1, int width1, float scale1, int in_order1, u16* out1, const i64* positions, int ring,
-    i64* places, int half) {
-  const bool first = (int)blockIdx.x < blocks;
+// Row `id` of up to two tables times the table's scale, the norm of the first one's row, and each row's place in a ring. A
+// thread is 8 values, block 0 the first table's row. in_order: row i is table row i. A table without such a row gives values
+// that are not numbers. Grid: [1 + blocks of the second table, n].
+extern "C" __global__ void __launch_bounds__(1024) rows(
+    const i64* ids, const u16* table0, int count0, int width0, float scale0, int in_order0, u16* out0, const u16* table1,
+    int count1, int width1, float scale1, int in_order1, u16* out1, const u16* weight, float eps, u16* normed,
+    const i64* positions, int ring, i64* places, int half) {
+  __shared__ float sums[32];
+  const bool first = blockIdx.x == 0;
   const int row = blockIdx.y, width = first ? width0 : width1;
-  const int at = ((first ? blockIdx.x : blockIdx.x - blocks) * 128 + threadIdx.x) * 8;
+  const int at = ((first ? 0 : blockIdx.x - 1) * blockDim.x + threadIdx.x) * 8;
+  const bool live = at < width;
+  float v[8] = {}, w[8];
   let_next_start();
+  // Weights do not come from the kernel in front.
+#pragma unroll
+  for (int i = 0; i < 8; i++) w[i] = 1.f;
+  if (first && live && normed && weight) load<8>(w, weight + at, half);
   wait_for_previous();
-  if (places && blockIdx.x == 0 && threadIdx.x == 0) {
+  const i64 id = (first ? in_order0 : in_order1) ? row : __ldcg(ids + row);
+  const size_t to = (size_t)row * width + at;
+  if (live) {
+    const bool known = id >= 0 && id < (first ? count0 : count1);
+    const float scale = first ? scale0 : scale1;
+    if (known) load<8>(v, (first ? table0 : table1) + (size_t)id * width + at, half);
+#pragma unroll
+    for (int i = 0; i < 8; i++) v[i] = known ? rounded(v[i] * scale, half) : __uint_as_float(0x7fc00000);
+    store<8>((first ? out0 : out1) + to, v, half);
+  }
+  if (!first) return;
+  if (places && threadIdx.x == 0) {
     const i64 place = __ldcg(positions + row) % ring;
     places[row] = place < 0 ? place + ring : place;
   }
-  if (at >= width) return;
-  const i64 id = (first ? in_order0 : in_order1) ? row : __ldcg(ids + row);
-  float v[8];
-  if (id < 0 || id >= (first ? count0 : count1)) {
+  if (!normed) return;
+  float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] = __uint_as_float(0x7fc00000);
-  } else {
-    const float scale = first ? scale0 : scale1;
-    load<8>(v, (first ? table0 : table1) + (size_t)id * width + at, half);
+  for (int i = 0; i < 8; i++) sum = fmaf(v[i], v[i], sum);
+  const float r = rsqrtf(block_sum(sum, sums) / width + eps);
+  if (!live) return;
 #pragma unroll
-    for (int i = 0; i < 8; i++) v[i] *= scale;
-  }
-  store<8>((first ? out0 : out1) + (size_t)row * width + at, v, half);
+  for (int i = 0; i < 8; i++) v[i] = v[i] * r * w[i];
+  store<8>(normed + to, v, half);
 }
 
 // out = (norm(product scale) weight + own) factor. A warp is one layer of one row, a lane 8 of its values, so that a layer has
@@ -84,22 +98,15 @@ __device__ __forceinline__ void likeliest(
   __shared__ u64 found[8];
   const int row = blockIdx.y, at = (blockIdx.x * 256 + threadIdx.x) * V, lane = threadIdx.x & 31;
   u64 most = 0;
+  float v[V];
   let_next_start();
   wait_for_previous();
   if (at < width) {
-    float v[V];
     load<V>(v, logits + (size_t)row * stride + at, half);
     if (cap > 0.f) {
       // A quotient by a plain number is a product with its inverse on a GPU, in torch too.
 #pragma unroll
       for (int i = 0; i < V; i++) v[i] = rounded(rounded(tanhf(rounded(v[i] * inverse, half)), half) * cap, half);
-    }
-    float* to = scores + (size_t)row * width + at;
-    if constexpr (V == 8) {
-      *(float4*)to = make_float4(v[0], v[1], v[2], v[3]);
-      *(float4*)(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
-    } else {
-      *to = v[0];
     }
 #pragma unroll
     for (int i = 0; i < V; i++) most = larger(most, ranked(v[i], at + i));
@@ -108,17 +115,28 @@ __device__ __forceinline__ void likeliest(
   for (int d = 16; d; d /= 2) most = larger(most, __shfl_xor_sync(ALL, most, d));
   if (lane == 0) found[threadIdx.x >> 5] = most;
   __syncthreads();
-  if (threadIdx.x) return;
-  for (int w = 1; w < 8; w++) most = larger(most, found[w]);
-  atomicMax(best + row, most);
-  __threadfence();
-  if (atomicAdd(arrived + row, 1u) != gridDim.x - 1) return;
-  __threadfence();
-  most = atomicExch(best + row, (u64)0);
-  arrived[row] = 0;
-  const i64 token = (u32)(most >> 32) == 0xffffffffu ? -1 : (i64)(u32)~(u32)most;
-  greedy[row] = token;
-  if (following) following[(size_t)row * following_stride] = token < 0 ? 0 : token;
+  if (threadIdx.x == 0) {
+    for (int w = 1; w < 8; w++) most = larger(most, found[w]);
+    atomicMax(best + row, most);
+    __threadfence();
+    if (atomicAdd(arrived + row, 1u) == gridDim.x - 1) {
+      __threadfence();
+      most = atomicExch(best + row, (u64)0);
+      arrived[row] = 0;
+      const i64 token = (u32)(most >> 32) == 0xffffffffu ? -1 : (i64)(u32)~(u32)most;
+      greedy[row] = token;
+      if (following) following[(size_t)row * following_stride] = token < 0 ? 0 : token;
+    }
+  }
+  // Not earlier: the fence would wait for them.
+  if (at >= width) return;
+  float* to = scores + (size_t)row * width + at;
+  if constexpr (V == 8) {
+    *(float4*)to = make_float4(v[0], v[1], v[2], v[3]);
+    *(float4*)(to + 4) = make_float4(v[4], v[5], v[6], v[7]);
+  } else {
+    *to = v[0];
+  }
 }
 #define LIKELIEST(name, V)                                                                                              \
   extern "C" __global__ void __launch_bounds__(256) name(                                                               \
