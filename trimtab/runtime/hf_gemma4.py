@@ -178,11 +178,11 @@ class FusedStep:
         """Return what the kernel reads for a table without adapters whose rows are on the device, None for another."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
             return None
-        found = table.held()
-        if found is None or found[0].dtype != table.dtype:
+        found, scale = table.held(), self._scales.get(table)
+        if found is None or scale is None or found[0].dtype != table.dtype:
             return None
         out = self._buffer(name, (count, found[0].shape[1]), found[0].dtype)
-        return ends.Lookup(found[0], self._scales[table], out, in_order=found[1])
+        return ends.Lookup(found[0], scale, out, in_order=found[1])
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
