@@ -25,8 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.request import DECODE_MODES, check_choice
-from trimtab.runtime import hf_slots, short_ops, tiers
-from trimtab.runtime.ends import with_likeliest
+from trimtab.runtime import ends, hf_slots, short_ops, tiers
 from trimtab.runtime.kernels import BUCKETS, Kernels
 
 if TYPE_CHECKING:
@@ -249,20 +248,14 @@ class Steps:
         logits: Tensor = found.logits[:, -1]
         return logits
 
-    def _finish(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
+    def _finish(self, step: Any, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             if self._fused is not None and step is self._fused:
-                return self._fused(count)
-            return with_likeliest(step(count).float())
+                return self._fused(count, next_tokens)
+            return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
 
     def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
-        following = self.batch.tokens[:count, 0]
-        with torch.no_grad():
-            if self._fused is not None and step is self._fused:
-                return self._fused(count, following)
-            logits, greedy = with_likeliest(step(count).float())
-            following.copy_(greedy.clamp(min=0))
-        return logits, greedy
+        return self._finish(step, count, self.batch.tokens[:count, 0])
 
     def _places(self) -> int:
         longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead

@@ -169,9 +169,11 @@ class FusedStep:
             second = self._lookup("own", self.text.embed_tokens_per_layer, count)
         lookups = [first] if second is None else [first, second]
         x = self._buffer("x", first.out.shape, first.out.dtype)
+        # The first of a graph: there is nothing in front to overlap with.
         ends.rows(
-            ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring)
-        )
+            ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring),
+            dependent=False,
+        )  # fmt: skip
         return first.out, x, None if second is None else second.out
 
     def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
