@@ -12,7 +12,7 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
-from trimtab.runtime import fused, graphs, kernels, matvec, nvrtc
+from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
@@ -35,7 +35,9 @@ def on_cpu(monkeypatch):
             module.kept[options] = run.CpuModule(fused.source("attend.cu"), fused.ATTEND_NAMES, options=options)
         return module.kept[options]
 
-    chosen = kernels.Kernels(small, products)
+    both_ends = run.CpuModule(ends.source(), ends.NAMES)
+    ends.prepare(both_ends)
+    chosen = kernels.Kernels(small, products, ends=both_ends)
     monkeypatch.setattr(nvrtc, "why_not", lambda device: None)
     monkeypatch.setattr(fused, "load_attention", attention)
     monkeypatch.setattr(graphs.Kernels, "none", staticmethod(lambda: chosen))
@@ -63,6 +65,7 @@ def test_adapters_by_table_serve_families_without_a_fused_step(on_cpu, replayed,
             wanted, found = eager.logits(), batch.logits()
             assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
         assert batch.steps.captures == 1 and on_cpu.matvec.launches.count("lora_shrink") > 20
+        assert {name.partition("_")[0] for name in on_cpu.ends.launches} == {"likeliest"}
 
 
 def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):
@@ -91,3 +94,30 @@ def test_a_step_of_mixed_rows_from_the_kernels_is_the_modules(on_cpu, replayed):
         assert batch.steps.captures == captured == 1 and batch.steps.fallbacks == []
         assert "matvec_4" in on_cpu.matvec.launches
         assert len(on_cpu.small.launches) > 50
+        counted = [on_cpu.ends.launches.count(name) for name in ("rows", "per_layer", "likeliest_8")]
+        # Here the modules' steps end with the kernel too.
+        assert counted[0] == counted[1] == counted[2] - 3 > 2
+
+
+@pytest.mark.parametrize("place", ["resident", "streamed"])
+def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, replayed, place):  # noqa: F811
+    """Tables on the device and tables whose rows are staged; an adapter leaves the ends alone."""
+    asked = [ASKED[0], ASKED[1], ASKED[5]]
+    with demo(place) as model:
+        on_cpu.small = on_cpu.matvec = None
+        expected, batch = (joined(model, "fused", asked, rows=4) for _ in range(2))
+        for _ in range(3):
+            tokens, found = [], []
+            for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
+                one.steps.kernels = kernels.Kernels(ends=kernels_of_ends)
+                scores, greedy = one._forward()
+                one._advance()
+                tokens.append(one.tokens[:3, 0].tolist())
+                found.append(scores.clone())
+                assert greedy.tolist() == tokens[-1] == scores.argmax(-1).tolist()
+                for row, token in zip(one.active, tokens[-1], strict=True):
+                    row.token_ids.append(token)
+            # A tanh that is one float32 step away may round to the other side.
+            assert tokens[0] == tokens[1] and int((found[0] != found[1]).sum()) <= 2
+            assert (found[0] - found[1]).abs().max() <= 2**-7 * found[0].abs().max()
+        assert on_cpu.ends.launches == ["rows", "likeliest_8"] * 4  # captured, then three steps

@@ -16,8 +16,8 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.ends import with_likeliest
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -232,7 +232,7 @@ def test_a_row_whose_scores_are_not_numbers_ends_alone(model, engine, monkeypatc
         for row in self.active:
             if row.adapter == "specialist" and len(row.answer_ids) == 2:
                 logits[row.number, 7] = float("nan")
-        return graphs.with_likeliest(logits)
+        return with_likeliest(logits)
 
     expected = model.answer(LOOK, max_new_tokens=40).text
     monkeypatch.setattr(Batch, "_forward", broken)

@@ -1,4 +1,4 @@
-"""The package's own kernel modules on the CPU: what `fused.load` and `matvec.load` give on a GPU.
+"""The package's own kernel modules on the CPU: what `fused.load`, `matvec.load` and `ends.load` give on a GPU.
 
 Pass them where a `nvrtc.Module` goes; `launches` says which kernels ran.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import fused, matvec
+from trimtab.runtime import ends, fused, matvec
 
 
 class _Kept(dict):
@@ -40,6 +40,13 @@ def products(order: int = 0, *, multiprocessors: int = 16) -> CpuModule:
     """Return the kernels of runtime/matvec.py."""
     module = CpuModule(matvec.source(), matvec.NAMES, order=order, multiprocessors=multiprocessors)
     matvec.prepare(module)
+    return module
+
+
+def step_ends(order: int = 0, *, source: str | None = None) -> CpuModule:
+    """Return the kernels of runtime/ends.py."""
+    module = CpuModule(source or ends.source(), ends.NAMES, order=order)
+    ends.prepare(module)
     return module
 
 

@@ -27,6 +27,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import graphs, hf_generate, hf_slots
 from trimtab.runtime.chat import Inputs, check_fits
+from trimtab.runtime.ends import with_likeliest
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import HeldAdapter
@@ -210,7 +211,7 @@ class Batch:
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
-            found = self._draw(row, prompt.logits, int(graphs.with_likeliest(prompt.logits)[1]))
+            found = self._draw(row, prompt.logits, int(with_likeliest(prompt.logits)[1]))
         except BaseException:
             self.leave(row)  # without a token it could not take part in a step
             raise

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.request import DECODE_MODES, check_choice
-from trimtab.runtime import hf_slots, short_ops, tiers
+from trimtab.runtime import ends, hf_slots, short_ops, tiers
 from trimtab.runtime.kernels import BUCKETS, Kernels
 
 if TYPE_CHECKING:
@@ -43,13 +43,6 @@ NODES_BYTES = 48 * 2**20
 _TABLE = "table"
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
 SMALLEST_PLACES = 256
-
-
-def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores [..., V] and the likeliest token of each row [...], -1 where a score is not a number."""
-    best, token = logits.max(dim=-1)
-    # The largest of scores of which one is not a number is not a number.
-    return logits, torch.where(best.isnan(), -1, token)
 
 
 def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
@@ -221,7 +214,7 @@ class Steps:
         return any(row.token_ids[-1] in self._placeholders for row in self.batch.active)
 
     def _eager(
-        self, count: int, names: Sequence[str | None], step: Callable[[int], Tensor]
+        self, count: int, names: Sequence[str | None], step: Any
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         self.batch.cache.seen_places = self._places()
         self.model.route.set_rows(names)
@@ -255,15 +248,14 @@ class Steps:
         logits: Tensor = found.logits[:, -1]
         return logits
 
-    @staticmethod
-    def _finish(step: Any, count: int) -> tuple[Tensor, Tensor]:
+    def _finish(self, step: Any, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
-            return with_likeliest(step(count).float())
+            if self._fused is not None and step is self._fused:
+                return self._fused(count, next_tokens)
+            return ends.likeliest(step(count), None, next_tokens, self.kernels.ends)
 
     def _finish_and_go_on(self, step: Any, count: int) -> tuple[Tensor, Tensor]:
-        logits, greedy = self._finish(step, count)
-        self.batch.tokens[:count, 0].copy_(greedy.clamp(min=0))
-        return logits, greedy
+        return self._finish(step, count, self.batch.tokens[:count, 0])
 
     def _places(self) -> int:
         longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
@@ -293,7 +285,7 @@ class Steps:
     def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
         padded = [*names, *[None] * (bucket - count)]
-        step: Callable[[int], Tensor] = self._short
+        step: Any = self._short
         kind = "modules"
         slots = self._slots_for(names)
         if self.mode != "graph" and bucket <= self.kernels.most_rows:
@@ -392,7 +384,7 @@ class Steps:
                 table.stage(ids, max(self.batch.rows, bucket))
 
     def _capture(
-        self, key: tuple[Hashable, ...], step: Callable[[int], Tensor], bucket: int, names: Sequence[str | None],
+        self, key: tuple[Hashable, ...], step: Any, bucket: int, names: Sequence[str | None],
         slots: AdapterSlots | None,
     ) -> _Captured | None:  # fmt: skip
         start = time.perf_counter()

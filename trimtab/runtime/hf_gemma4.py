@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import fused, lora, matvec
+from trimtab.runtime import ends, fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
-from trimtab.runtime.tiers import Leaf, ResidentLeaf
+from trimtab.runtime.tiers import Leaf, ResidentLeaf, Table
 
 if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels
@@ -63,7 +63,16 @@ def choose_kernels(hf_model: Any, rows: int) -> Kernels:
     front = getattr(text_model(hf_model), "per_layer_model_projection", None)
     if isinstance(front, Leaf):
         groups.setdefault((front.in_features, front.out_features), []).append([front])
-    return Kernels.choose(list(groups.values()), list(attention), rows=rows)
+    return Kernels.choose(list(groups.values()), list(attention), rows=rows, sizes=_sizes(hf_model))
+
+
+def _sizes(hf_model: Any) -> ends.Sizes:
+    config = text_model(hf_model).config
+    per_layer = config.hidden_size_per_layer_input or 0
+    return ends.Sizes(
+        config.vocab_size, config.hidden_size, config.final_logit_softcapping,
+        config.num_hidden_layers if per_layer else 0, per_layer,
+    )  # fmt: skip
 
 
 def _products(layer: Any) -> list[list[Leaf]]:
@@ -90,8 +99,14 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
     return [leaf.packed().parts["weight"] for leaf in leaves if isinstance(leaf, ResidentLeaf)]
 
 
+def _scale(table: Table) -> float:
+    """Return what a table's rows are multiplied by, in their own type. Reads the device."""
+    return 1.0 if table.embed_scale is None else float(table.embed_scale.to(table.dtype))
+
+
 class FusedStep:
-    """A step of the rows of a cache: `step(count)` gives the logits [count, V] of tokens[:count] at the cache's positions.
+    """A step of the rows of a cache: `step(count)` gives the scores [count, V] float32 of tokens[:count] at the cache's
+    positions, and the likeliest token of each row [count] int64, -1 where its scores are not numbers.
 
     tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache.
     """
@@ -110,6 +125,8 @@ class FusedStep:
         front = getattr(self.text, "per_layer_model_projection", None)
         if isinstance(front, Leaf):
             self._is_ours[front] = self._can_multiply([front])
+        tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
+        self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -126,26 +143,60 @@ class FusedStep:
 
     # The step ----------------------------------------------------------------------------------------------------------
 
-    def __call__(self, count: int) -> Tensor:
+    def __call__(self, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """next_tokens [count] int64: the likeliest tokens are written there too, 0 where there is none."""
         positions = self.cache.positions[:count]
         if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
             slots.empty(count)
-        torch.remainder(positions, self.ring, out=self._buffer("ring", (count,), torch.long))
         ids = self.tokens[:count]
-        hidden = self.text.embed_tokens(ids)
-        extra = self._per_layer(ids, hidden)
+        h, x, own = self._rows(ids, positions)
+        hidden = h[:, None]
+        extra = self._per_layer(ids, hidden, own)
         turns = self._turns(hidden, positions)
-        h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
-        h.copy_(hidden[:, 0])
-        x = self._buffer("x", h.shape, h.dtype)
-        self._add_norm(None, h, None, self._layers[0].input_layernorm, None, None, x)
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
         for number, layer in enumerate(self._layers):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
             kind = self.config.layer_types[number]
             x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
-        return self._head(self._normed(x, norm))
+        return self._head(self._normed(x, norm), next_tokens)
+
+    def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
+        the layers' table [n, layers * P]; each row's place in a ring is written."""
+        norm = self._layers[0].input_layernorm
+        count = ids.shape[0]
+        ring = self._buffer("ring", (count,), torch.long)
+        first = self._lookup("h", self.text.embed_tokens, count)
+        if first is None:
+            torch.remainder(positions, self.ring, out=ring)
+            hidden = self.text.embed_tokens(ids)
+            h = self._buffer("h", (count, hidden.shape[-1]), hidden.dtype)
+            h.copy_(hidden[:, 0])
+            x = self._buffer("x", h.shape, h.dtype)
+            self._add_norm(None, h, None, norm, None, None, x)
+            return h, x, None
+        second = None
+        if self.text.hidden_size_per_layer_input:
+            second = self._lookup("own", self.text.embed_tokens_per_layer, count)
+        lookups = [first] if second is None else [first, second]
+        x = self._buffer("x", first.out.shape, first.out.dtype)
+        # The first of a graph: there is nothing in front to overlap with.
+        ends.rows(
+            ids[:, 0], lookups, self.kernels.ends, norm=(norm.weight, norm.eps, x), ring=(positions, self.ring, ring),
+            dependent=False,
+        )  # fmt: skip
+        return first.out, x, None if second is None else second.out
+
+    def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
+        """Return what the kernel reads for a table without adapters whose rows are on the device, None for another."""
+        if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
+            return None
+        found, scale = table.held(), self._scales.get(table)
+        if found is None or scale is None or found[0].dtype != table.dtype:
+            return None
+        out = self._buffer(name, (count, found[0].shape[1]), found[0].dtype)
+        return ends.Lookup(found[0], scale, out, in_order=found[1])
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
@@ -309,27 +360,28 @@ class FusedStep:
             (post or following).eps, scalar, out_h, out_x, self.kernels.small,
         )  # fmt: skip
 
-    def _per_layer(self, ids: Tensor, hidden: Tensor) -> Tensor | None:
-        """Return each layer's own input of the tokens: [n, layers, P]."""
+    def _per_layer(self, ids: Tensor, hidden: Tensor, own: Tensor | None) -> Tensor | None:
+        """Return each layer's own input of the tokens: [n, layers, P]. own: their rows of the layers' table, if looked up."""
         if not self.text.hidden_size_per_layer_input:
             return None
-        own = self.text.get_per_layer_inputs(ids, hidden)
+        if own is None:
+            own = self.text.get_per_layer_inputs(ids, hidden)
+        own = own.view(len(ids), 1, -1, self.text.hidden_size_per_layer_input)
         projection = self.text.per_layer_model_projection
         if isinstance(projection, Leaf) and self._is_ours.get(projection) and not projection.adapters:
             # As project_per_layer_inputs does it, its product from our kernel.
-            made = self._products([projection], hidden[:, 0]) * self.text.per_layer_model_projection_scale
-            made = self.text.per_layer_projection_norm(made.view(own[:, 0].shape))
-            both: Tensor = (made + own[:, 0]) * self.text.per_layer_input_scale
-            return both
+            norm, out = self.text.per_layer_projection_norm, self._buffer("extra", own[:, 0].shape, hidden.dtype)
+            ends.per_layer(
+                self._products([projection], hidden[:, 0]), own[:, 0], norm.weight, norm.eps,
+                self.text.per_layer_model_projection_scale, self.text.per_layer_input_scale, out, self.kernels.ends,
+            )  # fmt: skip
+            return out
         extra: Tensor = self.text.project_per_layer_inputs(hidden, own)
         return extra[:, 0]
 
-    def _head(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.hf_model.lm_head(x)
+    def _head(self, x: Tensor, next_tokens: Tensor | None) -> tuple[Tensor, Tensor]:
         cap = self.config.final_logit_softcapping
-        if cap is None:
-            return logits
-        return torch.tanh(logits / cap) * cap
+        return ends.likeliest(self.hf_model.lm_head(x), cap, next_tokens, self.kernels.ends)
 
     # Buffers -----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, fused, matvec
+from trimtab.runtime import cuts, ends, fused, matvec
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 # The matrix-vector kernels decode each weight once for up to so many rows.
@@ -28,13 +28,14 @@ _CALLS = 10
 _TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
+ENDS = "fused ends of a step"
 
 
 @dataclass(eq=False)
 class Kernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. left_out: name -> reason. measured_us: name -> (ours, torch's or
-    bitsandbytes') for one row.
+    4-bit weights and LoRA. ends: tables in front of the layers, scores behind the head. left_out: name -> reason.
+    measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured."""
 
     small: Any = None
@@ -43,11 +44,12 @@ class Kernels:
     measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
     most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
+    ends: Any = None
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [module for module in (self.small, self.matvec) if module is not None]
+        modules = [module for module in (self.small, self.matvec, self.ends) if module is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -77,24 +79,26 @@ class Kernels:
 
     @property
     def is_empty(self) -> bool:
+        """Whether there is nothing for the layers; the ends alone do not pay for a step of our own."""
         return self.small is None and self.matvec is None
 
     @staticmethod
     def choose(
-        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int
+        groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
+        sizes: ends.Sizes | None = None,
     ) -> Kernels:  # fmt: skip
         """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
 
         groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
-        heads, head size) of each kind of layer.
+        heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
         """
         leaf = groups[0][0][0]
         shapes = [
             (one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups
         ]
-        key = (str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes))
+        key = (str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
         if key not in _CHOSEN:
-            _CHOSEN[key] = _choose(groups, attention)
+            _CHOSEN[key] = _choose(groups, attention, sizes)
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
             chosen.tune(groups, leaf.dtype, [n for n in BUCKETS if n <= rows])
@@ -163,7 +167,9 @@ def shape_of(group: Sequence[Leaf]) -> str:
 _CHOSEN: dict[Any, Kernels] = {}
 
 
-def _choose(groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]]) -> Kernels:
+def _choose(
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None
+) -> Kernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
@@ -177,7 +183,12 @@ def _choose(groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tupl
     products = _tried(
         PRODUCTS, left_out, lambda: matvec.load(device), lambda module: _wrong_products(module, first, dtype, measured)
     )
-    return Kernels(small, products, left_out, measured)
+    chosen = Kernels(small, products, left_out, measured)
+    if sizes is not None and not chosen.is_empty:
+        chosen.ends = _tried(
+            ENDS, left_out, lambda: ends.load(device), lambda module: _wrong_ends(module, sizes, dtype, measured)
+        )
+    return chosen
 
 
 def _tried(
@@ -213,6 +224,19 @@ def _wrong_small(
     measured.update(found)
     ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
+
+
+def _wrong_ends(
+    module: Any, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[Any, tuple[float, float]]
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels of a step's two ends, or that torch is faster at all of them together."""
+    why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
+    if why is not None:
+        return why
+    found = ends.measure(module, graph_us, sizes, dtype=dtype)
+    measured.update(found)
+    ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for both ends"
 
 
 def _wrong_products(

@@ -592,6 +592,11 @@ class Table(nn.Module):
         """Return the unscaled rows of ids on the execution device."""
         raise NotImplementedError
 
+    def held(self) -> tuple[Tensor, bool] | None:
+        """Return what `rows` reads on the execution device [V, D], and whether its rows are those of the ids in order
+        (instead of by id); None if they come from elsewhere."""
+        return None
+
     def forward(self, ids: Tensor) -> Tensor:
         rows = self.rows(ids)
         if self.embed_scale is not None:
@@ -608,6 +613,9 @@ class ResidentTable(Table):
 
     def rows(self, ids: Tensor) -> Tensor:
         return nn.functional.embedding(ids, self.weight)
+
+    def held(self) -> tuple[Tensor, bool] | None:
+        return self.weight, False
 
     def dense_rows(self) -> Tensor:
         return self.weight
@@ -657,6 +665,9 @@ class GatheredTable(Table):
         flat = ids.reshape(-1).cpu()
         rows = self._gather(flat).to(self.device, non_blocking=True)
         return rows.view(*ids.shape, self.embedding_dim)
+
+    def held(self) -> tuple[Tensor, bool] | None:
+        return (self._staged, True) if self.reads_staged and self._staged is not None else None
 
 
 class FileRows:
