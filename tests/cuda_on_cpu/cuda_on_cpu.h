@@ -82,6 +82,7 @@ inline uint3 block_index;
 inline dim3 block_size, grid_size;
 inline unsigned char* shared_memory;
 inline int votes;
+inline bool postponed;
 inline std::string error;
 inline void (*body)(void*);
 inline void* body_args;
@@ -135,7 +136,10 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
       const int first = w * 32, lanes = count - first < 32 ? count - first : 32;
       do
         for (int l : lane_order)
-          if (l < lanes && fibers[first + l].wait == RUNS) resume(fibers[first + l]);
+          if (l < lanes && fibers[first + l].wait == RUNS) {
+            resume(fibers[first + l]);
+            if (postponed) return true;
+          }
       while (release_warp(first, lanes));
     }
     bool any = false;
@@ -163,8 +167,7 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
 }
 
 // shared_memory holds shared_bytes between two guards. Returns 0, or 1 with `error` set.
-// The first `leading` blocks run first whatever the order: others may wait for them.
-inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order, size_t leading) {
+inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
   error.clear();
   block_size = {block[0], block[1], block[2]};
   grid_size = {grid[0], grid[1], grid[2]};
@@ -191,8 +194,12 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     for (size_t i = 0; i < length; i++) numbers[i] = (int)(order == 1 ? length - 1 - i : i);
     for (size_t i = length; order > 1 && i-- > 1;) std::swap(numbers[i], numbers[random() % (i + 1)]);
   };
-  for (size_t turn = 0; turn < blocks; turn++) {
-    const size_t b = order == 1 && turn >= leading ? blocks - 1 - (turn - leading) : turn;
+  std::vector<size_t> left;
+  for (size_t turn = 0; turn < blocks; turn++) left.push_back(order == 1 ? blocks - 1 - turn : turn);
+  size_t in_vain = 0;
+  for (size_t turn = 0; turn < left.size(); turn++) {
+    const size_t b = left[turn];
+    postponed = false;
     block_index = {(unsigned)(b % grid[0]), (unsigned)(b / grid[0] % grid[1]), (unsigned)(b / grid[0] / grid[1])};
     memset(shared_memory - GUARD_BYTES, 0xff, shared_bytes + 2 * GUARD_BYTES);  // not a number, until written
     mix(warp_order);
@@ -212,6 +219,12 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
       makecontext(&fiber.first, entry, 0);
     }
     if (!run_block(warp_order, lane_order)) return 1;
+    if (postponed) {
+      left.push_back(b);
+      if (++in_vain > blocks) return error = "blocks wait for a value that no other makes", 1;
+      continue;
+    }
+    in_vain = 0;
     for (int i = 0; i < GUARD_BYTES; i++)
       if (shared_memory[-1 - i] != 0xff || shared_memory[shared_bytes + i] != 0xff)
         return error = "a block wrote outside of its shared memory", 1;
@@ -242,12 +255,11 @@ struct Bound {
   }
 };
 template <typename... A>
-int start(void (*kernel)(A...), void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order,
-          int leading) {
+int start(void (*kernel)(A...), void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
   Bound<A...> bound = {kernel, args};
   body = Bound<A...>::run;
   body_args = &bound;
-  return launch(grid, block, shared_bytes, order, leading);
+  return launch(grid, block, shared_bytes, order);
 }
 
 inline Warp& warp() { return warps[now->warp]; }
@@ -464,7 +476,11 @@ static inline void fill(unsigned char* to, int stride, const unsigned char* from
   if (lane == 0) barrier_arrive(barrier);
 }
 #define SPINS 8  // whoever runs later does not run meanwhile
-static inline void __trap() { fprintf(stderr, "a block waits for one that starts later\n"), abort(); }
+// A block that waits for another one begins anew when others have run: until then it must have changed nothing.
+static inline void __trap() {
+  cuda_on_cpu::postponed = true;
+  cuda_on_cpu::pause(cuda_on_cpu::DONE, 0, "__trap");
+}
 static inline void wait_for_previous() {}
 static inline void let_next_start() {}
 

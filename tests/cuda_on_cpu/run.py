@@ -48,9 +48,8 @@ def _library(source: str, names: tuple[str, ...], defines: tuple[str, ...]) -> c
     for name in names:
         text += f"""
 extern "C" const char* cpu_signature_{name}() {{ return cuda_on_cpu::signature({name}); }}
-extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order,
-    int leading) {{
-  return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order, leading);
+extern "C" int cpu_start_{name}(void** args, const unsigned* grid, const unsigned* block, int shared_bytes, int order) {{
+  return cuda_on_cpu::start({name}, args, grid, block, shared_bytes, order);
 }}
 """
     key = hashlib.sha256(repr((text, HEADER.read_text(encoding="utf-8"), defines)).encode()).hexdigest()[:24]
@@ -80,7 +79,6 @@ def _start(
     values: Sequence[Any],
     shared_bytes: int,
     order: int,
-    leading: int = 0,
 ) -> None:
     wanted = getattr(library, f"cpu_signature_{name}")().decode()
     kinds = {ctypes.c_void_p: "p", ctypes.c_int: "i", ctypes.c_int64: "l", ctypes.c_float: "f"}
@@ -89,7 +87,7 @@ def _start(
         at = next((i for i, (a, b) in enumerate(zip(given, wanted)) if a != b), min(len(given), len(wanted)))
         raise LaunchError(f"{name} takes ({wanted}), not ({given}); they differ from argument {at} on")
     pointers = (ctypes.c_void_p * len(values))(*[ctypes.cast(ctypes.byref(v), ctypes.c_void_p) for v in values])
-    if getattr(library, f"cpu_start_{name}")(pointers, _three(grid), _three(block), shared_bytes, order, leading):
+    if getattr(library, f"cpu_start_{name}")(pointers, _three(grid), _three(block), shared_bytes, order):
         raise LaunchError(f"{name}: {library.cpu_error().decode()}")
 
 
@@ -147,7 +145,7 @@ class CpuModule:
 
         self.device = torch.device("cpu")
         self.order, self.capability, self.multiprocessors = order, capability, multiprocessors
-        self.shared_bytes, self.overlap, self.side_by_side = 227 * 1024, False, 1
+        self.shared_bytes, self.overlap, self.side_by_side = 227 * 1024, False, multiprocessors
         self.kept: dict[Any, Any] = {}
         self.launches: list[str] = []
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
@@ -170,7 +168,7 @@ class CpuModule:
 
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0,
-        dependent: bool | None = None, leading: int = 0,
+        dependent: bool | None = None,
     ) -> None:  # fmt: skip
         import torch
 
@@ -178,4 +176,4 @@ class CpuModule:
             ctypes.c_void_p(value.data_ptr()) if isinstance(value, torch.Tensor) else _plain(value) for value in args
         ]
         self.launches.append(name)
-        _start(self._library, name, grid, block, values, shared_bytes, self.order, leading)
+        _start(self._library, name, grid, block, values, shared_bytes, self.order)

@@ -445,7 +445,6 @@ def matvec4(
         ),
         shared_bytes=shared_bytes,
         dependent=module.overlap if dependent is None else dependent,
-        leading=1 if lora is not None else 0,
     )  # fmt: skip
 
 

@@ -352,16 +352,14 @@ class Module:
 
     def launch(
         self, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], *,
-        shared_bytes: int = 0, dependent: bool | None = None, leading: int = 0,
+        shared_bytes: int = 0, dependent: bool | None = None,
     ) -> None:  # fmt: skip
         """Queue a kernel on torch's current stream of the module's device; returns at once, also inside a capture.
 
         args: a Tensor goes in as its address, None as null, an int as int32, a Long as int64, a float as float32.
         dependent: the kernel may start before the one in front of it ends (compute capability 9.0 and newer; it must
         wait by itself, `griddepcontrol.wait`, in every thread and before it ends); None: as `overlap` says.
-        leading: so many blocks, the first ones, are waited for by others of the launch; blocks start in their order, so
-        this is only said. Errors:
-        DeviceError if CUDA refuses the launch.
+        Errors: DeviceError if CUDA refuses the launch.
         """
         assert all(not isinstance(value, Tensor) or value.device == self.device for value in args)
         with torch.cuda.device(self.device):

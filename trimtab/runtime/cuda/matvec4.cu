@@ -410,10 +410,11 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 
   // This block's first value of A x: addresses and values of A are on their way before x is there.
   const int fours = a.columns / 4, all_low = a.slots ? n * a.members * a.low_width : 0;
+  const int makers = min(a.makers, (int)gridDim.x);
   Dot dot = {nullptr, 0, 0, 0};
   float4 first_A[AHEAD];
   const auto is_read_by_four = [&](const float* A) { return ((size_t)A & 15) == 0; };
-  if (index < min(all_low, a.makers)) {
+  if (index < min(all_low, makers)) {
     dot = dot_of(a, index);
     if (dot.A && is_read_by_four(dot.A))
 #pragma unroll
@@ -482,7 +483,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   };
   int turn_of_sums = 0;
 #pragma unroll 1
-  for (int number = index; number < all_low && index < a.makers; number += a.makers) {
+  for (int number = index; number < all_low && index < makers; number += makers) {
     const bool is_first = number == index;
     if (!is_first) dot = dot_of(a, number);
     if (!dot.A) continue;  // so for all threads of the block
