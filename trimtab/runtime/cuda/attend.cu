@@ -15,6 +15,9 @@
 #define SCORE_STRIDE 36   // 8 rows of 2 x 36 fall on different banks
 #define WEIGHT_STRIDE 48  // so do 8-byte reads of 8 rows of 96 bytes
 #define MAX_SHARES 512    // splits x heads that one block may combine
+#if ROTATES
+constexpr bool EARLY = true;  // keys and values are asked for before the kernel in front has ended
+#endif
 
 // Which splits have places to look at, from the position.
 struct Share {
@@ -37,37 +40,63 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
     mma_m16n8k16_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-// The factor of each split's part: e^(its maximum - the largest) / the sum of all. One warp; sums [splits][heads].
+// The factor of each split's part: e^(its maximum - the largest) / the sum of all. One warp; sums [splits][heads], read once.
 __device__ __forceinline__ void shares(const float2* sums, int heads, int head, int splits, float* to) {
+  constexpr int MOST = MAX_SPLITS / 32;
   const int lane = threadIdx.x & 31;
+  float2 v[MOST];
   float most = -__uint_as_float(0x7f800000), all = 0.f;
-  for (int s = lane; s < splits; s += 32) most = fmaxf(most, __ldcg(sums + s * heads + head).x);
-  most = warp_max(most);
-  for (int s = lane; s < splits; s += 32) {
-    const float2 v = __ldcg(sums + s * heads + head);
-    all += __expf(v.x - most) * v.y;
+#pragma unroll
+  for (int i = 0; i < MOST; i++) {
+    const int s = lane + i * 32;
+    v[i] = s < splits ? __ldcg(sums + s * heads + head) : make_float2(most, 0.f);
   }
+#pragma unroll
+  for (int i = 0; i < MOST; i++) most = fmaxf(most, v[i].x);
+  most = warp_max(most);
+#pragma unroll
+  for (int i = 0; i < MOST; i++) v[i].x = __expf(v[i].x - most), all += v[i].x * v[i].y;
   all = warp_sum(all);
-  for (int s = lane; s < splits; s += 32) to[s] = __expf(__ldcg(sums + s * heads + head).x - most) / all;
+#pragma unroll
+  for (int i = 0; i < MOST; i++)
+    if (lane + i * 32 < splits) to[lane + i * 32] = v[i].x / all;
 }
 
 #if ROTATES
-// One head of a row: norm, rotation (cos null: none) as rope_write in fused.cu. A warp; `dim` values to `to`, and before the
-// weight and the rotation to `plain`, where these are given. Lane l has V values from l V on and their partners half a head up.
-__device__ __forceinline__ void turn_head(
-    const u16* from, const u16* weight, float eps, const u16* cos, const u16* sin, int dim, u16* to, u16* plain) {
-  constexpr int V = DIM / 64;
-  const int h = dim / 2, at = (threadIdx.x & 31) * V;
-  float a[V] = {}, b[V] = {}, w0[V], w1[V], c0[V], c1[V], s0[V], s1[V], sum = 0.f;
-  if (at < h) {
-    load<V>(a, from + at, HALF);
-    load<V>(b, from + h + at, HALF);
-    if (to) {
-      load<V>(w0, weight + at, HALF), load<V>(w1, weight + h + at, HALF);
-      load<V>(c0, cos + at, HALF), load<V>(c1, cos + h + at, HALF);
-      load<V>(s0, sin + at, HALF), load<V>(s1, sin + h + at, HALF);
-    }
+constexpr int V = DIM / 64;
+// A lane's values of a head, two a register: lane l has V from l V on, and their partners half a head up.
+struct Part {
+  u32 a[V / 2], b[V / 2];
+};
+__device__ __forceinline__ void take(u32* to, const u16* from) {
+  if constexpr (V == 8) {
+    const uint4 v = __ldcg((const uint4*)from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else if constexpr (V == 4) {
+    const uint2 v = __ldcg((const uint2*)from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    to[0] = __ldcg((const u32*)from);
   }
+}
+// Zeros where a head has no such values, or `from` is null.
+__device__ __forceinline__ Part part(const u16* from, int dim) {
+  const int h = dim / 2, at = (threadIdx.x & 31) * V;
+  Part p = {};
+  if (from && at < h) take(p.a, from + at), take(p.b, from + h + at);
+  return p;
+}
+__device__ __forceinline__ void unpack_part(float* to, const u32* from) {
+#pragma unroll
+  for (int i = 0; i < V; i += 2) unpack(to + i, from[i / 2], HALF);
+}
+// One head of a row: norm, rotation as rope_write in fused.cu. A warp. What came of it goes to `to` and `to_cache`, and what it is
+// before the weight and the rotation to `plain` and `plain_cache`, where these are given.
+__device__ __forceinline__ void turn_head(const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps, int dim,
+                                          u16* to, u16* to_cache, u16* plain, u16* plain_cache) {
+  const int h = dim / 2, at = (threadIdx.x & 31) * V;
+  float a[V], b[V], sum = 0.f;
+  unpack_part(a, x.a), unpack_part(b, x.b);
 #pragma unroll
   for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
   const float r = rsqrtf(warp_sum(sum) / dim + eps);
@@ -76,23 +105,27 @@ __device__ __forceinline__ void turn_head(
     float p0[V], p1[V];
 #pragma unroll
     for (int i = 0; i < V; i++) p0[i] = a[i] * r, p1[i] = b[i] * r;
-    store<V>(plain + at, p0, HALF);
-    store<V>(plain + h + at, p1, HALF);
+    store<V>(plain + at, p0, HALF), store<V>(plain + h + at, p1, HALF);
+    store<V>(plain_cache + at, p0, HALF), store<V>(plain_cache + h + at, p1, HALF);
   }
   if (!to) return;
+  float w0[V], w1[V], c0[V], c1[V], s0[V], s1[V];
+  unpack_part(w0, weight.a), unpack_part(w1, weight.b);
+  unpack_part(c0, cos.a), unpack_part(c1, cos.b);
+  unpack_part(s0, sin.a), unpack_part(s1, sin.b);
 #pragma unroll
   for (int i = 0; i < V; i++) {
     const float x = rounded(a[i] * r * w0[i], HALF), y = rounded(b[i] * r * w1[i], HALF);
     a[i] = rounded(x * c0[i], HALF) + rounded(-y * s0[i], HALF);
     b[i] = rounded(y * c1[i], HALF) + rounded(x * s1[i], HALF);
   }
-  store<V>(to + at, a, HALF);
-  store<V>(to + h + at, b, HALF);
+  store<V>(to + at, a, HALF), store<V>(to + h + at, b, HALF);
+  if (to_cache) store<V>(to_cache + at, a, HALF), store<V>(to_cache + h + at, b, HALF);
 }
 #endif
 
 // mode (ROTATES): 0 the cache belongs to another layer, 1 own keys and values, 2 the values are the keys before their weight.
-extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
+extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ? 3 : 1) attend(
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
     const u16* sin, int sin_stride, const i64* place_of, int mode, u16* keys, u16* values, const i64* positions, float* parts, float2* sums, u32* arrived,
     u16* out, int heads, int kv_heads, int dim, int places, int splits, float scaling, float softcap, int combine_here,
@@ -101,15 +134,20 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
   __shared__ float factor[HEADS], part_of[MAX_SHARES];
-  __shared__ int is_last;
   const int split = blockIdx.x, kv = blockIdx.y, row = blockIdx.z, group = heads / kv_heads;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const uint4 none = make_uint4(0, 0, 0, 0);
   let_next_start();
-  bring_ahead(ahead0, pieces0, ahead1, pieces1, (row * kv_heads + kv) * splits + split, gridDim.z * kv_heads * splits);
-  wait_for_previous();
+  // What is brought ahead comes behind our own keys and values, where these are asked for first.
+  const auto wait = [&] {
+    bring_ahead(ahead0, pieces0, ahead1, pieces1, (row * kv_heads + kv) * splits + split, gridDim.z * kv_heads * splits);
+    wait_for_previous();
+  };
+#if ROTATES
+  const i64 place = __ldcg(place_of + row);
+#endif
   const Share share = share_of(positions, row, places, splits);
-  if (split >= share.splits) return;
+  if (split >= share.splits) return wait();
   const int first = split * share.tiles * TILE, end = min(share.places, first + share.tiles * TILE);
   const size_t cache = ((size_t)row * kv_heads + kv) * places * dim;
   keys += cache;
@@ -118,48 +156,78 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   // What is past the row's places is not read: nobody knows what lies there.
   const int slice = warp / 2, mine = (warp & 1) * 16 + g, d_k = slice * 128 + t * 8, d_v = warp * 64 + g * 8;
   uint4 k0[4], k1[4], v[2][4], qs[4][TILES];
-#define LOAD_K(at)                                                                                                       \
+#define LOAD_K(at, without)                                                                                             \
   _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                                        \
-    const int d = d_k + i * 32;                                                                                          \
-    k0[i] = (at) + mine < end && d < dim ? __ldcg((const uint4*)(keys + (size_t)((at) + mine) * dim + d)) : none;         \
-    k1[i] = (at) + mine + 8 < end && d < dim ? __ldcg((const uint4*)(keys + (size_t)((at) + mine + 8) * dim + d)) : none; \
+    const int d = d_k + i * 32, one = (at) + mine, two = one + 8;                                                        \
+    k0[i] = one < end && one != (without) && d < dim ? __ldcg((const uint4*)(keys + (size_t)one * dim + d)) : none;       \
+    k1[i] = two < end && two != (without) && d < dim ? __ldcg((const uint4*)(keys + (size_t)two * dim + d)) : none;       \
   }
-#define LOAD_V(at)                                                                                          \
-  _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++) {             \
-    const int place = (at) + s * 16 + t * 4 + i;                                                            \
-    v[s][i] = place < end && d_v < dim ? __ldcg((const uint4*)(values + (size_t)place * dim + d_v)) : none; \
+#define LOAD_V(at, without)                                                                                              \
+  _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++) {                          \
+    const int one = (at) + s * 16 + t * 4 + i;                                                                           \
+    v[s][i] = one < end && one != (without) && d_v < dim ? __ldcg((const uint4*)(values + (size_t)one * dim + d_v)) : none; \
   }
 #if ROTATES
   constexpr int ROW = DIM + 8;  // 8 rows of 16 bytes fall on different banks
-  __shared__ __align__(16) u16 turned[HEADS][ROW];
-  const i64 place = mode ? __ldcg(place_of + row) : -1;
-  const bool has_place = place >= first && place < end;  // of the row's new key and value
-  if (!has_place) {
-    LOAD_K(first)
-    LOAD_V(first)
+  __shared__ __align__(16) u16 turned[HEADS + 2][ROW];  // queries, the new key, the new value
+  const int newest = place >= first && place < end ? (int)place : -1;  // of the row, if this block looks at it
+  const bool writes = mode && newest >= 0;
+  if (tid * 16 < dim) {  // these stand since before the step, but the products' weights may have driven them from L2
+    prefetch(q_weight + tid * 16);
+    if (writes) prefetch(k_weight + tid * 16);
+  }
+  if constexpr (!EARLY) wait();
+  LOAD_K(first, newest)
+  LOAD_V(first, newest)
+  if constexpr (EARLY) wait();
+#define NEW_PLACE(from_k, from_v)                                                                      \
+  {                                                                                                    \
+    _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                    \
+      const int d = d_k + i * 32;                                                                      \
+      if (newest == first + mine && d < dim) k0[i] = from_k(d);                                        \
+      if (newest == first + mine + 8 && d < dim) k1[i] = from_k(d);                                    \
+    }                                                                                                  \
+    _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++)        \
+      if (newest == first + s * 16 + t * 4 + i && d_v < dim) v[s][i] = from_v(d_v);                    \
+  }
+  u16 *const new_key = keys + (size_t)max(newest, 0) * dim, *const new_value = values + (size_t)max(newest, 0) * dim;
+  if (newest >= 0 && !mode) {  // an earlier layer of this step wrote it
+#define FROM_K(d) __ldcg((const uint4*)(new_key + (d)))
+#define FROM_V(d) __ldcg((const uint4*)(new_value + (d)))
+    NEW_PLACE(FROM_K, FROM_V)
   }
   q += (size_t)row * q_stride;
-  cos += (size_t)row * cos_stride;
-  sin += (size_t)row * sin_stride;
-  for (int head = warp; head < group + 2 * has_place; head += WARPS) {
-    if (head < group) {
-      turn_head(q + (size_t)(kv * group + head) * dim, q_weight, eps, cos, sin, dim, turned[head], nullptr);
-    } else if (head == group) {
-      u16 *key = keys + (size_t)place * dim, *value = values + (size_t)place * dim;
-      turn_head(q + (size_t)(heads + kv) * dim, k_weight, eps, cos, sin, dim, key, mode == 2 ? value : nullptr);
-    } else if (mode == 1) {
-      turn_head(q + (size_t)(heads + kv_heads + kv) * dim, nullptr, eps, cos, sin, dim, nullptr, values + (size_t)place * dim);
+  const Part c = part(cos + (size_t)row * cos_stride, dim), s = part(sin + (size_t)row * sin_stride, dim);
+  // Queries, then the new key, then the new value. A warp reads two before it turns one.
+  const int jobs = group + (!writes ? 0 : mode == 1 ? 2 : 1);
+  for (int from = warp; from < jobs; from += 2 * WARPS) {
+    Part x[2], weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int job = from + i * WARPS, head = job < group ? kv * group + job : heads + kv + (job - group) * kv_heads;
+      x[i] = part(job < jobs ? q + (size_t)head * dim : nullptr, dim);
+      weight[i] = part(job < group ? q_weight : job == group && writes ? k_weight : nullptr, dim);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int job = from + i * WARPS;
+      if (job >= jobs) continue;
+      const bool is_key = job == group, is_value = job > group, is_both = is_key && mode == 2;
+      turn_head(x[i], weight[i], c, s, eps, dim, is_value ? nullptr : turned[is_key ? HEADS : job], is_key ? new_key : nullptr,
+                is_value || is_both ? turned[HEADS + 1] : nullptr, new_value);
     }
   }
   __syncthreads();
-  if (has_place) {
-    LOAD_K(first)
-    LOAD_V(first)
+  if (writes) {
+#define TURNED_K(d) (*(const uint4*)&turned[HEADS][d])
+#define TURNED_V(d) (*(const uint4*)&turned[HEADS + 1][d])
+    NEW_PLACE(TURNED_K, TURNED_V)
   }
 #define QUERY(head, d) (*(const uint4*)&turned[head][d])
 #else
-  LOAD_K(first)
-  LOAD_V(first)
+  wait();
+  LOAD_K(first, -1)
+  LOAD_V(first, -1)
 #define QUERY(head, d) __ldcg((const uint4*)(q + (size_t)row * q_stride + (size_t)(kv * group + (head)) * dim + (d)))
 #endif
 #pragma unroll
@@ -196,7 +264,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
       to[8] = c[n][2];
       to[SCORE_STRIDE + 8] = c[n][3];
     }
-    LOAD_K(at + TILE)
+    LOAD_K(at + TILE, -1)
     __syncthreads();
     // A warp is a query here, a lane a place.
 #pragma unroll
@@ -238,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
   }
         OUTPUT(0, x) OUTPUT(1, y) OUTPUT(2, z) OUTPUT(3, w)
       }
-    LOAD_V(at + TILE)
+    LOAD_V(at + TILE, -1)
   }
 
   // sum[w][n]: values d_v + 2 w and d_v + 2 w + 1 (then [2], [3]) of queries n 8 + 2 t and one more ([0], [1]).
@@ -273,32 +341,49 @@ extern "C" __global__ void __launch_bounds__(DIM / 2) attend(
     }
   if (alone || !combine_here) return;
 
-  // The block that arrives last adds the parts, always in the same order, and leaves the counter at zero.
-  __threadfence();
+  // The block that arrives last adds the parts, always in the same order. Thread 0 speaks for the block: what the others wrote
+  // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
   __syncthreads();
-  if (tid == 0) {
-    is_last = atomicAdd(arrived + row * kv_heads + kv, 1u) == share.splits - 1;
-    if (is_last) arrived[row * kv_heads + kv] = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
+  if (!__syncthreads_or(tid == 0 && count_up(arrived + row * kv_heads + kv, share.splits - 1) == share.splits - 1)) return;
+  constexpr int THREADS = WARPS * 32, AT_ONCE = 16;
   const size_t all = (size_t)(row * kv_heads + kv) * splits * group;
-  for (int head = warp; head < group; head += WARPS) shares(sums + all, group, head, share.splits, part_of + head * splits);
-  __syncthreads();
-  const int quads = dim / 4;
+  const int quads = dim / 4, count = group * quads;
+  out += ((size_t)row * heads + kv * group) * dim;
 #pragma unroll 1
-  for (int e = tid; e < group * quads; e += WARPS * 32) {
-    const int head = e / quads;
-    const float* from = parts + (all + head) * dim + (e - head * quads) * 4;
-    float o[4] = {};
-#pragma unroll 16
-    for (int s = 0; s < share.splits; s++) {
-      const float4 p = __ldcg((const float4*)(from + (size_t)s * group * dim));
-      const float f = part_of[head * splits + s];
-      o[0] = fmaf(f, p.x, o[0]), o[1] = fmaf(f, p.y, o[1]), o[2] = fmaf(f, p.z, o[2]), o[3] = fmaf(f, p.w, o[3]);
+  for (int e = 0; e < count; e += 2 * THREADS) {
+    float o[2][4] = {};
+#pragma unroll 1
+    for (int from = 0; from < share.splits; from += AT_ONCE) {
+      // All that a thread reads is asked for before anything is used: two times four values of up to 16 splits.
+      float4 p[2][AT_ONCE];
+#pragma unroll
+      for (int i = 0; i < 2; i++)
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+          const int one = e + i * THREADS + tid, split = from + k;
+          p[i][k] = one < count && split < share.splits
+                        ? __ldcg((const float4*)(parts + (all + (size_t)split * group) * dim) + one)
+                        : make_float4(0.f, 0.f, 0.f, 0.f);
+        }
+      if (e == 0 && from == 0) {
+        for (int head = warp; head < group; head += WARPS) shares(sums + all, group, head, share.splits, part_of + head * splits);
+        __syncthreads();
+      }
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int head = min((e + i * THREADS + tid) / quads, group - 1);
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++) {
+          if (from + k >= share.splits) break;
+          const float f = part_of[head * splits + from + k];
+          o[i][0] = fmaf(f, p[i][k].x, o[i][0]), o[i][1] = fmaf(f, p[i][k].y, o[i][1]);
+          o[i][2] = fmaf(f, p[i][k].z, o[i][2]), o[i][3] = fmaf(f, p[i][k].w, o[i][3]);
+        }
+      }
     }
-    store<4>(out + ((size_t)row * heads + kv * group) * dim + e * 4, o, HALF);
+#pragma unroll
+    for (int i = 0; i < 2; i++)
+      if (e + i * THREADS + tid < count) store<4>(out + (size_t)(e + i * THREADS + tid) * 4, o[i], HALF);
   }
 }
 

@@ -62,6 +62,13 @@ __device__ __forceinline__ u32 load_flag(const u32* p) {
   asm volatile("ld.acquire.gpu.global.u32 %0,[%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
+// Count up, and from `last` back to zero; returns what it was. Releases what this thread wrote or saw (behind a barrier: its whole
+// block), acquires what those that counted before released.
+__device__ __forceinline__ u32 count_up(u32* p, u32 last) {
+  u32 was;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(p), "r"(last) : "memory");
+  return was;
+}
 #define SPINS (1 << 22)  // seconds
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
