@@ -1,7 +1,11 @@
 // Attention of one token a row over its keys and values. Read runtime/fused.py first. values.cuh stands in front of this.
-// Compiled for one shape: DIM (128, 256 or 512: the head's size or more), TILES (1 or 2: of 8 queries that share a head of
-// keys), HALF (1: fp16, 0: bf16), ROTATES (1: q is what the products made; each block norms and turns the queries that it needs,
-// and the block whose share has the new place writes the new key and value into the cache first).
+// Compiled for one kind of layer: DIM (128, 256 or 512: the head's size or more), HEAD (its size), GROUP (queries that share a
+// head of keys), HALF (1: fp16, 0: bf16), ROTATES (1: q is what the products made; each block norms and turns the queries that it
+// needs, and the block whose share has the new place makes the new key and value as well, and writes them into the cache).
+//
+// A launch is a chain of waits, not of bytes. Positions and places stand since before the step, and so do keys and values of all
+// places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then four round trips to L2 are
+// left: the products and cos and sin; that the parts are written; the count of blocks; the parts and sums.
 //
 // A block looks at its share of the places of one row and one head of keys, for the group of queries that use it, in tiles
 // of 32 places. Both products are tensor core instructions m16n8k16 whose 8 columns are the queries of the group.
@@ -14,10 +18,11 @@
 #define MAX_SPLITS 128
 #define SCORE_STRIDE 36   // 8 rows of 2 x 36 fall on different banks
 #define WEIGHT_STRIDE 48  // so do 8-byte reads of 8 rows of 96 bytes
-#define MAX_SHARES 512    // splits x heads that one block may combine
-#if ROTATES
-constexpr bool EARLY = true;  // keys and values are asked for before the kernel in front has ended
-#endif
+#define MAX_SHARES 512    // splits x queries that one block may combine
+#define AT_ONCE 16        // splits whose parts a thread asks for before it uses one
+#define EARLY 1           // 0: ROTATES too asks for keys and values when the kernel in front has ended
+constexpr int TILES = GROUP <= 8 ? 1 : 2;  // of 8 queries
+__device__ __forceinline__ constexpr bool has_value(int d) { return HEAD == DIM || d < HEAD; }
 
 // Which splits have places to look at, from the position.
 struct Share {
@@ -40,16 +45,17 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
     mma_m16n8k16_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-// The factor of each split's part: e^(its maximum - the largest) / the sum of all. One warp; sums [splits][heads], read once.
-__device__ __forceinline__ void shares(const float2* sums, int heads, int head, int splits, float* to) {
+// The factor of each split's part of one query: e^(its maximum - the largest) / the sum of all; 0 for those up to a multiple of
+// AT_ONCE. One warp; sums [splits][GROUP], read once.
+__device__ __forceinline__ void shares(const float2* sums, int head, int splits, float* to) {
   constexpr int MOST = MAX_SPLITS / 32;
-  const int lane = threadIdx.x & 31;
+  const int lane = threadIdx.x & 31, padded = (splits + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   float2 v[MOST];
   float most = -__uint_as_float(0x7f800000), all = 0.f;
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
     const int s = lane + i * 32;
-    v[i] = s < splits ? __ldcg(sums + s * heads + head) : make_float2(most, 0.f);
+    v[i] = s < splits ? __ldcg(sums + s * GROUP + head) : make_float2(-__uint_as_float(0x7f800000), 0.f);
   }
 #pragma unroll
   for (int i = 0; i < MOST; i++) most = fmaxf(most, v[i].x);
@@ -59,7 +65,7 @@ __device__ __forceinline__ void shares(const float2* sums, int heads, int head, 
   all = warp_sum(all);
 #pragma unroll
   for (int i = 0; i < MOST; i++)
-    if (lane + i * 32 < splits) to[lane + i * 32] = v[i].x / all;
+    if (lane + i * 32 < padded) to[lane + i * 32] = v[i].x / all;
 }
 
 #if ROTATES
@@ -80,10 +86,10 @@ __device__ __forceinline__ void take(u32* to, const u16* from) {
   }
 }
 // Zeros where a head has no such values, or `from` is null.
-__device__ __forceinline__ Part part(const u16* from, int dim) {
-  const int h = dim / 2, at = (threadIdx.x & 31) * V;
+__device__ __forceinline__ Part part(const u16* from) {
+  const int at = (threadIdx.x & 31) * V;
   Part p = {};
-  if (from && at < h) take(p.a, from + at), take(p.b, from + h + at);
+  if (from && has_value(at * 2)) take(p.a, from + at), take(p.b, from + HEAD / 2 + at);
   return p;
 }
 __device__ __forceinline__ void unpack_part(float* to, const u32* from) {
@@ -92,15 +98,16 @@ __device__ __forceinline__ void unpack_part(float* to, const u32* from) {
 }
 // One head of a row: norm, rotation as rope_write in fused.cu. A warp. What came of it goes to `to` and `to_cache`, and what it is
 // before the weight and the rotation to `plain` and `plain_cache`, where these are given.
-__device__ __forceinline__ void turn_head(const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps, int dim,
+__device__ __forceinline__ void turn_head(const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps,
                                           u16* to, u16* to_cache, u16* plain, u16* plain_cache) {
-  const int h = dim / 2, at = (threadIdx.x & 31) * V;
+  constexpr int h = HEAD / 2;
+  const int at = (threadIdx.x & 31) * V;
   float a[V], b[V], sum = 0.f;
   unpack_part(a, x.a), unpack_part(b, x.b);
 #pragma unroll
   for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
-  const float r = rsqrtf(warp_sum(sum) / dim + eps);
-  if (at >= h) return;
+  const float r = rsqrtf(warp_sum(sum) * (1.f / HEAD) + eps);
+  if (!has_value(at * 2)) return;
   if (plain) {
     float p0[V], p1[V];
 #pragma unroll
@@ -125,16 +132,17 @@ __device__ __forceinline__ void turn_head(const Part& x, const Part& weight, con
 #endif
 
 // mode (ROTATES): 0 the cache belongs to another layer, 1 own keys and values, 2 the values are the keys before their weight.
+// Grid: [splits, kv heads, n].
 extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ? 3 : 1) attend(
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
-    const u16* sin, int sin_stride, const i64* place_of, int mode, u16* keys, u16* values, const i64* positions, float* parts, float2* sums, u32* arrived,
-    u16* out, int heads, int kv_heads, int dim, int places, int splits, float scaling, float softcap, int combine_here,
+    const u16* sin, int sin_stride, const i64* place_of, int mode, u16* keys, u16* values, const i64* positions, float* parts,
+    float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
     const u8* ahead0, int pieces0, const u8* ahead1, int pieces1) {
-  constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = HEADS / WARPS > 0 ? HEADS / WARPS : 1;
+  constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
-  __shared__ float factor[HEADS], part_of[MAX_SHARES];
-  const int split = blockIdx.x, kv = blockIdx.y, row = blockIdx.z, group = heads / kv_heads;
+  __shared__ float factor[HEADS], part_of[MAX_SHARES + GROUP * AT_ONCE];
+  const int split = blockIdx.x, kv = blockIdx.y, row = blockIdx.z, splits = gridDim.x, kv_heads = gridDim.y;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   const uint4 none = make_uint4(0, 0, 0, 0);
   let_next_start();
@@ -149,71 +157,76 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   const Share share = share_of(positions, row, places, splits);
   if (split >= share.splits) return wait();
   const int first = split * share.tiles * TILE, end = min(share.places, first + share.tiles * TILE);
-  const size_t cache = ((size_t)row * kv_heads + kv) * places * dim;
+  const size_t cache = ((size_t)row * kv_heads + kv) * places * HEAD;
   keys += cache;
   values += cache;
 
   // What is past the row's places is not read: nobody knows what lies there.
   const int slice = warp / 2, mine = (warp & 1) * 16 + g, d_k = slice * 128 + t * 8, d_v = warp * 64 + g * 8;
+  const u16 *k_at = keys + (size_t)(first + mine) * HEAD + d_k, *v_at = values + (size_t)(first + t * 4) * HEAD + d_v;
   uint4 k0[4], k1[4], v[2][4], qs[4][TILES];
-#define LOAD_K(at, without)                                                                                             \
+#define LOAD_K(at, without)                                                                                              \
   _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                                        \
-    const int d = d_k + i * 32, one = (at) + mine, two = one + 8;                                                        \
-    k0[i] = one < end && one != (without) && d < dim ? __ldcg((const uint4*)(keys + (size_t)one * dim + d)) : none;       \
-    k1[i] = two < end && two != (without) && d < dim ? __ldcg((const uint4*)(keys + (size_t)two * dim + d)) : none;       \
+    const int one = (at) + mine, two = one + 8;                                                                          \
+    const bool is_one = one < end && one != (without), is_two = two < end && two != (without);                           \
+    k0[i] = is_one && has_value(d_k + i * 32) ? __ldcg((const uint4*)(k_at + i * 32)) : none;                            \
+    k1[i] = is_two && has_value(d_k + i * 32) ? __ldcg((const uint4*)(k_at + 8 * HEAD + i * 32)) : none;                 \
   }
 #define LOAD_V(at, without)                                                                                              \
   _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++) {                          \
     const int one = (at) + s * 16 + t * 4 + i;                                                                           \
-    v[s][i] = one < end && one != (without) && d_v < dim ? __ldcg((const uint4*)(values + (size_t)one * dim + d_v)) : none; \
+    const bool is_one = one < end && one != (without) && has_value(d_v);                                                 \
+    v[s][i] = is_one ? __ldcg((const uint4*)(v_at + (s * 16 + i) * HEAD)) : none;                                        \
   }
 #if ROTATES
   constexpr int ROW = DIM + 8;  // 8 rows of 16 bytes fall on different banks
   __shared__ __align__(16) u16 turned[HEADS + 2][ROW];  // queries, the new key, the new value
   const int newest = place >= first && place < end ? (int)place : -1;  // of the row, if this block looks at it
   const bool writes = mode && newest >= 0;
-  if (tid * 16 < dim) {  // these stand since before the step, but the products' weights may have driven them from L2
+  if (tid * 16 < HEAD) {  // these stand since before the step, but the products' weights may have driven them from L2
     prefetch(q_weight + tid * 16);
     if (writes) prefetch(k_weight + tid * 16);
   }
-  if constexpr (!EARLY) wait();
+  if (!EARLY) wait();
   LOAD_K(first, newest)
   LOAD_V(first, newest)
-  if constexpr (EARLY) wait();
+  if (EARLY) wait();
 #define NEW_PLACE(from_k, from_v)                                                                      \
   {                                                                                                    \
+    const int of_k = newest - first - mine, of_v = newest - first - t * 4;                             \
     _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                    \
-      const int d = d_k + i * 32;                                                                      \
-      if (newest == first + mine && d < dim) k0[i] = from_k(d);                                        \
-      if (newest == first + mine + 8 && d < dim) k1[i] = from_k(d);                                    \
+      if (of_k == 0 && has_value(d_k + i * 32)) k0[i] = from_k(d_k + i * 32);                          \
+      if (of_k == 8 && has_value(d_k + i * 32)) k1[i] = from_k(d_k + i * 32);                          \
     }                                                                                                  \
     _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++)        \
-      if (newest == first + s * 16 + t * 4 + i && d_v < dim) v[s][i] = from_v(d_v);                    \
+      if (of_v == s * 16 + i && has_value(d_v)) v[s][i] = from_v(d_v);                                 \
   }
-  u16 *const new_key = keys + (size_t)max(newest, 0) * dim, *const new_value = values + (size_t)max(newest, 0) * dim;
+  u16 *const new_key = keys + (size_t)max(newest, 0) * HEAD, *const new_value = values + (size_t)max(newest, 0) * HEAD;
   if (newest >= 0 && !mode) {  // an earlier layer of this step wrote it
 #define FROM_K(d) __ldcg((const uint4*)(new_key + (d)))
 #define FROM_V(d) __ldcg((const uint4*)(new_value + (d)))
     NEW_PLACE(FROM_K, FROM_V)
   }
   q += (size_t)row * q_stride;
-  const Part c = part(cos + (size_t)row * cos_stride, dim), s = part(sin + (size_t)row * sin_stride, dim);
-  // Queries, then the new key, then the new value. A warp reads two before it turns one.
-  const int jobs = group + (!writes ? 0 : mode == 1 ? 2 : 1);
-  for (int from = warp; from < jobs; from += 2 * WARPS) {
-    Part x[2], weight[2];
+  const Part c = part(cos + (size_t)row * cos_stride), s = part(sin + (size_t)row * sin_stride);
+  // Queries, then the new key, then the new value. A warp reads all that it turns (or two) before it turns one.
+  constexpr int EACH = GROUP + 2 > WARPS ? 2 : 1;
+  const int jobs = GROUP + (!writes ? 0 : mode == 1 ? 2 : 1);
+#pragma unroll 1
+  for (int from = warp; from < jobs; from += EACH * WARPS) {
+    Part x[EACH], weight[EACH];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int job = from + i * WARPS, head = job < group ? kv * group + job : heads + kv + (job - group) * kv_heads;
-      x[i] = part(job < jobs ? q + (size_t)head * dim : nullptr, dim);
-      weight[i] = part(job < group ? q_weight : job == group && writes ? k_weight : nullptr, dim);
+    for (int i = 0; i < EACH; i++) {
+      const int job = from + i * WARPS, head = job < GROUP ? kv * GROUP + job : kv_heads * GROUP + kv + (job - GROUP) * kv_heads;
+      x[i] = part(job < jobs ? q + head * HEAD : nullptr);
+      weight[i] = part(job < GROUP ? q_weight : job == GROUP && writes ? k_weight : nullptr);
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < EACH; i++) {
       const int job = from + i * WARPS;
       if (job >= jobs) continue;
-      const bool is_key = job == group, is_value = job > group, is_both = is_key && mode == 2;
-      turn_head(x[i], weight[i], c, s, eps, dim, is_value ? nullptr : turned[is_key ? HEADS : job], is_key ? new_key : nullptr,
+      const bool is_key = job == GROUP, is_value = job > GROUP, is_both = is_key && mode == 2;
+      turn_head(x[i], weight[i], c, s, eps, is_value ? nullptr : turned[is_key ? HEADS : job], is_key ? new_key : nullptr,
                 is_value || is_both ? turned[HEADS + 1] : nullptr, new_value);
     }
   }
@@ -228,14 +241,14 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   wait();
   LOAD_K(first, -1)
   LOAD_V(first, -1)
-#define QUERY(head, d) __ldcg((const uint4*)(q + (size_t)row * q_stride + (size_t)(kv * group + (head)) * dim + (d)))
+#define QUERY(head, d) __ldcg((const uint4*)(q + (size_t)row * q_stride + (kv * GROUP + (head)) * HEAD + (d)))
 #endif
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int head = n * 8 + g, d = d_k + i * 32;
-      qs[i][n] = head < group && d < dim ? QUERY(head, d) : none;
+      qs[i][n] = head < GROUP && has_value(d) ? QUERY(head, d) : none;
     }
   float most[OWN], total[OWN], sum[4][TILES][4];
 #pragma unroll
@@ -264,13 +277,15 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       to[8] = c[n][2];
       to[SCORE_STRIDE + 8] = c[n][3];
     }
-    LOAD_K(at + TILE, -1)
+    const bool goes_on = at + TILE < end;
+    k_at += TILE * HEAD, v_at += TILE * HEAD;
+    if (goes_on) LOAD_K(at + TILE, -1)
     __syncthreads();
     // A warp is a query here, a lane a place.
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
       const int head = warp + j * WARPS;
-      if (head >= group) continue;
+      if (head >= GROUP) continue;
       float s = 0.f;
 #pragma unroll
       for (int k = 0; k < SLICES; k++) s += scores[k][head][lane];
@@ -278,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       if (softcap > 0.f) s = softcap * tanhf(s / softcap);
       if (at + lane >= end) s = -__uint_as_float(0x7f800000);
       const float larger = fmaxf(most[j], warp_max(s)), weight = __expf(s - larger), down = __expf(most[j] - larger);
-      total[j] = total[j] * down + warp_sum(weight);
+      total[j] = total[j] * down + weight;  // of this lane's places
       most[j] = larger;
       const u16 h = stored(weight, HALF);
       high[head][lane] = h;
@@ -287,7 +302,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     }
     __syncthreads();
 #pragma unroll
-    for (int n = 0; n < TILES; n++) {
+    for (int n = 0; n < TILES && at > first; n++) {
       const float even = factor[n * 8 + 2 * t], odd = factor[n * 8 + 2 * t + 1];
 #pragma unroll
       for (int w = 0; w < 4; w++) sum[w][n][0] *= even, sum[w][n][1] *= odd, sum[w][n][2] *= even, sum[w][n][3] *= odd;
@@ -306,18 +321,20 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   }
         OUTPUT(0, x) OUTPUT(1, y) OUTPUT(2, z) OUTPUT(3, w)
       }
-    LOAD_V(at + TILE, -1)
+    if (goes_on) LOAD_V(at + TILE, -1)
   }
 
   // sum[w][n]: values d_v + 2 w and d_v + 2 w + 1 (then [2], [3]) of queries n 8 + 2 t and one more ([0], [1]).
   const bool alone = share.splits == 1;
-  const size_t own = ((size_t)(row * kv_heads + kv) * splits + split) * group;
+  const size_t own = ((size_t)(row * kv_heads + kv) * splits + split) * GROUP;
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const int head = warp + j * WARPS;
-    if (head >= group || lane) continue;
-    part_of[head] = total[j];
-    if (!alone) sums[own + head] = make_float2(most[j], total[j]);
+    if (head >= GROUP) continue;
+    const float whole = warp_sum(total[j]);
+    if (lane) continue;
+    part_of[head] = whole;
+    if (!alone) sums[own + head] = make_float2(most[j], whole);
   }
   if (alone) __syncthreads();
 #pragma unroll
@@ -325,16 +342,16 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const int head = n * 8 + 2 * t + i;
-      if (head >= group || d_v >= dim) continue;
+      if (head >= GROUP || !has_value(d_v)) continue;
       float o[8] = {sum[0][n][i], sum[0][n][2 + i], sum[1][n][i], sum[1][n][2 + i],
                     sum[2][n][i], sum[2][n][2 + i], sum[3][n][i], sum[3][n][2 + i]};
       if (alone) {
         const float whole = part_of[head];
 #pragma unroll
         for (int e = 0; e < 8; e++) o[e] /= whole;
-        store<8>(out + ((size_t)row * heads + kv * group + head) * dim + d_v, o, HALF);
+        store<8>(out + (size_t)((row * kv_heads + kv) * GROUP + head) * HEAD + d_v, o, HALF);
       } else {
-        float4* to = (float4*)(parts + (own + head) * dim + d_v);
+        float4* to = (float4*)(parts + (own + head) * HEAD + d_v);
         __stcg(to, make_float4(o[0], o[1], o[2], o[3]));
         __stcg(to + 1, make_float4(o[4], o[5], o[6], o[7]));
       }
@@ -345,77 +362,84 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
   __syncthreads();
   if (!__syncthreads_or(tid == 0 && count_up(arrived + row * kv_heads + kv, share.splits - 1) == share.splits - 1)) return;
-  constexpr int THREADS = WARPS * 32, AT_ONCE = 16;
-  const size_t all = (size_t)(row * kv_heads + kv) * splits * group;
-  const int quads = dim / 4, count = group * quads;
-  out += ((size_t)row * heads + kv * group) * dim;
+  constexpr int THREADS = WARPS * 32, QUADS = HEAD / 4, COUNT = GROUP * QUADS, EACH_ADDS = COUNT > THREADS ? 2 : 1;
+  const size_t all = (size_t)(row * kv_heads + kv) * splits * GROUP;
+  const int padded = (share.splits + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
+  const float4* from_parts = (const float4*)(parts + all * HEAD) + tid;
+  out += (size_t)(row * kv_heads + kv) * GROUP * HEAD;
 #pragma unroll 1
-  for (int e = 0; e < count; e += 2 * THREADS) {
-    float o[2][4] = {};
+  for (int e = 0; e < COUNT; e += EACH_ADDS * THREADS) {
+    float4 o[EACH_ADDS] = {};
 #pragma unroll 1
     for (int from = 0; from < share.splits; from += AT_ONCE) {
-      // All that a thread reads is asked for before anything is used: two times four values of up to 16 splits.
-      float4 p[2][AT_ONCE];
+      // All that a thread reads is asked for before anything is used: four values of up to 16 splits, twice.
+      float4 p[EACH_ADDS][AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < 2; i++)
+      for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
-        for (int k = 0; k < AT_ONCE; k++) {
-          const int one = e + i * THREADS + tid, split = from + k;
-          p[i][k] = one < count && split < share.splits
-                        ? __ldcg((const float4*)(parts + (all + (size_t)split * group) * dim) + one)
-                        : make_float4(0.f, 0.f, 0.f, 0.f);
+        for (int i = 0; i < EACH_ADDS; i++) {
+          const bool is_there = COUNT % (EACH_ADDS * THREADS) == 0 || e + i * THREADS + tid < COUNT;
+          p[i][k] = is_there && from + k < share.splits ? __ldcg(from_parts + (from + k) * COUNT + e + i * THREADS)
+                                                        : make_float4(0.f, 0.f, 0.f, 0.f);
         }
       if (e == 0 && from == 0) {
-        for (int head = warp; head < group; head += WARPS) shares(sums + all, group, head, share.splits, part_of + head * splits);
+        for (int head = warp; head < GROUP; head += WARPS) shares(sums + all, head, share.splits, part_of + head * padded);
         __syncthreads();
       }
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int head = min((e + i * THREADS + tid) / quads, group - 1);
+      for (int i = 0; i < EACH_ADDS; i++) {
+        const float* factors = part_of + min((e + i * THREADS + tid) / QUADS, GROUP - 1) * padded + from;
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
-          if (from + k >= share.splits) break;
-          const float f = part_of[head * splits + from + k];
-          o[i][0] = fmaf(f, p[i][k].x, o[i][0]), o[i][1] = fmaf(f, p[i][k].y, o[i][1]);
-          o[i][2] = fmaf(f, p[i][k].z, o[i][2]), o[i][3] = fmaf(f, p[i][k].w, o[i][3]);
+          const float f = factors[k];
+          o[i].x = fmaf(f, p[i][k].x, o[i].x), o[i].y = fmaf(f, p[i][k].y, o[i].y);
+          o[i].z = fmaf(f, p[i][k].z, o[i].z), o[i].w = fmaf(f, p[i][k].w, o[i].w);
         }
       }
     }
 #pragma unroll
-    for (int i = 0; i < 2; i++)
-      if (e + i * THREADS + tid < count) store<4>(out + (size_t)(e + i * THREADS + tid) * 4, o[i], HALF);
+    for (int i = 0; i < EACH_ADDS; i++)
+      if (e + i * THREADS + tid < COUNT) store<4>(out + (e + i * THREADS + tid) * 4, &o[i].x, HALF);
   }
 }
 
 // The splits of one query of one row, where `attend` does not add them itself. A block is 128 values of the head; its four
 // warps take every fourth split. Grid: [pieces of a head, heads, n].
 extern "C" __global__ void __launch_bounds__(128) attend_combine(
-    const i64* positions, const float* parts, const float2* sums, u16* out, int heads, int kv_heads, int dim, int places,
-    int splits, int half) {
+    const i64* positions, const float* parts, const float2* sums, u16* out, int places, int splits) {
   __shared__ float part_of[MAX_SPLITS];
   __shared__ __align__(16) float found[4][128];
-  const int head = blockIdx.y, row = blockIdx.z, group = heads / kv_heads, kv = head / group, of_group = head - kv * group;
+  const int head = blockIdx.y, heads = gridDim.y, row = blockIdx.z, kv = head / GROUP, of_group = head - kv * GROUP;
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, at = blockIdx.x * 128 + lane * 4;
   let_next_start();
-  wait_for_previous();
   const Share share = share_of(positions, row, places, splits);
+  wait_for_previous();
   if (share.splits == 1) return;
-  const size_t all = (size_t)(row * kv_heads + kv) * splits * group;
-  if (warp == 0) shares(sums + all, group, of_group, share.splits, part_of);
-  __syncthreads();
+  const size_t all = (size_t)(row * (heads / GROUP) + kv) * splits * GROUP;
+  const float4* from_parts = (const float4*)(parts + (all + of_group) * HEAD + at);
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);
-  if (at < dim) {
-    const float* from = parts + (all + of_group) * dim + at;
-#pragma unroll 8
-    for (int s = warp; s < share.splits; s += 4) {
-      const float4 p = __ldcg((const float4*)(from + (size_t)s * group * dim));
-      const float f = part_of[s];
-      o.x = fmaf(f, p.x, o.x), o.y = fmaf(f, p.y, o.y), o.z = fmaf(f, p.z, o.z), o.w = fmaf(f, p.w, o.w);
+#pragma unroll 1
+  for (int from = 0; from < share.splits; from += 4 * AT_ONCE) {
+    float4 p[AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int s = from + warp + 4 * k;
+      p[k] = at < HEAD && s < share.splits ? __ldcg(from_parts + s * (GROUP * HEAD / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    if (from == 0) {
+      if (warp == 0) shares(sums + all, of_group, share.splits, part_of);
+      __syncthreads();
+    }
+#pragma unroll
+    for (int k = 0; k < AT_ONCE; k++) {
+      const int s = from + warp + 4 * k;
+      const float f = s < share.splits ? part_of[s] : 0.f;
+      o.x = fmaf(f, p[k].x, o.x), o.y = fmaf(f, p[k].y, o.y), o.z = fmaf(f, p[k].z, o.z), o.w = fmaf(f, p[k].w, o.w);
     }
   }
   *(float4*)&found[warp][lane * 4] = o;
   __syncthreads();
   const int d = blockIdx.x * 128 + tid;
-  if (d < dim)
-    out[((size_t)row * heads + head) * dim + d] = stored(found[0][tid] + found[1][tid] + found[2][tid] + found[3][tid], half);
+  if (d < HEAD)
+    out[((size_t)row * heads + head) * HEAD + d] = stored(found[0][tid] + found[1][tid] + found[2][tid] + found[3][tid], HALF);
 }
