@@ -46,9 +46,9 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
 }
 
 // The factor of each split's part of one query: e^(its maximum - the largest) / the sum of all; 0 for those up to a multiple of
-// AT_ONCE. One warp; sums [splits][GROUP], read once.
+// AT_ONCE. One warp; sums [splits][GROUP], read once: MOST splits a lane.
+template <int MOST>
 __device__ __forceinline__ void shares(const float2* sums, int head, int splits, float* to) {
-  constexpr int MOST = MAX_SPLITS / 32;
   const int lane = threadIdx.x & 31, padded = (splits + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
   float2 v[MOST];
   float most = -__uint_as_float(0x7f800000), all = 0.f;
@@ -183,14 +183,26 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   __shared__ __align__(16) u16 turned[HEADS + 2][ROW];  // queries, the new key, the new value
   const int newest = place >= first && place < end ? (int)place : -1;  // of the row, if this block looks at it
   const bool writes = mode && newest >= 0;
-  if (tid * 16 < HEAD) {  // these stand since before the step, but the products' weights may have driven them from L2
-    prefetch(q_weight + tid * 16);
-    if (writes) prefetch(k_weight + tid * 16);
+  // A warp turns queries, then the new key, then the new value: it reads all (or two) before it turns one.
+  constexpr int EACH = GROUP + 2 > WARPS ? 2 : 1;
+  const int jobs = GROUP + (!writes ? 0 : mode == 1 ? 2 : 1);
+  const u16* head_at[EACH];
+  Part x[EACH], weight[EACH];
+#define TAKE_JOBS(from)                                                                                                      \
+  _Pragma("unroll") for (int i = 0; i < EACH; i++) {                                                                         \
+    const int job = (from) + i * WARPS, head = job < GROUP ? kv * GROUP + job : kv_heads * GROUP + kv + (job - GROUP) * kv_heads; \
+    head_at[i] = job < jobs ? q + (size_t)row * q_stride + head * HEAD : nullptr;                                            \
+    weight[i] = part(job < GROUP ? q_weight : job == GROUP && writes ? k_weight : nullptr);                                  \
   }
   if (!EARLY) wait();
   LOAD_K(first, newest)
   LOAD_V(first, newest)
+  TAKE_JOBS(warp)
+  cos += (size_t)row * cos_stride, sin += (size_t)row * sin_stride;
   if (EARLY) wait();
+#pragma unroll
+  for (int i = 0; i < EACH; i++) x[i] = part(head_at[i]);
+  const Part c = part(cos), s = part(sin);
 #define NEW_PLACE(from_k, from_v)                                                                      \
   {                                                                                                    \
     const int of_k = newest - first - mine, of_v = newest - first - t * 4;                             \
@@ -207,19 +219,12 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #define FROM_V(d) __ldcg((const uint4*)(new_value + (d)))
     NEW_PLACE(FROM_K, FROM_V)
   }
-  q += (size_t)row * q_stride;
-  const Part c = part(cos + (size_t)row * cos_stride), s = part(sin + (size_t)row * sin_stride);
-  // Queries, then the new key, then the new value. A warp reads all that it turns (or two) before it turns one.
-  constexpr int EACH = GROUP + 2 > WARPS ? 2 : 1;
-  const int jobs = GROUP + (!writes ? 0 : mode == 1 ? 2 : 1);
 #pragma unroll 1
   for (int from = warp; from < jobs; from += EACH * WARPS) {
-    Part x[EACH], weight[EACH];
+    if (GROUP + 2 > EACH * WARPS && from != warp) {
+      TAKE_JOBS(from)
 #pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      const int job = from + i * WARPS, head = job < GROUP ? kv * GROUP + job : kv_heads * GROUP + kv + (job - GROUP) * kv_heads;
-      x[i] = part(job < jobs ? q + head * HEAD : nullptr);
-      weight[i] = part(job < GROUP ? q_weight : job == GROUP && writes ? k_weight : nullptr);
+      for (int i = 0; i < EACH; i++) x[i] = part(head_at[i]);
     }
 #pragma unroll
     for (int i = 0; i < EACH; i++) {
@@ -248,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int head = n * 8 + g, d = d_k + i * 32;
-      qs[i][n] = head < GROUP && has_value(d) ? QUERY(head, d) : none;
+      qs[i][n] = (ROTATES || head < GROUP) && has_value(d) ? QUERY(head, d) : none;  // other columns are nobody's
     }
   float most[OWN], total[OWN], sum[4][TILES][4];
 #pragma unroll
@@ -282,25 +287,29 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     if (goes_on) LOAD_K(at + TILE, -1)
     __syncthreads();
     // A warp is a query here, a lane a place.
+    float weight[OWN], down[OWN];
 #pragma unroll
     for (int j = 0; j < OWN; j++) {
       const int head = warp + j * WARPS;
-      if (head >= GROUP) continue;
+      if (GROUP % WARPS && head >= GROUP) continue;
       float s = 0.f;
 #pragma unroll
       for (int k = 0; k < SLICES; k++) s += scores[k][head][lane];
       s *= scaling;
       if (softcap > 0.f) s = softcap * tanhf(s / softcap);
       if (at + lane >= end) s = -__uint_as_float(0x7f800000);
-      const float larger = fmaxf(most[j], warp_max(s)), weight = __expf(s - larger), down = __expf(most[j] - larger);
-      total[j] = total[j] * down + weight;  // of this lane's places
+      const float larger = fmaxf(most[j], warp_max(s));
+      weight[j] = __expf(s - larger), down[j] = __expf(most[j] - larger);
       most[j] = larger;
-      const u16 h = stored(weight, HALF);
+      const u16 h = stored(weight[j], HALF);
       high[head][lane] = h;
-      low[head][lane] = stored(weight - value(h, HALF), HALF);
-      if (lane == 0) factor[head] = down;
+      low[head][lane] = stored(weight[j] - value(h, HALF), HALF);
+      if (lane == 0) factor[head] = down[j];
     }
     __syncthreads();
+#pragma unroll
+    for (int j = 0; j < OWN; j++)  // nobody waits for it
+      if (GROUP % WARPS == 0 || warp + j * WARPS < GROUP) total[j] = total[j] * down[j] + warp_sum(weight[j]);
 #pragma unroll
     for (int n = 0; n < TILES && at > first; n++) {
       const float even = factor[n * 8 + 2 * t], odd = factor[n * 8 + 2 * t + 1];
@@ -330,11 +339,9 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const int head = warp + j * WARPS;
-    if (head >= GROUP) continue;
-    const float whole = warp_sum(total[j]);
-    if (lane) continue;
-    part_of[head] = whole;
-    if (!alone) sums[own + head] = make_float2(most[j], whole);
+    if (head >= GROUP || lane) continue;
+    part_of[head] = total[j];
+    if (!alone) sums[own + head] = make_float2(most[j], total[j]);
   }
   if (alone) __syncthreads();
 #pragma unroll
@@ -374,16 +381,22 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     for (int from = 0; from < share.splits; from += AT_ONCE) {
       // All that a thread reads is asked for before anything is used: four values of up to 16 splits, twice.
       float4 p[EACH_ADDS][AT_ONCE];
+      const float4* one = from_parts + from * COUNT + e;
+      const int left = share.splits - from;
 #pragma unroll
       for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
         for (int i = 0; i < EACH_ADDS; i++) {
           const bool is_there = COUNT % (EACH_ADDS * THREADS) == 0 || e + i * THREADS + tid < COUNT;
-          p[i][k] = is_there && from + k < share.splits ? __ldcg(from_parts + (from + k) * COUNT + e + i * THREADS)
-                                                        : make_float4(0.f, 0.f, 0.f, 0.f);
+          p[i][k] = is_there && k < left ? __ldcg(one + k * COUNT + i * THREADS) : make_float4(0.f, 0.f, 0.f, 0.f);
         }
       if (e == 0 && from == 0) {
-        for (int head = warp; head < GROUP; head += WARPS) shares(sums + all, head, share.splits, part_of + head * padded);
+#pragma unroll 1
+        for (int head = warp; head < GROUP; head += WARPS)
+          if (share.splits <= 32)
+            shares<1>(sums + all, head, share.splits, part_of + head * padded);
+          else
+            shares<MAX_SPLITS / 32>(sums + all, head, share.splits, part_of + head * padded);
         __syncthreads();
       }
 #pragma unroll
@@ -427,7 +440,7 @@ extern "C" __global__ void __launch_bounds__(128) attend_combine(
       p[k] = at < HEAD && s < share.splits ? __ldcg(from_parts + s * (GROUP * HEAD / 4)) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (from == 0) {
-      if (warp == 0) shares(sums + all, of_group, share.splits, part_of);
+      if (warp == 0) shares<MAX_SPLITS / 32>(sums + all, of_group, share.splits, part_of);
       __syncthreads();
     }
 #pragma unroll
