@@ -352,7 +352,7 @@ WRONG_ATTEND = [
     ("#define TILE 32", "#define TILE 32\n#define __expf(x) (1.f + (x))", "attend"),
     ("if (at + lane >= end) s = -__uint_as_float(0x7f800000);", "", "attend"),
     ("total[j] = total[j] * down[j] +", "total[j] = total[j] +", "attend"),
-    ("rounded(-y * s0[i], HALF)", "rounded(y * s0[i], HALF)", "turn_and_attend (own)"),
+    ("y0 = -y * s0[i]", "y0 = y * s0[i]", "turn_and_attend (own)"),
     ("is_key && mode == 2", "false", "turn_and_attend (k_is_v)"),
     ("mode == 1 ? 2 : 1", "1", "turn_and_attend (own)"),
 ]

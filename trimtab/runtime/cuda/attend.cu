@@ -96,10 +96,17 @@ __device__ __forceinline__ void unpack_part(float* to, const u32* from) {
 #pragma unroll
   for (int i = 0; i < V; i += 2) unpack(to + i, from[i / 2], HALF);
 }
-// One head of a row: norm, rotation as rope_write in fused.cu. A warp. What came of it goes to `to` and `to_cache`, and what it is
-// before the weight and the rotation to `plain` and `plain_cache`, where these are given.
-__device__ __forceinline__ void turn_head(const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps,
-                                          u16* to, u16* to_cache, u16* plain, u16* plain_cache) {
+// Two values as they are once stored: one conversion of both takes a fraction of two of one.
+__device__ __forceinline__ void round_both(float& a, float& b) {
+  const float both[2] = {a, b};
+  const u32 p = pack(both, HALF);
+  a = low_value(p, HALF), b = high_value(p, HALF);
+}
+// One head of a row: norm, rotation as rope_write in fused.cu. A warp. turns: what came of it goes to `to`, and to the cache for a
+// key; is_plain: what it is before the weight and the rotation goes to `plain` and its place in the cache.
+__device__ __forceinline__ void turn_head(
+    const Part& x, const Part& weight, const Part& cos, const Part& sin, float eps, bool turns, u16* to, bool is_key, u16* key,
+    bool is_plain, u16* plain, u16* plain_cache) {
   constexpr int h = HEAD / 2;
   const int at = (threadIdx.x & 31) * V;
   float a[V], b[V], sum = 0.f;
@@ -108,26 +115,28 @@ __device__ __forceinline__ void turn_head(const Part& x, const Part& weight, con
   for (int i = 0; i < V; i++) sum = fmaf(a[i], a[i], fmaf(b[i], b[i], sum));
   const float r = rsqrtf(warp_sum(sum) * (1.f / HEAD) + eps);
   if (!has_value(at * 2)) return;
-  if (plain) {
+  if (is_plain) {
     float p0[V], p1[V];
 #pragma unroll
     for (int i = 0; i < V; i++) p0[i] = a[i] * r, p1[i] = b[i] * r;
     store<V>(plain + at, p0, HALF), store<V>(plain + h + at, p1, HALF);
     store<V>(plain_cache + at, p0, HALF), store<V>(plain_cache + h + at, p1, HALF);
   }
-  if (!to) return;
+  if (!turns) return;
   float w0[V], w1[V], c0[V], c1[V], s0[V], s1[V];
   unpack_part(w0, weight.a), unpack_part(w1, weight.b);
   unpack_part(c0, cos.a), unpack_part(c1, cos.b);
   unpack_part(s0, sin.a), unpack_part(s1, sin.b);
 #pragma unroll
   for (int i = 0; i < V; i++) {
-    const float x = rounded(a[i] * r * w0[i], HALF), y = rounded(b[i] * r * w1[i], HALF);
-    a[i] = rounded(x * c0[i], HALF) + rounded(-y * s0[i], HALF);
-    b[i] = rounded(y * c1[i], HALF) + rounded(x * s1[i], HALF);
+    float x = a[i] * r * w0[i], y = b[i] * r * w1[i];
+    round_both(x, y);
+    float x0 = x * c0[i], y0 = -y * s0[i], y1 = y * c1[i], x1 = x * s1[i];
+    round_both(x0, y0), round_both(y1, x1);
+    a[i] = x0 + y0, b[i] = y1 + x1;
   }
   store<V>(to + at, a, HALF), store<V>(to + h + at, b, HALF);
-  if (to_cache) store<V>(to_cache + at, a, HALF), store<V>(to_cache + h + at, b, HALF);
+  if (is_key) store<V>(key + at, a, HALF), store<V>(key + h + at, b, HALF);
 }
 #endif
 
@@ -231,8 +240,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       const int job = from + i * WARPS;
       if (job >= jobs) continue;
       const bool is_key = job == GROUP, is_value = job > GROUP, is_both = is_key && mode == 2;
-      turn_head(x[i], weight[i], c, s, eps, is_value ? nullptr : turned[is_key ? HEADS : job], is_key ? new_key : nullptr,
-                is_value || is_both ? turned[HEADS + 1] : nullptr, new_value);
+      turn_head(x[i], weight[i], c, s, eps, !is_value, turned[is_key ? HEADS : is_value ? 0 : job], is_key, new_key,
+                is_value || is_both, turned[HEADS + 1], new_value);
     }
   }
   __syncthreads();
@@ -283,8 +292,10 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       to[SCORE_STRIDE + 8] = c[n][3];
     }
     const bool goes_on = at + TILE < end;
-    k_at += TILE * HEAD, v_at += TILE * HEAD;
-    if (goes_on) LOAD_K(at + TILE, -1)
+    if (goes_on) {
+      k_at = keys + (size_t)(at + TILE + mine) * HEAD + d_k;
+      LOAD_K(at + TILE, -1)
+    }
     __syncthreads();
     // A warp is a query here, a lane a place.
     float weight[OWN], down[OWN];
@@ -330,12 +341,15 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   }
         OUTPUT(0, x) OUTPUT(1, y) OUTPUT(2, z) OUTPUT(3, w)
       }
-    if (goes_on) LOAD_V(at + TILE, -1)
+    if (goes_on) {
+      v_at = values + (size_t)(at + TILE + t * 4) * HEAD + d_v;
+      LOAD_V(at + TILE, -1)
+    }
   }
 
   // sum[w][n]: values d_v + 2 w and d_v + 2 w + 1 (then [2], [3]) of queries n 8 + 2 t and one more ([0], [1]).
   const bool alone = share.splits == 1;
-  const size_t own = ((size_t)(row * kv_heads + kv) * splits + split) * GROUP;
+  const int own = ((row * kv_heads + kv) * splits + split) * GROUP;
 #pragma unroll
   for (int j = 0; j < OWN; j++) {
     const int head = warp + j * WARPS;
@@ -358,7 +372,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
         for (int e = 0; e < 8; e++) o[e] /= whole;
         store<8>(out + (size_t)((row * kv_heads + kv) * GROUP + head) * HEAD + d_v, o, HALF);
       } else {
-        float4* to = (float4*)(parts + (own + head) * HEAD + d_v);
+        float4* to = (float4*)(parts + (size_t)(own + head) * HEAD + d_v);
         __stcg(to, make_float4(o[0], o[1], o[2], o[3]));
         __stcg(to + 1, make_float4(o[4], o[5], o[6], o[7]));
       }
@@ -383,13 +397,16 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       float4 p[EACH_ADDS][AT_ONCE];
       const float4* one = from_parts + from * COUNT + e;
       const int left = share.splits - from;
-#pragma unroll
-      for (int k = 0; k < AT_ONCE; k++)
-#pragma unroll
-        for (int i = 0; i < EACH_ADDS; i++) {
-          const bool is_there = COUNT % (EACH_ADDS * THREADS) == 0 || e + i * THREADS + tid < COUNT;
-          p[i][k] = is_there && k < left ? __ldcg(one + k * COUNT + i * THREADS) : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
+#define TAKE_PARTS(condition)                                                                               \
+  _Pragma("unroll") for (int k = 0; k < AT_ONCE; k++) _Pragma("unroll") for (int i = 0; i < EACH_ADDS; i++) { \
+    const bool is_there = COUNT % (EACH_ADDS * THREADS) == 0 || e + i * THREADS + tid < COUNT;              \
+    p[i][k] = is_there && (condition) ? __ldcg(one + k * COUNT + i * THREADS) : make_float4(0.f, 0.f, 0.f, 0.f); \
+  }
+      if (left >= AT_ONCE) {
+        TAKE_PARTS(true)
+      } else {
+        TAKE_PARTS(k < left)
+      }
       if (e == 0 && from == 0) {
 #pragma unroll 1
         for (int head = warp; head < GROUP; head += WARPS)
