@@ -98,8 +98,7 @@ __device__ __forceinline__ void unpack_part(float* to, const u32* from) {
 }
 // Two values as they are once stored: one conversion of both takes a fraction of two of one.
 __device__ __forceinline__ void round_both(float& a, float& b) {
-  const float both[2] = {a, b};
-  const u32 p = pack(both, HALF);
+  const u32 p = HALF ? two_halves(a, b) : two_bf16(a, b);
   a = low_value(p, HALF), b = high_value(p, HALF);
 }
 // One head of a row: norm, rotation as rope_write in fused.cu. A warp. turns: what came of it goes to `to`, and to the cache for a

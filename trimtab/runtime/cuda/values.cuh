@@ -36,6 +36,11 @@ __device__ __forceinline__ u32 two_halves(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+__device__ __forceinline__ u32 two_bf16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
 // Weights, read once: not kept in L1. 16 bytes; and 8 here and 8 that lie 32 further.
 __device__ __forceinline__ uint4 streamed_16(const u8* p) {
   uint4 v;
