@@ -351,10 +351,10 @@ WRONG_SMALL = [
 WRONG_ATTEND = [
     ("#define TILE 32", "#define TILE 32\n#define __expf(x) (1.f + (x))", "attend"),
     ("if (at + lane >= end) s = -__uint_as_float(0x7f800000);", "", "attend"),
-    ("total[j] = total[j] * down +", "total[j] = total[j] +", "attend"),
-    ("rounded(-y * s0[i], HALF)", "rounded(y * s0[i], HALF)", "turn_and_attend (own)"),
-    ("mode == 2 ? value : nullptr", "nullptr", "turn_and_attend (k_is_v)"),
-    ("group + 2 * has_place", "group + has_place", "turn_and_attend (own)"),
+    ("total[j] = total[j] * down[j] +", "total[j] = total[j] +", "attend"),
+    ("y0 = -y * s0[i]", "y0 = y * s0[i]", "turn_and_attend (own)"),
+    ("is_key && mode == 2", "false", "turn_and_attend (k_is_v)"),
+    ("mode == 1 ? 2 : 1", "1", "turn_and_attend (own)"),
 ]
 
 

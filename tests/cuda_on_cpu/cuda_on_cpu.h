@@ -451,6 +451,7 @@ static inline uint4 streamed_8_8(const unsigned char* p) {
   const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
   return {a.x, a.y, b.x, b.y};
 }
+static inline unsigned count_up(unsigned* p, unsigned last) { return atomicInc(p, last); }
 // A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
 #define FILLERS 1
 struct CpuBarrier { unsigned short count, arrived; unsigned phases; };  // in the barrier's own 64 bits

@@ -69,8 +69,10 @@ def attention_options(
 ) -> tuple[str, ...]:  # fmt: skip
     """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it."""
     size = next(size for size in (128, 256, 512) if size >= dim)
-    tiles = 1 if heads // kv_heads <= 8 else 2
-    return (f"-DDIM={size}", f"-DTILES={tiles}", f"-DHALF={int(dtype == torch.float16)}", f"-DROTATES={int(turn)}")
+    return (
+        f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
+        f"-DROTATES={int(turn)}",
+    )  # fmt: skip
 
 
 def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
@@ -379,15 +381,15 @@ def _launch_attend(
     own.launch(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
-            *given, keys, values, positions, parts, sums, module.kept["arrived"], out, heads, kv_heads, dim, places, splits,
-            float(scaling), float(softcap or 0.0), int(here), *ahead_arguments(ahead),
+            *given, keys, values, positions, parts, sums, module.kept["arrived"], out, places, float(scaling),
+            float(softcap or 0.0), int(here), *ahead_arguments(ahead),
         ],
         dependent=dependent,
     )  # fmt: skip
     if needed and not here:
         own.launch(
             "attend_combine", (-(-dim // 128), heads, n), (128,),
-            [positions, parts, sums, out, heads, kv_heads, dim, places, splits, _half(out)],
+            [positions, parts, sums, out, places, splits],
             dependent=dependent,
         )  # fmt: skip
 

@@ -288,8 +288,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   u8* xs = (u8*)(scales + a.units * 16 * scale_stride);
   float* factors = (float*)(xs + n * x_bytes);
   float* sums = factors + a.chunk_blocks * (FEW ? n : COLUMNS);
-  u32* last = (u32*)(sums + a.units * a.k_warps * n * STRIDE);
-  float* dot_sums = (float*)(last + 4);  // two sets of a value a warp
+  float* dot_sums = sums + a.units * a.k_warps * n * STRIDE;  // two sets of a value a warp
   // A x, where all of it fits beside the rest; else it is taken where the table was.
   float* lows = a.low_room ? dot_sums + 64 + (HELD && NORMED ? a.columns : 0) : (float*)shared;
 
@@ -651,15 +650,18 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
 #endif
   }
-  // B of this thread's first output, on its way while others end (ranks up to 8).
+  // B of this thread's first output (ranks up to 8) and what it is multiplied by, on their way while others end.
   float4 first_B[2][2];
+  float first_other = 0.f;
   const auto is_early = [&](const LoraEntry& entry) { return entry.rank <= 8 && (entry.rank & 3) == 0 && ((size_t)entry.B & 15) == 0; };
-  if (a.slots && tid < places) {
+  if ((a.slots || a.gate == MULTIPLY) && tid < places) {
     const int e = tid, i = n == 1 ? 0 : e / outputs, r = (e - i * outputs) & 15;
     const int u = ((e - i * outputs) >> 4) * (a.gate == PAIR ? 2 : 1);
     const Unit unit = locate(a, own * a.units + u);
     const int at = unit.row + r;
-    if (unit.member >= 0 && at < of(a.rows, unit.member))
+    const bool is_there = unit.member >= 0 && at < of(a.rows, unit.member);
+    if (is_there && a.gate == MULTIPLY) first_other = value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
+    if (is_there && a.slots)
 #pragma unroll
       for (int m = 0; m < 2; m++) {
         if (m > (a.gate == PAIR)) break;
@@ -699,15 +701,10 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       const int i = e % n, r = e / n & 15, u = e / n >> 4;
       a.parts[split * part + ((here + u) * 16 + r) * n + i] = own_sum(u, r, i);
     }
-    // The block that arrives last adds the parts, always in the same order, and leaves the counter at zero.
-    __threadfence();
+    // The block that arrives last adds the parts, always in the same order. Thread 0 speaks for the block: what the others wrote
+    // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
     __syncthreads();
-    if (tid == 0) last[0] = atomicAdd(a.arrived + own, 1u) == (u32)a.splits - 1;
-    __syncthreads();
-    if (!last[0]) return;
-    if (tid == 0) a.arrived[own] = 0;
-    __threadfence();
-    __syncthreads();
+    if (!__syncthreads_or(tid == 0 && count_up(a.arrived + own, a.splits - 1) == (u32)a.splits - 1)) return;
   }
   const auto finished = [&](int member, int u, int r, int at, int i, int early) {
     float y = 0.f;
@@ -736,7 +733,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   EACH_OUTPUT
     float y = 0.f, up = 0.f;
     int place = at + (unit.member > 0 ? a.rows[0] : 0) + (unit.member > 1 ? a.rows[1] : 0);
-    if (a.gate == MULTIPLY) up = value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
+    if (a.gate == MULTIPLY) up = e == tid ? first_other : value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
     if (a.gate == PAIR) up = finished(unit.member + 1, u + 1, r, at, i, e == tid ? 1 : -1);
     y = finished(unit.member, u, r, at, i, e == tid ? 0 : -1);
     if (a.gate) {

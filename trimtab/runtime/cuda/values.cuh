@@ -36,6 +36,11 @@ __device__ __forceinline__ u32 two_halves(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+__device__ __forceinline__ u32 two_bf16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
 // Weights, read once: not kept in L1. 16 bytes; and 8 here and 8 that lie 32 further.
 __device__ __forceinline__ uint4 streamed_16(const u8* p) {
   uint4 v;
@@ -63,6 +68,13 @@ __device__ __forceinline__ u32 look(const u32* p) {
   return v;
 }
 __device__ __forceinline__ void publish(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
+// Count up, and from `last` back to zero; returns what it was. Releases what this thread wrote or saw (behind a barrier: its whole
+// block), acquires what those that counted before released.
+__device__ __forceinline__ u32 count_up(u32* p, u32 last) {
+  u32 was;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(p), "r"(last) : "memory");
+  return was;
+}
 #define SPINS (1 << 22)  // seconds
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
