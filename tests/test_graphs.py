@@ -7,6 +7,7 @@ with the kernels, as graphs.
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -478,3 +479,23 @@ def test_every_family_is_captured_or_says_why(family, tmp_path):
         assert answers(batch) == expected
         reasons = [fall.why for fall in batch.steps.fallbacks if fall.what == "graph"]
         assert batch.steps.captures > 0 or reasons
+
+
+def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
+    key, other = ("cut", (64,), 512, 1, False), ("cut", (64,), 512, 2, False)
+    ms = {"best alone": 3.0, "faster": 2.9, "wrong": 1.0, "no better": 2.899, "another bucket": 0.1}
+    kept = {key: "best alone", other: "best alone", "others": {key: list(ms)[1:4], other: ["another bucket"]}}
+    saved = []
+
+    class Stand:
+        kernels = SimpleNamespace(matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept)))
+        _order = ()
+
+        def _tried(self, run, keep, *, overlap):
+            return ms[kept[key]], torch.tensor([[1.0, 5.0 if kept[key] == "wrong" else 2.0]])
+
+    graphs.Steps._refine(Stand(), None, None, 1, overlap=True)
+    assert kept[key] == "faster" and kept[other] == "best alone"
+    assert kept["others"] == {other: ["another bucket"]} and len(saved) == 1
+    graphs.Steps._refine(Stand(), None, None, 1, overlap=True)  # tried once
+    assert len(saved) == 1

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 # Each graph of transformers' modules is a few thousand nodes, some MiB of the driver's memory.
 MOST_GRAPHS = 16
+# A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
+# largest are not those of this step.
+_WORTH, _FAR = 0.997, 0.1
 # Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
 REPLAY_TOLERANCE = 2**-6
 # Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.
@@ -400,7 +403,10 @@ class Steps:
             table.reads_staged = True
         try:
             run = partial(self._finish_and_go_on, step, bucket)
-            with self.kernels.overlapping(step is self._fused and self._overlap_pays(run, slots)):
+            overlap = step is self._fused and self._overlap_pays(run, slots)
+            if step is self._fused:
+                self._refine(run, slots, bucket, overlap=overlap)
+            with self.kernels.overlapping(overlap):
                 found = self._captured(run, slots)
         except RequestError:
             raise
@@ -441,6 +447,29 @@ class Steps:
                 self._fall_back("overlapping launches", why, asked=False)
         return self.kernels.overlap_pays
 
+    def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
+        """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
+
+        Once on a card for each shape and number of rows: what was found is kept in the user's cache folder.
+        """
+        module = self.kernels.matvec
+        untried = {} if module is None else module.kept.get("others", {})
+        keys = [key for key in untried if key[3] == bucket]
+        if not keys or self._order:
+            return
+        best, expected = self._tried(run, keep, overlap=overlap)
+        largest = float(expected.abs().max())
+        for key in keys:
+            for cut in untried.pop(key):
+                before, module.kept[key] = module.kept[key], cut
+                ms, scores = self._tried(run, keep, overlap=overlap)
+                # Each computes the same product, summed in another order; what is far off is not used, however fast.
+                if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
+                    best = ms
+                else:
+                    module.kept[key] = before
+        self.kernels.save_cuts()
+
     def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
         with self.kernels.overlapping(overlap):
@@ -448,7 +477,7 @@ class Steps:
         before = self.batch.tokens.clone()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         best = float("inf")
-        for _ in range(5):
+        for _ in range(8):
             self.batch.tokens.copy_(before)
             start.record()
             one.graph.replay()

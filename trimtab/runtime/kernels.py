@@ -125,7 +125,11 @@ class Kernels:
         if wanted:
             for one in groups:
                 self.measure(one[0], dtype)
-            cuts.save_cuts(matvec.tuned_cuts(self.matvec), matvec.cuts_file(self.matvec))
+            self.save_cuts()
+
+    def save_cuts(self) -> None:
+        """Keep the cuts that were found for the next process."""
+        cuts.save_cuts(matvec.tuned_cuts(self.matvec), matvec.cuts_file(self.matvec))
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""

@@ -45,6 +45,8 @@ PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # What `low` holds before a product makes it: all bits set, a NaN that no operation makes.
 EMPTY = -1
 _TABLE_BYTES = 65536
+# Cuts that take less than so many times the fastest one's time are worth a try in a whole step, up to so many.
+_NEAR, _MOST_NEAR = 1.25, 4
 HELD_NAME = "matvec_held"
 
 
@@ -602,7 +604,8 @@ def tune(
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
     Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
     activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. small: the module
-    with `add_norm`, to time the norm in front by itself and as a part of the product. Call `cuts.save_cuts` to keep what was
+    with `add_norm`, to time the norm in front by itself and as a part of the product. What was nearly as fast is left to
+    `kept["others"]`: in a whole step, another one may be faster. Call `cuts.save_cuts` to keep what was
     found for the next process.
     """
     weights, pair, device = groups[0], gate is not None, module.device
@@ -626,10 +629,14 @@ def tune(
 
         taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if taken:
-        best = min(taken, key=lambda cut: taken[cut])
+        best, *others = sorted(taken, key=lambda cut: taken[cut])
+        near = [cut for cut in others if taken[cut] < _NEAR * taken[best]][:_MOST_NEAR]
         if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
             pays = _norm_pays(groups, x, out, best, after, module, small, overlap=overlap, repeat=repeat)
-            best = replace(best, normed=pays)
+            if pays is not None:
+                near = [replace(best, normed=not pays), *near]
+                best = replace(best, normed=pays)
+        module.kept.setdefault("others", {})[cut_key(weights, n, pair=pair)] = near
         module.kept[cut_key(weights, n, pair=pair)] = best
         module.kept.setdefault("tuned", set()).add(cut_key(weights, n, pair=pair))
     return taken
@@ -638,8 +645,8 @@ def tune(
 def _norm_pays(
     groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool, repeat: int,
-) -> bool:  # fmt: skip
-    """Whether a product with its norm computes the same as one behind `add_norm`, and in less time than both."""
+) -> bool | None:  # fmt: skip
+    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
     weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
     norm = Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
     x = torch.empty_like(y)
@@ -658,7 +665,7 @@ def _norm_pays(
     out.fill_(math.nan), norm.out_h.fill_(math.nan)
     one()
     if relative_error(out, wanted) > LARGEST_ERROR or relative_error(norm.out_h, h) > LARGEST_ERROR:
-        return False
+        return None
     return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
 
 
