@@ -26,7 +26,7 @@ MOST_STAGES = 32
 MOST_PARTS = 2**21
 MOST_COUNTERS = 8192
 # As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end sums of A x.
-_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 16 + 2 * 32 * 4
+_FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
 _BATCH, _STRIDE = 4, 20
 # Name, outputs of each member, columns, rows of x, whether two members are multiplied.

@@ -60,7 +60,7 @@
 #define MULTIPLY 2  // out = act(product) other
 
 struct LoraEntry {
-  const float* B;
+  const float *A, *B;
   float scale;
   int rank;
 };
@@ -394,11 +394,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
   if (tid < MEMBERS * COLUMNS) {
-    LoraEntry entry = {nullptr, 0.f, 0};
+    LoraEntry entry = {nullptr, nullptr, 0.f, 0};
     const int i = tid % COLUMNS, m = tid / COLUMNS;
     if (a.slots && i < n && m < a.members) {
       const int slot = __ldcg(a.slots + i);
       if (slot >= 0) {
+        entry.A = (const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot);
         entry.B = (const float*)__ldcg(a.lora_B + (size_t)m * a.lora_B_stride + slot);
         entry.scale = __ldcg(a.lora_scale + (size_t)m * a.lora_scale_stride + slot);
         entry.rank = __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot);
@@ -480,11 +481,19 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
                        f * from_half((u16)(v.y >> 16)));
   };
-  int turn_of_sums = 0;
+  int turn_of_sums = 0, most_rank = 0;
+  if (all_low)
+    for (int e = 0; e < a.members * COLUMNS; e++) most_rank = max(most_rank, lora[e].rank);
+  const int rank_step = n * a.members;  // values with the same place in their rank are neighbours
 #pragma unroll 1
-  for (int number = index; number < all_low && index < makers; number += makers) {
+  for (int number = index; number < rank_step * most_rank && index < makers; number += makers) {
     const bool is_first = number == index;
-    if (!is_first) dot = dot_of(a, number);
+    if (!is_first) {
+      dot.j = number / rank_step, dot.i = (number - dot.j * rank_step) / a.members;
+      dot.m = number - dot.j * rank_step - dot.i * a.members;
+      const LoraEntry entry = lora[dot.m * COLUMNS + dot.i];
+      dot.A = dot.j < entry.rank ? entry.A + (size_t)dot.j * a.columns : nullptr;
+    }
     if (!dot.A) continue;  // so for all threads of the block
     float sum = 0.f;
     if (!is_read_by_four(dot.A)) {
