@@ -21,6 +21,7 @@
 #define MAX_SHARES 512    // splits x queries that one block may combine
 #define AT_ONCE 16        // splits whose parts a thread asks for before it uses one
 #define EARLY 1           // 0: ROTATES too asks for keys and values when the kernel in front has ended
+#define WHOLE_AHEAD 1     // 0: what is brought ahead comes in pieces, one a thread, which a warp issues one after the other
 constexpr int TILES = GROUP <= 8 ? 1 : 2;  // of 8 queries
 __device__ __forceinline__ constexpr bool has_value(int d) { return HEAD == DIM || d < HEAD; }
 
@@ -36,6 +37,13 @@ __device__ __forceinline__ Share share_of(const i64* positions, int row, int pla
   s.tiles = (tiles + splits - 1) / splits;
   s.splits = (tiles + s.tiles - 1) / s.tiles;
   return s;
+}
+
+// This block's share of weights that a later kernel reads, by few instructions of one thread.
+__device__ __forceinline__ void bring_share(const u8* from, int pieces, int block, int blocks) {
+  const int each = (pieces + blocks - 1) / blocks, first = block * each, end = min(first + each, pieces);
+#pragma unroll 1
+  for (int i = first; i < end; i += 8) bring_near(from + (size_t)i * AHEAD_BYTES, min(8, end - i) * AHEAD_BYTES);
 }
 
 __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
@@ -156,7 +164,11 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   let_next_start();
   // What is brought ahead comes behind our own keys and values, where these are asked for first.
   const auto wait = [&] {
-    bring_ahead(ahead0, pieces0, ahead1, pieces1, (row * kv_heads + kv) * splits + split, gridDim.z * kv_heads * splits);
+    const int block = (row * kv_heads + kv) * splits + split, blocks = gridDim.z * kv_heads * splits;
+    if (!WHOLE_AHEAD)
+      bring_ahead(ahead0, pieces0, ahead1, pieces1, block, blocks);
+    else if (tid == 0)
+      bring_share(ahead0, pieces0, block, blocks), bring_share(ahead1, pieces1, block, blocks);
     wait_for_previous();
   };
 #if ROTATES
