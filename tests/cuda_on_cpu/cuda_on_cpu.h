@@ -422,6 +422,7 @@ static inline unsigned add_bf16x2(unsigned a, unsigned b) {
 }
 static inline uint2 load_once(const unsigned char* p) { return cpu_load((const uint2*)p); }
 static inline uint4 load_once_16(const void* p) { return cpu_load((const uint4*)p); }
+template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}
 // Reads what would be brought: a page that is not there is found.
 static inline void bring_near(const unsigned char* p, int bytes) {

@@ -41,6 +41,10 @@ __device__ __forceinline__ u32 two_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+// The compiler takes this value as it is here: it is not computed again, or later.
+__device__ __forceinline__ void as_is(int& v) { asm volatile("" : "+r"(v)); }
+template <typename T>
+__device__ __forceinline__ void as_is(T*& p) { asm volatile("" : "+l"(p)); }
 // Weights, read once: not kept in L1. 16 bytes; and 8 here and 8 that lie 32 further.
 __device__ __forceinline__ uint4 streamed_16(const u8* p) {
   uint4 v;
