@@ -184,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   // What is past the row's places is not read: nobody knows what lies there.
   const int slice = warp / 2, mine = (warp & 1) * 16 + g, d_k = slice * 128 + t * 8, d_v = warp * 64 + g * 8;
   const u16 *k_at = keys + (size_t)(first + mine) * HEAD + d_k, *v_at = values + (size_t)(first + t * 4) * HEAD + d_v;
-  int score_at = (slice * HEADS + 2 * t) * SCORE_STRIDE + mine, weight_at = g * WEIGHT_STRIDE + t * 4, query_at = g * (DIM + 8) + d_k;
+  int score_at = (slice * HEADS + 2 * t) * SCORE_STRIDE + mine, weight_at = g * WEIGHT_STRIDE + t * 4;
   uint4 k0[4], k1[4], v[2][4], qs[4][TILES];
 #define LOAD_K(at, without)                                                                                              \
   _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                                        \
@@ -202,6 +202,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #if ROTATES
   constexpr int ROW = DIM + 8;  // 8 rows of 16 bytes fall on different banks
   __shared__ __align__(16) u16 turned[HEADS + 2][ROW];  // queries, the new key, the new value
+  int query_at = g * ROW + d_k;
   const int newest = place >= first && place < end ? (int)place : -1;  // of the row, if this block looks at it
   const bool writes = mode && newest >= 0;
   // A warp turns queries, then the new key, then the new value: it reads all (or two) before it turns one.
