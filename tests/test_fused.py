@@ -394,8 +394,9 @@ def test_the_sources_compile_for_a_gpu(target):
     compiler = nvrtc.find_compiler()
     assert compiler.compile(fused.source(), target, name="fused.cu")
     for heads, kv_heads, dim, dtype in ((8, 2, 256, torch.bfloat16), (16, 1, 512, torch.float16)):
-        options = fused.attention_options(heads, kv_heads, dim, dtype)
-        assert compiler.compile(fused.source("attend.cu"), target, options, name="attend.cu")
+        for turn in (False, True):
+            options = fused.attention_options(heads, kv_heads, dim, dtype, turn=turn)
+            assert compiler.compile(fused.source("attend.cu"), target, options, name="attend.cu")
     with pytest.raises(DeviceError, match="DIM"):
         compiler.compile(fused.source("attend.cu"), target, name="attend.cu")
 

@@ -439,6 +439,7 @@ static inline unsigned look(const unsigned* p) {  // others of the block may be 
   if (*p == 0xffffffffu) cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "look");
   return cpu_load(p);
 }
+template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}
 // Reads what would be brought: a page that is not there is found.
 static inline void bring_near(const unsigned char* p, int bytes) {

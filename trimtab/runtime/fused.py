@@ -9,7 +9,9 @@ softmax and output in float32 and rounds once; its weights enter the second prod
 A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
 positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
 kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
-waits by itself before it reads what others made.
+waits by itself before it reads what the kernels in front made. Attention does not wait for what stands since before the step:
+positions, the norms' weights, and (`turn_and_attend`) keys and values of all places but each row's newest. Whoever
+changes these does it by a launch that does not overlap the ones behind it, as torch's own are.
 
 What it does not know: whether a kernel is faster here than torch (bench/kernels.py measures).
 Source: transformers 5.23.0, models/gemma4/modeling_gemma4.py; split attention: arXiv 2311.01282 (Flash-Decoding).
@@ -295,7 +297,7 @@ def attend(
     if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous():
         _attend_torch(q, keys, values, positions, scaling, softcap, out)
         return
-    given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, None, 0]
+    given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, 0]
     _launch_attend(
         given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False
     )
@@ -309,8 +311,9 @@ def turn_and_attend(
 ) -> None:  # fmt: skip
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
-    In one, a block turns the queries that it needs; the one whose share of the cache has a row's new place writes it. ahead:
-    up to two weights that a later kernel reads, to be brought into L2 meanwhile.
+    places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose share of the cache has a row's new place writes it. With
+    mode "shared", an earlier layer of the step may have written the row's place in `places`, and no other. ahead: up to two
+    weights that a later kernel reads, to be brought into L2 meanwhile.
     """
     _, kv_heads, _, dim = keys.shape
     size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
@@ -328,7 +331,7 @@ def turn_and_attend(
         attend(queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent)
         return
     given: list[nvrtc.Argument] = [
-        qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0), places,
+        qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0),
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
     _launch_attend(

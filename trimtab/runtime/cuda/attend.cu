@@ -143,7 +143,7 @@ __device__ __forceinline__ void turn_head(
 // Grid: [splits, kv heads, n].
 extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ? 3 : 1) attend(
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
-    const u16* sin, int sin_stride, const i64* place_of, int mode, u16* keys, u16* values, const i64* positions, float* parts,
+    const u16* sin, int sin_stride, int mode, u16* keys, u16* values, const i64* positions, float* parts,
     float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
     const u8* ahead0, int pieces0, const u8* ahead1, int pieces1) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
@@ -156,11 +156,13 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   let_next_start();
   // What is brought ahead comes behind our own keys and values, where these are asked for first.
   const auto wait = [&] {
-    bring_ahead(ahead0, pieces0, ahead1, pieces1, (row * kv_heads + kv) * splits + split, gridDim.z * kv_heads * splits);
+    const int block = (row * kv_heads + kv) * splits + split, blocks = gridDim.z * kv_heads * splits;
+    if (tid == 0) bring_ahead(ahead0, pieces0, block, blocks), bring_ahead(ahead1, pieces1, block, blocks);
     wait_for_previous();
   };
 #if ROTATES
-  const i64 place = __ldcg(place_of + row);
+  // Of the newest key and value: a ring is written round and round. What the same step computes is not there yet.
+  const int place = (int)((u64)__ldcg(positions + row) % (u32)places);
 #endif
   const Share share = share_of(positions, row, places, splits);
   if (split >= share.splits) return wait();
@@ -172,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   // What is past the row's places is not read: nobody knows what lies there.
   const int slice = warp / 2, mine = (warp & 1) * 16 + g, d_k = slice * 128 + t * 8, d_v = warp * 64 + g * 8;
   const u16 *k_at = keys + (size_t)(first + mine) * HEAD + d_k, *v_at = values + (size_t)(first + t * 4) * HEAD + d_v;
+  int score_at = (slice * HEADS + 2 * t) * SCORE_STRIDE + mine, weight_at = g * WEIGHT_STRIDE + t * 4;
   uint4 k0[4], k1[4], v[2][4], qs[4][TILES];
 #define LOAD_K(at, without)                                                                                              \
   _Pragma("unroll") for (int i = 0; i < 4; i++) {                                                                        \
@@ -189,7 +192,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #if ROTATES
   constexpr int ROW = DIM + 8;  // 8 rows of 16 bytes fall on different banks
   __shared__ __align__(16) u16 turned[HEADS + 2][ROW];  // queries, the new key, the new value
-  const int newest = place >= first && place < end ? (int)place : -1;  // of the row, if this block looks at it
+  int query_at = g * ROW + d_k;
+  const int newest = place >= first && place < end ? place : -1;  // of the row, if this block looks at it
   const bool writes = mode && newest >= 0;
   // A warp turns queries, then the new key, then the new value: it reads all (or two) before it turns one.
   constexpr int EACH = GROUP + 2 > WARPS ? 2 : 1;
@@ -207,6 +211,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   LOAD_V(first, newest)
   TAKE_JOBS(warp)
   cos += (size_t)row * cos_stride, sin += (size_t)row * sin_stride;
+  as_is(k_at), as_is(v_at), as_is(score_at), as_is(weight_at), as_is(query_at);
   if (EARLY) wait();
 #pragma unroll
   for (int i = 0; i < EACH; i++) x[i] = part(head_at[i]);
@@ -249,19 +254,19 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #define TURNED_V(d) (*(const uint4*)&turned[HEADS + 1][d])
     NEW_PLACE(TURNED_K, TURNED_V)
   }
-#define QUERY(head, d) (*(const uint4*)&turned[head][d])
+#define QUERY(n, i) (*(const uint4*)&turned[0][query_at + (n) * 8 * ROW + (i) * 32])
 #else
   wait();
   LOAD_K(first, -1)
   LOAD_V(first, -1)
-#define QUERY(head, d) __ldcg((const uint4*)(q + (size_t)row * q_stride + (kv * GROUP + (head)) * HEAD + (d)))
+#define QUERY(n, i) __ldcg((const uint4*)(q + (size_t)row * q_stride + (kv * GROUP + (n) * 8 + g) * HEAD + d_k + (i) * 32))
 #endif
 #pragma unroll
   for (int i = 0; i < 4; i++)
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
       const int head = n * 8 + g, d = d_k + i * 32;
-      qs[i][n] = (ROTATES || head < GROUP) && has_value(d) ? QUERY(head, d) : none;  // other columns are nobody's
+      qs[i][n] = (ROTATES || head < GROUP) && has_value(d) ? QUERY(n, i) : none;  // other columns are nobody's
     }
   float most[OWN], total[OWN], sum[4][TILES][4];
 #pragma unroll
@@ -284,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
         product(c[n], k0[i].x, k1[i].x, k0[i].y, k1[i].y, qs[i][n].x, qs[i][n].y);
         product(c[n], k0[i].z, k1[i].z, k0[i].w, k1[i].w, qs[i][n].z, qs[i][n].w);
       }
-      float* to = scores[slice][n * 8 + 2 * t] + mine;
+      float* to = &scores[0][0][score_at + n * 8 * SCORE_STRIDE];
       to[0] = c[n][0];
       to[SCORE_STRIDE] = c[n][1];
       to[8] = c[n][2];
@@ -292,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     }
     const bool goes_on = at + TILE < end;
     if (goes_on) {
-      k_at = keys + (size_t)(at + TILE + mine) * HEAD + d_k;
+      k_at += TILE * HEAD;
       LOAD_K(at + TILE, -1)
     }
     __syncthreads();
@@ -330,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     for (int s = 0; s < 2; s++)
 #pragma unroll
       for (int n = 0; n < TILES; n++) {
-        const uint2 h = *(const uint2*)&high[n * 8 + g][s * 16 + t * 4], l = *(const uint2*)&low[n * 8 + g][s * 16 + t * 4];
+        const uint2 h = *(const uint2*)&high[n * 8][weight_at + s * 16], l = *(const uint2*)&low[n * 8][weight_at + s * 16];
 #define OUTPUT(w, field)                                                                                                 \
   {                                                                                                                      \
     const u32 a0 = __byte_perm(v[s][0].field, v[s][1].field, 0x5410), a1 = __byte_perm(v[s][0].field, v[s][1].field, 0x7632); \
@@ -341,7 +346,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
         OUTPUT(0, x) OUTPUT(1, y) OUTPUT(2, z) OUTPUT(3, w)
       }
     if (goes_on) {
-      v_at = values + (size_t)(at + TILE + t * 4) * HEAD + d_v;
+      v_at += TILE * HEAD;
       LOAD_V(at + TILE, -1)
     }
   }

@@ -271,7 +271,6 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3;
   let_next_start();
   const int n = a.n, index = blockIdx.x;
-  bring_ahead(a.ahead0, a.pieces0, a.ahead1, a.pieces1, index, gridDim.x);
   const int own = a.splits > 1 ? index / a.splits : index, split = index - own * a.splits;
   const int first_block = split * a.chunk_blocks, blocks = min(a.chunk_blocks, a.blocks - first_block);
   const int units = min(a.units, a.all_units - own * a.units), chunks = (blocks + a.piece_blocks - 1) / a.piece_blocks;
@@ -336,6 +335,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     for (int turn = 0; turn < min(turns, depth); turn++) ask(turn, false);
   }
 #endif
+  // Behind our own weights.
+  if (tid == threads - 32)
+    bring_ahead(a.ahead0, a.pieces0, index, gridDim.x), bring_ahead(a.ahead1, a.pieces1, index, gridDim.x);
 #pragma unroll 8
   for (int i = tid; i < 2048; i += threads) {
     const u32 v = __ldg(a.table + (i >> 3));

@@ -41,6 +41,10 @@ __device__ __forceinline__ u32 two_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+// The compiler takes this value as it is here: it is not computed again, or later.
+__device__ __forceinline__ void as_is(int& v) { asm volatile("" : "+r"(v)); }
+template <typename T>
+__device__ __forceinline__ void as_is(T*& p) { asm volatile("" : "+l"(p)); }
 // Weights, read once: not kept in L1. 16 bytes; and 8 here and 8 that lie 32 further.
 __device__ __forceinline__ uint4 streamed_16(const u8* p) {
   uint4 v;
@@ -140,11 +144,12 @@ __device__ __forceinline__ void let_next_start() {}
 
 #define ALL 0xffffffffu
 #define AHEAD_BYTES 8192
-// Weights that a kernel behind this one reads, in pieces, while this one leaves the memory to it: this block's share of two.
-__device__ __forceinline__ void bring_ahead(const u8* first, int first_pieces, const u8* second, int second_pieces, int block, int blocks) {
-  const int threads = blockDim.x;
-  for (int i = block + threadIdx.x * blocks; i < first_pieces + second_pieces; i += threads * blocks)
-    bring_near(i < first_pieces ? first + (size_t)i * AHEAD_BYTES : second + (size_t)(i - first_pieces) * AHEAD_BYTES, AHEAD_BYTES);
+// This block's share of weights that a kernel behind this one reads, while this one leaves the memory to them: by few
+// instructions of one thread, 64 KiB each (the most is 1 MiB).
+__device__ __forceinline__ void bring_ahead(const u8* from, int pieces, int block, int blocks) {
+  const int each = (pieces + blocks - 1) / blocks, first = block * each, end = min(first + each, pieces);
+#pragma unroll 1
+  for (int i = first; i < end; i += 8) bring_near(from + (size_t)i * AHEAD_BYTES, min(8, end - i) * AHEAD_BYTES);
 }
 __device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float value(u16 v, int half) { return half ? from_half(v) : from_bf16(v); }
