@@ -200,7 +200,7 @@ def full(bench: Bench) -> None:
         bench.rows.append(measure(bench))
         print("ROW " + json.dumps(bench.rows[-1]), flush=True)
     for decode in ("graph", "eager"):
-        for name in (None, "r8", "r64"):
+        for name in ("r8", None, "r64"):
             bench.row(decode, [name])
     bench.row("graph", eight)
 

@@ -488,7 +488,9 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
     saved = []
 
     class Stand:
-        kernels = SimpleNamespace(matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept)))
+        kernels = SimpleNamespace(
+            most_rows=8, matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept))
+        )
         _order = ()
 
         def _tried(self, run, keep, *, overlap):

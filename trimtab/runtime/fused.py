@@ -113,11 +113,11 @@ def _fits(x: Tensor | None, like: Tensor, values: int) -> bool:
 
 # As in the kernels: what is brought ahead comes in such pieces.
 _PIECE_BYTES = 8192
-MOST_AHEAD = 2
+MOST_AHEAD = 4
 
 
 def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
-    """Return the last arguments of kernels that bring weights into L2 for a later one: up to two, whole pieces of them."""
+    """Return the last arguments of kernels that bring weights into L2 for a later one: up to four tensors, whole pieces of them."""
     assert len(ahead) <= MOST_AHEAD and all(one.is_contiguous() for one in ahead)
     found: list[nvrtc.Argument] = []
     for one in ahead:
@@ -311,7 +311,8 @@ def turn_and_attend(
 ) -> None:  # fmt: skip
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
-    places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose share of the cache has a row's new place writes it. With
+    places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose
+    share of the cache has a row's new place writes it. With
     mode "shared", an earlier layer of the step may have written the row's place in `places`, and no other. ahead: up to two
     weights that a later kernel reads, to be brought into L2 meanwhile.
     """

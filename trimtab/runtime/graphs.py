@@ -406,6 +406,7 @@ class Steps:
             overlap = step is self._fused and self._overlap_pays(run, slots)
             if step is self._fused:
                 self._refine(run, slots, bucket, overlap=overlap)
+            start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
                 found = self._captured(run, slots)
         except RequestError:
@@ -450,8 +451,10 @@ class Steps:
     def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
         """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
 
-        Once on a card for each shape and number of rows: what was found is kept in the user's cache folder.
+        Once on a card for each shape, for one row and for the most: what was found is kept in the user's cache folder.
         """
+        if bucket not in (1, self.kernels.most_rows):
+            return
         module = self.kernels.matvec
         untried = {} if module is None else module.kept.get("others", {})
         keys = [key for key in untried if key[3] == bucket]

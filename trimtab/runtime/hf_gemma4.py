@@ -95,8 +95,9 @@ def _norm(residual: Tensor, post: Any, following: Any, scalar: Tensor | None, ou
 
 
 def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
-    """Return the packed weights of layers that stay on the device: a streamed one is not there yet."""
-    return [leaf.packed().parts["weight"] for leaf in leaves if isinstance(leaf, ResidentLeaf)]
+    """Return the packed weights and scales of layers that stay on the device: a streamed one is not there yet."""
+    packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
+    return [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
 
 
 def _scale(table: Table) -> float:

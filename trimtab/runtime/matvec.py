@@ -392,7 +392,7 @@ def matvec4(
     bias: one a layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
     [n, D_out of one]. norm: x is the layer before's output; only with a cut that may be normed (`takes_norm`).
     dependent: start before the kernel in front ends (9.0 and newer) and load weights meanwhile; None: as the module's
-    `overlap` says. ahead: up to two weights that a later kernel reads, to be brought into L2 meanwhile (9.0 and newer).
+    `overlap` says. ahead: up to four tensors that a later kernel reads, to be brought into L2 meanwhile (9.0 and newer).
     module None or of another device: in torch. Ask `why_not` about each weight first.
     """
     pair = gate is not None and gate.other is None

@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
     const u16* sin, int sin_stride, int mode, u16* keys, u16* values, const i64* positions, float* parts,
     float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
-    const u8* ahead0, int pieces0, const u8* ahead1, int pieces1) {
+    AHEAD_PARAMETERS) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   // What is brought ahead comes behind our own keys and values, where these are asked for first.
   const auto wait = [&] {
     const int block = (row * kv_heads + kv) * splits + split, blocks = gridDim.z * kv_heads * splits;
-    if (tid == 0) bring_ahead(ahead0, pieces0, block, blocks), bring_ahead(ahead1, pieces1, block, blocks);
+    if (tid == 0) bring_ahead(Ahead AHEAD_GIVEN, block, blocks);
     wait_for_previous();
   };
 #if ROTATES

@@ -55,6 +55,11 @@
 #else
 #define GIVES 4
 #endif
+#if HELD
+#define TABLE_WORDS ((2047 + THREADS) / THREADS < 4 ? (2047 + THREADS) / THREADS : 4)
+#else
+#define TABLE_WORDS 4
+#endif
 
 #define PAIR 1      // out = act(first member) second member
 #define MULTIPLY 2  // out = act(product) other
@@ -99,8 +104,7 @@ struct Matvec {
   u16* h;
   int h_stride;
   float eps;
-  const u8 *ahead0, *ahead1;
-  int pieces0, pieces1;
+  Ahead ahead;
 };
 
 template <typename T>
@@ -166,12 +170,16 @@ struct Dot {
   const float* A;
   int i, m, j;
 };
-__device__ __forceinline__ Dot dot_of(const Matvec& a, int number) {
+__device__ __forceinline__ Dot dot_at(const Matvec& a, int number) {
   const int both = a.n * a.members, j = number / both;  // low numbers first: ranks may be less than `low_width`
-  const int i = (number - j * both) / a.members, m = number - j * both - i * a.members;
-  const int slot = __ldcg(a.slots + i);
-  if (slot < 0 || j >= __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot)) return Dot{nullptr, i, m, j};
-  return Dot{(const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot) + (size_t)j * a.columns, i, m, j};
+  const int i = (number - j * both) / a.members;
+  return Dot{nullptr, i, number - j * both - i * a.members, j};
+}
+__device__ __forceinline__ Dot dot_in(const Matvec& a, Dot dot, int slot) {
+  const int rank = __ldcg(a.lora_rank + (size_t)dot.m * a.lora_rank_stride + slot);
+  const float* A = (const float*)__ldcg(a.lora_A + (size_t)dot.m * a.lora_A_stride + slot);
+  if (dot.j < rank) dot.A = A + (size_t)dot.j * a.columns;
+  return dot;
 }
 __device__ __forceinline__ float dot_4(float4 a, float4 x, float sum) {
   return fmaf(a.w, x.w, fmaf(a.z, x.z, fmaf(a.y, x.y, fmaf(a.x, x.x, sum))));
@@ -336,21 +344,34 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
 #endif
   // Behind our own weights.
-  if (tid == threads - 32)
-    bring_ahead(a.ahead0, a.pieces0, index, gridDim.x), bring_ahead(a.ahead1, a.pieces1, index, gridDim.x);
-#pragma unroll 8
-  for (int i = tid; i < 2048; i += threads) {
-    const u32 v = __ldg(a.table + (i >> 3));
-    *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
+  if (tid == threads - 32) bring_ahead(a.ahead, index, gridDim.x);
+  // Four chains of addresses, each step of which waits for the one before: so their steps take turns. First: the table's words,
+  // codes of scales, the slots of the rows' adapters.
+  const int lora_i = tid % COLUMNS, lora_m = tid / COLUMNS;
+  const int fours = a.columns / 4, all_low = a.slots ? n * a.members * a.low_width : 0, makers = min(a.makers, (int)gridDim.x);
+  const bool has_dot = index < min(all_low, makers);
+  int lora_slot = -1, dot_slot = -1;
+  Dot dot = {nullptr, 0, 0, 0};
+  if (all_low && tid < a.members * COLUMNS && lora_i < n) lora_slot = __ldcg(a.slots + lora_i);
+  if (has_dot) {
+    dot = dot_at(a, index);
+    dot_slot = __ldcg(a.slots + dot.i);
   }
+#if NESTED && WHOLE
+  int near = __ldg((const int*)a.nested_code + (tid & 255));  // all of it is in L1 when it is looked up
+#endif
+  u32 words[TABLE_WORDS];
+#pragma unroll
+  for (int k = 0; k < TABLE_WORDS; k++) words[k] = tid + k * threads < 2048 ? __ldg(a.table + ((tid + k * threads) >> 3)) : 0;
   // Scales of the rows of this block, four of a row at once, as they were stored; blocks that are not there get none.
   const float quads_inverse = __fdividef(1.f, (float)quads);
-  for (int from = tid; from < a.units * 16 * quads; from += KEPT * threads) {
+  const int all_quads = a.units * 16 * quads;
 #if NESTED && WHOLE
-    u32 codes[KEPT];
-    float outer[KEPT], offset[KEPT];
+  u32 codes[KEPT];
+  float outer[KEPT], offset[KEPT];
 #endif
-    float4 found[KEPT];
+  float4 found[KEPT];
+  const auto ask_scales = [&](int from) {
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
       const int e = from + k * threads, r = quotient(e, quads_inverse), q = (e - r * quads) * UB;
@@ -360,7 +381,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       outer[k] = offset[k] = 0.f;
 #endif
       const Unit unit = locate(a, own * a.units + (r >> 4));
-      if (e >= a.units * 16 * quads || q >= blocks || unit.member < 0) continue;
+      if (e >= all_quads || q >= blocks || unit.member < 0) continue;
       const size_t at = (size_t)min(unit.row + (r & 15), of(a.rows, unit.member) - 1) * a.blocks + first_block + q;
       const void* absmax = of(a.absmax, unit.member);
 #if NESTED && WHOLE
@@ -382,10 +403,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       found[k] = make_float4(one[0], one[1], one[2], one[3]);
 #endif
     }
+  };
+  const auto keep_scales = [&](int from) {
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
       const int e = from + k * threads, r = quotient(e, quads_inverse), q = (e - r * quads) * UB;
-      if (e >= a.units * 16 * quads) continue;
+      if (e >= all_quads) continue;
 #if NESTED && WHOLE
       found[k].x = fmaf(__ldg(a.nested_code + (codes[k] & 255)), outer[k], offset[k]);
       found[k].y = fmaf(__ldg(a.nested_code + (codes[k] >> 8 & 255)), outer[k], offset[k]);
@@ -394,35 +417,42 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #endif
       *(float4*)(scales + r * scale_stride + q) = found[k];
     }
+  };
+  ask_scales(tid);
+  // Then the adapters' addresses, and what has come goes where it is read from.
+  LoraEntry entry = {nullptr, nullptr, 0.f, 0};
+  if (lora_slot >= 0) {
+    entry.A = (const float*)__ldcg(a.lora_A + (size_t)lora_m * a.lora_A_stride + lora_slot);
+    entry.B = (const float*)__ldcg(a.lora_B + (size_t)lora_m * a.lora_B_stride + lora_slot);
+    entry.scale = __ldcg(a.lora_scale + (size_t)lora_m * a.lora_scale_stride + lora_slot);
+    entry.rank = __ldcg(a.lora_rank + (size_t)lora_m * a.lora_rank_stride + lora_slot);
   }
-  if (tid < MEMBERS * COLUMNS) {
-    LoraEntry entry = {nullptr, nullptr, 0.f, 0};
-    const int i = tid % COLUMNS, m = tid / COLUMNS;
-    if (a.slots && i < n && m < a.members) {
-      const int slot = __ldcg(a.slots + i);
-      if (slot >= 0) {
-        entry.A = (const float*)__ldcg(a.lora_A + (size_t)m * a.lora_A_stride + slot);
-        entry.B = (const float*)__ldcg(a.lora_B + (size_t)m * a.lora_B_stride + slot);
-        entry.scale = __ldcg(a.lora_scale + (size_t)m * a.lora_scale_stride + slot);
-        entry.rank = __ldcg(a.lora_rank + (size_t)m * a.lora_rank_stride + slot);
-      }
-    }
-    lora[tid] = entry;
+  if (dot_slot >= 0) dot = dot_in(a, dot, dot_slot);
+#pragma unroll
+  for (int k = 0; k < TABLE_WORDS; k++) {
+    const int i = tid + k * threads;
+    if (i < 2048) *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(words[k], words[k], words[k], words[k]);
   }
-
-  // This block's first value of A x: addresses and values of A are on their way before x is there.
-  const int fours = a.columns / 4, all_low = a.slots ? n * a.members * a.low_width : 0;
-  const int makers = min(a.makers, (int)gridDim.x);
-  Dot dot = {nullptr, 0, 0, 0};
+  for (int i = tid + TABLE_WORDS * threads; i < 2048; i += threads) {
+    const u32 v = __ldg(a.table + (i >> 3));
+    *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
+  }
+#if NESTED && WHOLE
+  as_is(near);
+#endif
+  // This block's first value of A x: values of A are on their way before x is there.
   float4 first_A[AHEAD];
   const auto is_read_by_four = [&](const float* A) { return ((size_t)A & 15) == 0; };
-  if (index < min(all_low, makers)) {
-    dot = dot_of(a, index);
-    if (dot.A && is_read_by_four(dot.A))
+  if (dot.A && is_read_by_four(dot.A))
 #pragma unroll
-      for (int k = 0; k < AHEAD; k++)
-        if (tid + k * threads < fours) first_A[k] = __ldg((const float4*)dot.A + tid + k * threads);
+    for (int k = 0; k < AHEAD; k++)
+      if (tid + k * threads < fours) first_A[k] = __ldg((const float4*)dot.A + tid + k * threads);
+  keep_scales(tid);
+  for (int from = tid + KEPT * threads; from < all_quads; from += KEPT * threads) {
+    ask_scales(from);
+    keep_scales(from);
   }
+  if (tid < MEMBERS * COLUMNS) lora[tid] = entry;
 
   // x as fp16, exact for bf16: every 64 values times a power of two that puts their largest just below 2^15. Powers of two
   // down to 2^-32 of the largest lose nothing; what is smaller loses less than 2^-40 of the largest. Blocks that are not
@@ -491,8 +521,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   for (int number = index; number < rank_step * most_rank && index < makers; number += makers) {
     const bool is_first = number == index;
     if (!is_first) {
-      dot.j = number / rank_step, dot.i = (number - dot.j * rank_step) / a.members;
-      dot.m = number - dot.j * rank_step - dot.i * a.members;
+      dot = dot_at(a, number);
       const LoraEntry entry = lora[dot.m * COLUMNS + dot.i];
       dot.A = dot.j < entry.rank ? entry.A + (size_t)dot.j * a.columns : nullptr;
     }
@@ -765,14 +794,14 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, int units, int k_warps,      \
       int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units, \
       const u16 *residual, int residual_stride, const u16 *post, const u16 *next, const u16 *scalar, u16 *h, int h_stride,   \
-      float eps, const u8 *ahead0, int pieces0, const u8 *ahead1, int pieces1
+      float eps, AHEAD_PARAMETERS
 #define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)             \
   {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0, f1, f2},   \
    {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride, lora_rank,              \
    lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, makers, low_room, members, \
    gate, kind, other, other_stride, parts, arrived, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
    splits, grid, all_units, residual, post, next, scalar, residual_stride, h, h_stride, eps,  \
-   ahead0, ahead1, pieces0, pieces1}
+   AHEAD_GIVEN}
 #if HELD
 #define GATHER const Matvec a = GIVEN(ROWS, BLOCKS, LAYERS, PAIRED ? PAIR : gate, UNITS, K_WARPS, UNITS, CHUNK, CHUNK, 0, SPLITS);
 #else
@@ -814,7 +843,12 @@ extern "C" __global__ void lora_shrink(
   wait_for_previous();
 #pragma unroll 1
   for (int from = blockIdx.x * 2; from < dots; from += gridDim.x * 2) {
-    const Dot dot = from + group < dots ? dot_of(a, from + group) : Dot{nullptr, 0, 0, 0};
+    Dot dot = {nullptr, 0, 0, 0};
+    if (from + group < dots) {
+      dot = dot_at(a, from + group);
+      const int slot = __ldcg(a.slots + dot.i);
+      if (slot >= 0) dot = dot_in(a, dot, slot);
+    }
     float sum = 0.f;
     if (dot.A) {
       const u16* own = x + (size_t)dot.i * x_stride;

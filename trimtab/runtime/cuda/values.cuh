@@ -146,10 +146,21 @@ __device__ __forceinline__ void let_next_start() {}
 #define AHEAD_BYTES 8192
 // This block's share of weights that a kernel behind this one reads, while this one leaves the memory to them: by few
 // instructions of one thread, 64 KiB each (the most is 1 MiB).
+struct Ahead {
+  const u8* from[4];
+  int pieces[4];
+};
+#define AHEAD_PARAMETERS \
+  const u8 *ahead0, int pieces0, const u8 *ahead1, int pieces1, const u8 *ahead2, int pieces2, const u8 *ahead3, int pieces3
+#define AHEAD_GIVEN {{ahead0, ahead1, ahead2, ahead3}, {pieces0, pieces1, pieces2, pieces3}}
 __device__ __forceinline__ void bring_ahead(const u8* from, int pieces, int block, int blocks) {
   const int each = (pieces + blocks - 1) / blocks, first = block * each, end = min(first + each, pieces);
 #pragma unroll 1
   for (int i = first; i < end; i += 8) bring_near(from + (size_t)i * AHEAD_BYTES, min(8, end - i) * AHEAD_BYTES);
+}
+__device__ __forceinline__ void bring_ahead(const Ahead& ahead, int block, int blocks) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) bring_ahead(ahead.from[k], ahead.pieces[k], block, blocks);
 }
 __device__ __forceinline__ float from_bf16(u16 v) { return __uint_as_float((u32)v << 16); }
 __device__ __forceinline__ float value(u16 v, int half) { return half ? from_half(v) : from_bf16(v); }
