@@ -40,7 +40,7 @@ def panels(rows: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str, f
     one = [bar(f"{way(r)}, {adapter(r)}", r) for r in resident if r["batch"] == 1]
     many = [
         bar(f"{way(r)}, {r['batch']} rows, {r['adapters'] or 'no'} adapters", r) for r in resident
-        if r["batch"] > 1 or (way(r) == "fused" and r["run"] == 1 and r["adapter_rank"] == 8)
+        if r["batch"] > 1 or (way(r) == "fused" and r["adapter_rank"] == 8)
     ]  # fmt: skip
     long = [bar(f"{way(r)}, {r['context']:,} places", r) for r in timed if r["placement"] == "long"]
     return [

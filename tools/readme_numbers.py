@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
-    ROOT / "docs" / "is-my-merge-right.md",
+    ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "serve-many-adapters.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -163,6 +163,39 @@ def _bridge_row(row: Mapping[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def load(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/load.json: both servers under the same clients."""
+    heads = [
+        "clients",
+        "server",
+        "tokens/s",
+        "answers",
+        "cut",
+        "first token ms, p50",
+        "p99",
+        "between tokens ms, p50",
+        "p99",
+    ]
+    lines = [heads, ["---"] * 2 + ["---:"] * 7]
+    for row in results["rows"]:
+        who = f"{row['clients']}, each asks again" if row["loop"] == "closed" else f"{row['rate']:g} a second arrive"
+        first, between = row["ttft_ms"], row["between_ms"]
+        assert not row["errors"], row
+        lines.append([
+            who, row["engine"], f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]),
+            f"{first['p50']:.0f}", f"{first['p99']:.0f}", f"{between['p50']:.1f}", f"{between['p99']:.1f}",
+        ])  # fmt: skip
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    where, row = results["environment"], results["rows"][0]
+    packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
+    closing = (
+        f"{where['gpu']}, {row['model'].upper()}'s size with random weights, {row['quant']}, {row['adapters']} adapters, "
+        f"{results['settings']['rows']} rows, answers of {results['settings']['max_tokens']} tokens, no errors; "
+        f"Python {where['python']}, {packages}."
+    )
+    return "\n\n".join([table, closing, "\n".join(f"- {note}" for note in results["notes"])]) + "\n"
+
+
 def lanes(results: Mapping[str, Any]) -> str:
     """Return the table of each run of bench/results/lanes.json, and where it was measured."""
     heads = [
@@ -196,7 +229,7 @@ def lanes(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + f" {closing}\n"
 
 
-MAKERS = {"memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes}
+MAKERS = {"memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes, "load": load}
 
 
 def filled(text: str) -> str:

@@ -137,7 +137,7 @@ __device__ __forceinline__ Unit locate(const Matvec& a, int unit) {
 __device__ __forceinline__ float lora_product(const float* B, const float* low, int rank) {
   float sum = 0.f;
   if ((rank & 3) == 0 && ((size_t)B & 15) == 0 && ((size_t)low & 15) == 0) {
-#pragma unroll 2
+#pragma unroll 8
     for (int j = 0; j < rank; j += 4) {
       const float4 b = __ldg((const float4*)(B + j)), v = *(const float4*)(low + j);
       sum = fmaf(b.x, v.x, sum);
