@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import matvec, nvrtc
+from trimtab.runtime import cuts, matvec, nvrtc
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
 
@@ -138,3 +138,15 @@ def test_the_kernels_of_the_package_compile(compiler, target):
     for options in (("-DHALF=0", "-DNESTED=1", "-DWHOLE=1"), ("-DHALF=1", "-DNESTED=0", "-DWHOLE=0")):
         code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
         assert all(name.encode() in code for name in matvec.PRODUCT_NAMES)
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("n, normed", [(1, False), (1, True), (8, False)])
+def test_a_product_compiled_for_its_shape_keeps_what_it_asked_for_in_registers(compiler, target, n, normed):
+    cut = next(
+        one for one in cuts.cuts((10240, 10240), 2560, n, multiprocessors=132, shared_bytes=232448, pair=True)
+        if one.held and (one.may_be_normed or not normed)
+    )  # fmt: skip
+    options = ("-DHALF=0", "-DNESTED=1", "-DWHOLE=1", *cut.options(40, 2, pair=True, normed=normed))
+    code = compiler.compile(matvec.source(), target, options, name="matvec4.cu")
+    assert matvec.HELD_NAME.encode() in code and b"matvec_8" not in code
