@@ -71,7 +71,7 @@ def parity(quant: str, adapter: str | None) -> dict[str, Any]:
 
 def products(device: torch.device) -> list[dict[str, Any]]:
     """Measure the products of up to 8 rows, each in a CUDA graph."""
-    from trimtab.runtime import head8, matvec
+    from trimtab.runtime import head8, tuning
 
     module, rows = head8.load(device), []
     for model, (vocabulary, width) in SIZES.items():
@@ -82,7 +82,7 @@ def products(device: torch.device) -> list[dict[str, Any]]:
         for n in (1, 2, 4, 8):
 
             def time_us(run: Any) -> float:
-                return matvec.graph_us(lambda: [run() for _ in range(10)], device) / 10  # type: ignore[func-returns-value]
+                return tuning.graph_us(lambda: [run() for _ in range(10)], device) / 10  # type: ignore[func-returns-value]
 
             found = head8.measure(module, head, time_us, weight=weight, n=n)
             (ours, torch_us), (_, whole) = found[head8.NAME], found["whole head"]

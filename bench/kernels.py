@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import cuts, fused, matvec, nvrtc
+from trimtab.runtime import cuts, fused, matvec, nvrtc, tuning
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers
@@ -74,7 +74,7 @@ def copy_bandwidth(device: torch.device) -> float:
     def copy() -> None:
         target.copy_(source)
 
-    return 2 * source.numel() / matvec.graph_us(copy, device) * 1e6
+    return 2 * source.numel() / tuning.graph_us(copy, device) * 1e6
 
 
 def adapters_of(product: Product, rank: int, n: int, device: torch.device) -> matvec.LoraArgs:
@@ -92,13 +92,13 @@ class Bench:
     def __init__(self, device: torch.device, *, tune: bool) -> None:
         self.device, self.tune = device, tune
         self.module = matvec.load(device)
-        self.weights = matvec.RandomWeights(device)
+        self.weights = tuning.RandomWeights(device)
         self.cold_bytes = 3 * int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 64 * 2**20))
         self.bandwidth = copy_bandwidth(device)
         self.rows: list[dict[str, Any]] = []
 
     def us(self, run: Callable[[], None], count: int) -> float:
-        return matvec.graph_us(run, self.device) / count
+        return tuning.graph_us(run, self.device) / count
 
     def add(self, model: str, name: str, shape: str, n: int, us: float | None, nbytes: float, **more: Any) -> None:
         limit = nbytes / self.bandwidth * 1e6
@@ -118,10 +118,10 @@ class Bench:
         groups = self.weights.groups(product.rows, product.columns, self.cold_bytes)
         shape = f"{'+'.join(map(str, product.rows))} x {product.columns}"
         nbytes = sum(packed.nbytes for packed in groups[0])
-        wrong = matvec.check(groups[0], self.module, rows=sorted({*counts, 3}))
+        wrong = tuning.check(groups[0], self.module, rows=sorted({*counts, 3}))
         for n in counts:
             if wrong is None and self.tune:
-                taken = matvec.tune(groups, n, self.module, gate=product.gate)
+                taken = tuning.tune(groups, n, self.module, gate=product.gate)
                 found = ", ".join(f"{us:.2f}" for us in taken.values())
             x = torch.randn(n, product.columns, device=self.device).bfloat16()
             gate = None if product.gate is None else matvec.Gate(product.gate)
@@ -137,7 +137,7 @@ class Bench:
                 more["cut"] = str(matvec.choose(groups[0], n, self.module, pair=gate is not None))
                 more["tried_us"] = found if self.tune else None
                 more["overlap_us"] = self.overlapped_us(run, len(groups))
-            more["bitsandbytes_us"] = round(matvec.stock_us(groups, x), 2)
+            more["bitsandbytes_us"] = round(tuning.stock_us(groups, x), 2)
             self.add(model, product.name, shape, n, None if wrong else self.us(run, len(groups)), nbytes, **more)
             for rank in ranks if wrong is None else ():
                 lora = adapters_of(product, rank, n, self.device)

@@ -13,7 +13,7 @@ import torch
 
 from tests.cuda_on_cpu import run
 from tests.test_matvec import H200, SHAPES, adapters_of, exact, group_of
-from trimtab.runtime import cuts, matvec
+from trimtab.runtime import cuts, matvec, tuning
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -69,7 +69,7 @@ def check(module, fences, rows, columns, n, quant, dtype):
         matvec.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
         out.fill_(math.nan)
         matvec.matvec4(x, group, out, module=module, cut=cut)
-        assert matvec.relative_error(out, exact(x, group)) < matvec.LARGEST_ERROR
+        assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
     if len(rows) == 1 or len(set(rows)) > 1:
         gate = matvec.Gate("silu", fences.put(torch.randn(n, rows[0], dtype=torch.float32).to(dtype)))
         matvec.matvec4(x, group[:1], fences.put(torch.zeros(n, rows[0], dtype=dtype)), gate=gate, module=module)

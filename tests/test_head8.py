@@ -169,7 +169,7 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         wanted, leaf, module = model.logits(ASKED[1]), model.hf_model.lm_head, kernel()
         monkeypatch.setattr(head8, "load", lambda device: module)
         times = iter([5.0, 1.0, 1.0, 5.0])
-        monkeypatch.setattr("trimtab.runtime.matvec.graph_us", lambda run, device: next(times))
+        monkeypatch.setattr("trimtab.runtime.tuning.graph_us", lambda run, device: next(times))
         assert "slower here" in str(head8.choose(leaf)) and head8.module_of(model.hf_model) is None
         assert head8.choose(leaf) is None and head8.module_of(model.hf_model) is module
         module.launches.clear()

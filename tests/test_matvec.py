@@ -14,7 +14,7 @@ import torch
 
 from tests.cuda_on_cpu import run
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, fused, matvec
+from trimtab.runtime import cuts, fused, matvec, tuning
 from trimtab.runtime.lora import LinearAdapter
 from trimtab.runtime.quant import dequantize, quantize, shell
 
@@ -93,7 +93,7 @@ def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
     assert torch.equal(out, wanted)
     # And bitsandbytes' own layer, which rounds each weight to bf16, is near: 2^-9 a weight, averaged over 256 of them.
     stock = shell(packed, None, torch.bfloat16)(x)
-    assert matvec.relative_error(base, stock) < 5e-3
+    assert tuning.relative_error(base, stock) < 5e-3
 
 
 @pytest.mark.parametrize("round_change", [False, True])
@@ -125,7 +125,7 @@ def test_adapter_tables_hold_addresses_ranks_and_scales():
 
 @pytest.mark.parametrize("quant", ["nf4-dq", "fp4"])
 def test_random_weights_have_the_layout_of_quantized_ones(quant):
-    real, made = packed_of(48, 192, quant), matvec.RandomWeights(torch.device("cpu"), quant=quant).make(48, 192)
+    real, made = packed_of(48, 192, quant), tuning.RandomWeights(torch.device("cpu"), quant=quant).make(48, 192)
     assert (made.kind, made.shape, made.dtype) == (real.kind, real.shape, real.dtype)
     for name, part in real.parts.items():
         assert (made.parts[name].dtype, made.parts[name].numel()) == (part.dtype, part.numel()), name
@@ -262,9 +262,9 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
     matvec.matvec4_torch(x, group, reference, bias=bias)
     wanted = exact(x, group, bias)
     for i in range(n):
-        error, rounding = matvec.relative_error(outs[0][i], wanted[i]), matvec.relative_error(reference[i], wanted[i])
+        error, rounding = tuning.relative_error(outs[0][i], wanted[i]), tuning.relative_error(reference[i], wanted[i])
         # Codes as float16 add up to 2^-12 of each weight.
-        assert error < min(matvec.LARGEST_ERROR, rounding + 2.5e-4)
+        assert error < min(tuning.LARGEST_ERROR, rounding + 2.5e-4)
 
 
 @needs_gxx
@@ -282,7 +282,7 @@ def test_every_cut_gives_the_same_product(modules, n, splits):
     for number, cut in enumerate(tried.values()):
         out = torch.full((n, sum(rows)), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=modules[number % 3], cut=cut)
-        assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR, cut
+        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR, cut
 
 
 def held(n, units, k_warps, pairs, chunk, splits, total):
@@ -329,7 +329,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
                     s * (B.double() @ (A.double() @ x[i].double())) for A, B, s in (one[slot] for one in adapters)
                 ]
                 wanted[i] += torch.cat(changes)
-            assert matvec.relative_error(outs[0][i], wanted[i]) < 1.5 * matvec.LARGEST_ERROR
+            assert tuning.relative_error(outs[0][i], wanted[i]) < 1.5 * tuning.LARGEST_ERROR
         assert low.isnan().any() or given is None
 
 
@@ -345,12 +345,12 @@ def test_a_gate_ends_a_product_whose_weights_are_held(modules, n):
     out = torch.full((n, 48), math.nan, dtype=torch.bfloat16)
     cut = held(n, 4, 2, 2, 8, 1, 6)
     matvec.matvec4(x, group, out, gate=matvec.Gate("gelu_tanh"), module=modules[2], cut=cut)
-    assert matvec.relative_error(out, wanted) < 2 * matvec.LARGEST_ERROR  # two products are rounded, act, and the end
+    assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR  # two products are rounded, act, and the end
     other = torch.randn(n, 48).bfloat16()
     matvec.matvec4(
         x, group[:1], out, gate=matvec.Gate("gelu_tanh", other), module=modules[1], cut=held(n, 3, 1, 1, 8, 1, 3)
     )
-    assert matvec.relative_error(out, act.double() * other.double()) < 2 * matvec.LARGEST_ERROR
+    assert tuning.relative_error(out, act.double() * other.double()) < 2 * tuning.LARGEST_ERROR
 
 
 @needs_gxx
@@ -369,7 +369,7 @@ def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, gr
         out = torch.full((n, 200), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=modules[stages % 3], cut=cut)
         outs.append(out)
-    assert matvec.relative_error(outs[0], exact(x, group)) < matvec.LARGEST_ERROR
+    assert tuning.relative_error(outs[0], exact(x, group)) < tuning.LARGEST_ERROR
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
@@ -403,7 +403,7 @@ def test_zero_tiny_huge_and_broken_rows_do_not_touch_each_other(modules):
     matvec.matvec4(x, group, out, module=module)
     wanted = exact(x, group)
     for i in (0, 2, 3, 6):
-        assert matvec.relative_error(out[i], wanted[i]) < matvec.LARGEST_ERROR, i
+        assert tuning.relative_error(out[i], wanted[i]) < tuning.LARGEST_ERROR, i
     assert torch.equal(out[1], torch.zeros(32).bfloat16())
     assert not out[4].isfinite().any() and not out[5].isfinite().any()
 
@@ -414,7 +414,7 @@ def test_rows_and_outputs_may_be_parts_of_larger_tensors(modules):
     group, module = group_of((24, 40), 128), modules[1]
     wide, into = torch.randn(3, 256).bfloat16(), torch.full((3, 100), 7.0).bfloat16()
     matvec.matvec4(wide[:, 128:], group, into[:, 20:84], module=module)
-    assert matvec.relative_error(into[:, 20:84], exact(wide[:, 128:], group)) < matvec.LARGEST_ERROR
+    assert tuning.relative_error(into[:, 20:84], exact(wide[:, 128:], group)) < tuning.LARGEST_ERROR
     assert (into[:, :20] == 7).all() and (into[:, 84:] == 7).all()
 
 
@@ -429,7 +429,7 @@ def test_layers_with_other_code_tables_are_launched_alone(modules):
     matvec.matvec4(x, group, out, lora=lora, module=module)
     assert module.launches[before:] == ["matvec_4", "matvec_4"]
     matvec.matvec4_torch(x, group, wanted, lora=lora)
-    assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+    assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
 @needs_gxx
@@ -440,7 +440,7 @@ def test_layers_with_and_without_scales_of_scales_are_launched_alone(modules):
     out, before = torch.full((2, 48), math.nan, dtype=torch.bfloat16), len(module.launches)
     matvec.matvec4(x, group, out, module=module)
     assert module.launches[before:] == ["matvec_4", "matvec_4"]
-    assert matvec.relative_error(out, exact(x, group)) < matvec.LARGEST_ERROR
+    assert tuning.relative_error(out, exact(x, group)) < tuning.LARGEST_ERROR
 
 
 @pytest.mark.slow  # half a minute on two busy cores: compiles the source again and runs every kind of cut
@@ -484,7 +484,7 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
         torch.testing.assert_close(lora.low, reference.low, rtol=1e-4, atol=1e-5, equal_nan=True)
         matvec.matvec4_torch(x, group, wanted, lora=reference)
         matvec.matvec4(x, group, plain, module=module, cut=cut)
-        assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
         for i, start, end in ((2, 0, 81), (5, 0, 81), (1, 48, 64), (7, 48, 64)):
             assert torch.equal(out[i, start:end], plain[i, start:end])  # no adapter: bit for bit the base's
         assert not torch.equal(out[0], plain[0])
@@ -520,7 +520,7 @@ def test_gate_and_product_are_one_launch(modules, n, kind, splits):
             torch.testing.assert_close(out, wanted, rtol=2**-7, atol=1e-6)
             assert (out == wanted).float().mean() > 0.98
             matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
-            assert matvec.relative_error(out, wanted) < 3 * matvec.LARGEST_ERROR
+            assert tuning.relative_error(out, wanted) < 3 * tuning.LARGEST_ERROR
         assert not module.kept["arrived"].any()
 
 
@@ -576,13 +576,13 @@ def test_tables_may_be_parts_of_the_models_table(modules):
     out, wanted = (torch.full((2, 48), math.nan, dtype=torch.bfloat16) for _ in range(2))
     matvec.matvec4(x, group, out, lora=lora, module=modules[0])
     matvec.matvec4_torch(x, group, wanted, lora=lora)
-    assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+    assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
 @needs_gxx
 def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
     group = group_of((32, 16), 128)
-    assert matvec.check(group, modules[0], rows=(1, 3)) is None
+    assert tuning.check(group, modules[0], rows=(1, 3)) is None
     own = modules[0].variant(matvec.options(group[0], torch.bfloat16))
     launch = own.launch
 
@@ -591,9 +591,9 @@ def test_the_check_at_load_finds_a_kernel_that_is_wrong(modules, monkeypatch):
         args[4][0, 3] += 1
 
     monkeypatch.setattr(own, "launch", spoiled)
-    assert "relative error" in matvec.check(group, modules[0], rows=(1, 3))
+    assert "relative error" in tuning.check(group, modules[0], rows=(1, 3))
     monkeypatch.setattr(own, "launch", lambda *_, **__: None)
-    assert "relative error inf" in matvec.check(group, modules[0], rows=(1,))
+    assert "relative error inf" in tuning.check(group, modules[0], rows=(1,))
 
 
 @needs_gxx
@@ -633,7 +633,7 @@ def test_the_norm_in_front_may_be_a_part_of_a_product(modules, rows, cut, paired
         # A sum in another order moves a value of h or x by one step of bf16 now and then.
         assert ((first_h.float() - h.float()).abs() <= h.float().abs() * 2**-7).all()
         assert (first_h != h).float().mean() < 0.01
-        assert matvec.relative_error(first, wanted) < matvec.LARGEST_ERROR
+        assert tuning.relative_error(first, wanted) < tuning.LARGEST_ERROR
         assert all(torch.equal(out, first) and torch.equal(h, first_h) for out, h in outs[2:])
 
 
@@ -644,3 +644,37 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
     assert not held(1, 2, 2, 1, 16, 2, 2).may_be_normed
     ring = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if not cut.held)
     assert not ring.may_be_normed
+
+
+@needs_gxx
+@pytest.mark.parametrize("spoiled", ["plain", "with adapters", None])
+def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeypatch, spoiled):
+    module = run.CpuModule(matvec.source(), matvec.NAMES)
+    matvec.prepare(module)
+    groups = [group_of((64,), 512)]
+    real, asked = matvec.matvec4, []
+
+    def multiply(x, weights, out, *, lora=None, cut=None, **more):
+        real(x, weights, out, lora=lora, cut=cut, **more)
+        asked.append(cut)
+        if (
+            cut is not None
+            and cut.held
+            and cut.units == 1
+            and spoiled == ("plain" if lora is None else "with adapters")
+        ):
+            out[0, 5] += 3
+
+    def time_us(call, device, *, repeat):
+        call()
+        return 9.0 if not asked[-1].held else 1.0 if asked[-1].units == 1 else 2.0
+
+    monkeypatch.setattr(matvec, "matvec4", multiply)
+    monkeypatch.setattr(tuning, "graph_us", time_us)
+    taken = tuning.tune(groups, 2, module, limit=6)
+    best = module.kept[matvec.cut_key(groups[0], 2)]
+    assert best.held and (best.units == 1) == (spoiled is None) and matvec.is_tuned(groups[0], 2, module)
+    assert any(cut.held and cut.units == 1 for cut in taken) == (spoiled is None) and any(not cut.held for cut in taken)
+    # What takes more than a quarter longer is not tried in a step.
+    others = module.kept["others"][matvec.cut_key(groups[0], 2)]
+    assert all(cut.held for cut in others) and bool(others) == (spoiled is not None)

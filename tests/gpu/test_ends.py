@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import ends, matvec, nvrtc
+from trimtab.runtime import ends, nvrtc, tuning
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -101,5 +101,5 @@ def test_an_end_that_does_nothing_is_found(module, monkeypatch, name):
 
 @pytest.mark.parametrize("sizes", SIZES[:3])
 def test_the_ends_are_faster_than_torch(module, sizes):
-    found = ends.measure(module, partial(matvec.graph_us, device=DEVICE), sizes)
+    found = ends.measure(module, partial(tuning.graph_us, device=DEVICE), sizes)
     assert sum(ours for ours, _ in found.values()) < sum(theirs for _, theirs in found.values()), found

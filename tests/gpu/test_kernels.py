@@ -9,7 +9,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import cuts, fused, matvec, nvrtc
+from trimtab.runtime import cuts, fused, matvec, nvrtc, tuning
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -32,13 +32,13 @@ def module():
 
 @pytest.fixture(scope="module")
 def weights():
-    return {quant: matvec.RandomWeights(DEVICE, quant=quant) for quant in ("nf4-dq", "nf4", "fp4")}
+    return {quant: tuning.RandomWeights(DEVICE, quant=quant) for quant in ("nf4-dq", "nf4", "fp4")}
 
 
 @pytest.mark.parametrize("rows, columns", PRODUCTS)
 def test_products_of_real_models_agree_with_float64(module, weights, rows, columns):
     group = [weights["nf4-dq"].make(one, columns) for one in rows]
-    assert matvec.check(group, module, rows=(1, 2, 3, 8)) is None
+    assert tuning.check(group, module, rows=(1, 2, 3, 8)) is None
 
 
 @pytest.mark.parametrize("quant", ["nf4", "fp4"])
@@ -46,7 +46,7 @@ def test_products_of_real_models_agree_with_float64(module, weights, rows, colum
 def test_other_formats_agree_with_float64(module, weights, quant, dtype):
     group = [weights[quant].make(one, 704, dtype) for one in (48, 17)]
     assert matvec.why_not(group[0], dtype, DEVICE, n=8) is None
-    assert matvec.check(group, module, dtype=dtype, rows=(1, 5, 8)) is None
+    assert tuning.check(group, module, dtype=dtype, rows=(1, 5, 8)) is None
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_every_likely_cut_is_right(module, weights, rows, columns, n):
     tried = cuts.unlike(matvec.ways(group, n, module), 12)
     assert len(tried) > 3
     for cut in tried:
-        assert matvec.check(group, module, rows=(n,), cut=cut) is None, cut
+        assert tuning.check(group, module, rows=(n,), cut=cut) is None, cut
     assert not module.kept["arrived"].any()
 
 
@@ -75,7 +75,7 @@ def test_a_ring_that_goes_round_gives_the_same_product(module, weights, n, group
         for _ in range(3):
             out = torch.full((n, 20000), math.nan, dtype=torch.bfloat16, device=DEVICE)
             matvec.matvec4(x, group, out, module=module, cut=cut)
-            assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR, cut
+            assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR, cut
 
 
 @pytest.mark.parametrize("n", [1, 2, 8])
@@ -91,7 +91,7 @@ def test_gate_and_product_in_one_launch_equal_both_apart(module, weights, n, col
             matvec.matvec4(x, members, out, lora=lora, gate=gate, module=module, cut=cut)
             matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
             # Two rounded numbers and their product, each a step away at most here and there.
-            assert matvec.relative_error(out, wanted) < 2 * matvec.LARGEST_ERROR, cut
+            assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR, cut
     assert not module.kept["arrived"].any()
 
 
@@ -130,7 +130,7 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
         matvec.lora_shrink_torch(x, reference)
         wanted = torch.empty_like(out)
         matvec.matvec4_torch(x, group, wanted, lora=reference)
-        assert matvec.relative_error(out, wanted) < matvec.LARGEST_ERROR
+        assert tuning.relative_error(out, wanted) < tuning.LARGEST_ERROR
 
 
 def test_a_row_is_the_same_alone_and_among_others(module, weights):
@@ -235,12 +235,12 @@ def test_a_kernel_that_is_wrong_is_found(module, weights, monkeypatch):
     group = [weights["nf4-dq"].make(64, 256)]
     own = module.variant(matvec.options(group[0], torch.bfloat16))
     monkeypatch.setattr(own, "launch", lambda *_, **__: None)
-    assert "relative error inf" in matvec.check(group, module, rows=(1,))
+    assert "relative error inf" in tuning.check(group, module, rows=(1,))
 
 
 def test_tuning_keeps_the_fastest_cut_and_the_next_process_reads_it(module, weights, tmp_path):
     groups = weights["nf4-dq"].groups((2560,), 2048, 64 * 2**20)
-    taken = matvec.tune(groups, 1, module, limit=3)
+    taken = tuning.tune(groups, 1, module, limit=3)
     best = min(taken, key=lambda cut: taken[cut])
     assert matvec.choose(groups[0], 1, module) == best
     cuts.save_cuts(matvec.tuned_cuts(module), tmp_path / "cuts.json")

@@ -2,7 +2,7 @@
 
 A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
 Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
-card is measured (matvec.tune) and kept in a file for the next process. Nothing here imports torch.
+card is measured (tuning.tune) and kept in a file for the next process. Nothing here imports torch.
 
 Or (`held`) each warp asks for its own weights, into registers, `held` pairs of blocks at once: a group takes one unit, there
 is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.

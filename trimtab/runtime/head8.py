@@ -238,7 +238,7 @@ def wrong(
 def choose(leaf: Any) -> str | None:
     """Let an 8-bit head whose weight comes to a GPU use the kernel where it works and pays; returns why it does not, None
     if it does. leaf: the layer in its tier, loaded."""
-    from trimtab.runtime.matvec import graph_us
+    from trimtab.runtime.tuning import graph_us
 
     packed = leaf.packed()
     head = Head(packed.parts["weight"], packed.parts["scale"], leaf.bias)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, ends, fused, matvec
+from trimtab.runtime import cuts, ends, fused, matvec, tuning
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 # The matrix-vector kernels decode each weight once for up to so many rows.
@@ -119,9 +119,9 @@ class Kernels:
                     if not matvec.is_tuned(packed[0], n, self.matvec, pair=gate is not None)
                 ]
         products = [(packed[0], n, gate is not None) for packed, n, gate in wanted]
-        matvec.compile_ahead(products, self.matvec, dtype, limit=_TRIED)
+        tuning.compile_ahead(products, self.matvec, dtype, limit=_TRIED)
         for packed, n, gate in wanted:
-            matvec.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2, small=self.small)
+            tuning.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2, small=self.small)
         if wanted:
             for one in groups:
                 self.measure(one[0], dtype)
@@ -253,7 +253,7 @@ def _wrong_products(
         packed = [leaf.packed() for leaf in group]
         if any(matvec.why_not(one, dtype, module.device) for one in packed):
             continue  # this group stays with its own layers
-        why = matvec.check(packed, module, dtype=dtype, rows=_ROWS)
+        why = tuning.check(packed, module, dtype=dtype, rows=_ROWS)
         if why is not None:
             return why
         pair = kernels.measure(group, dtype)
@@ -289,7 +289,7 @@ def _wrong_lora(module: Any, dtype: torch.dtype) -> str | None:
             if number >= 0:
                 A, B, scale = adapters[number]
                 wanted[i] += scale * (B.double() @ (A.double() @ x[i].double()))
-        if (error := matvec.relative_error(y, wanted)) > matvec.LARGEST_ERROR:
+        if (error := tuning.relative_error(y, wanted)) > tuning.LARGEST_ERROR:
             return f"{n} rows of {wide} values: relative error {error:.1e}"
     return None
 
@@ -306,4 +306,4 @@ def graph_us(call: Callable[[], Any]) -> float:
         for _ in range(_CALLS):
             call()
 
-    return matvec.graph_us(several, torch.device("cuda", torch.cuda.current_device())) / _CALLS
+    return tuning.graph_us(several, torch.device("cuda", torch.cuda.current_device())) / _CALLS

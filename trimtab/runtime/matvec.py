@@ -20,10 +20,8 @@ is faster here (bench/kernels.py measures, the caller decides).
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +31,10 @@ from torch import Tensor
 from trimtab.errors import DeviceError
 from trimtab.runtime import cuts, fused, nvrtc
 from trimtab.runtime.cuts import BLOCK, MAX_ROWS, Cut, CutKey
-from trimtab.runtime.quant import Packed, quantize, shell
+from trimtab.runtime.quant import Packed
 
 MAX_MEMBERS = 3
 NESTED = 256
-_PIECE = 4 * 2**20
 _TYPES = (torch.bfloat16, torch.float16)
 _SHRINK_THREADS = 256
 NAMES = ("lora_shrink", "lora_add")
@@ -45,8 +42,6 @@ PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # What `low` holds before a product makes it: all bits set, a NaN that no operation makes.
 EMPTY = -1
 _TABLE_BYTES = 65536
-# Cuts that take less than so many times the fastest one's time are worth a try in a whole step, up to so many.
-_NEAR, _MOST_NEAR = 1.25, 4
 HELD_NAME = "matvec_held"
 
 
@@ -491,225 +486,7 @@ def lora_add(
     )  # fmt: skip
 
 
-# At load: is it right, and which cut is fastest -----------------------------------------------------------------------
-
-
-def relative_error(y: Tensor, wanted: Tensor) -> float:
-    """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if y is not finite)."""
-    difference = float((y.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
-    return difference if math.isfinite(difference) else math.inf
-
-
-LARGEST_ERROR = 3e-3
-
-
-def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
-    """Return x W^T in float64, decoding a few million weights at a time."""
-    step = max(1, _PIECE // x.shape[1])
-    pieces = [
-        x.double() @ decoded(packed, torch.float64, rows=slice(start, start + step)).T
-        for packed in weights
-        for start in range(0, packed.shape[0], step)
-    ]
-    return torch.cat(pieces, dim=1)
-
-
-def check(
-    weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
-    cut: Cut | None = None, rank: int = 8,
-) -> str | None:  # fmt: skip
-    """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
-
-    Random inputs with and without adapters, against float64. Needs about 150 MiB beside the weights.
-    """
-    device = module.device
-    generator = torch.Generator(device=device).manual_seed(1)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    counts, columns, most = [packed.shape[0] for packed in weights], weights[0].shape[1], max(rows)
-    slots: list[list[tuple[Tensor, Tensor, float] | None]] = [
-        [None, (random(rank, columns) / columns**0.5, random(count, rank), 0.5)] for count in counts
-    ]
-    inputs = random(most, columns).to(dtype)
-    base = _exact(inputs, weights)
-    changes = [s * (inputs.double() @ A.double().T @ B.double().T) for A, B, s in (one for _, one in slots if one)]
-    changed = torch.cat(changes, dim=1)
-    changed[1::2] = 0  # every other row has no adapter
-    for n in rows:
-        if cut is not None and cut.n != n:
-            continue
-        x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
-        matvec4(x, weights, out, module=module, cut=cut)
-        if (error := relative_error(out, base[:n])) > LARGEST_ERROR:
-            return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
-        lora = lora_args(slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank)
-        out.fill_(math.nan)
-        lora.low.fill_(math.nan)
-        matvec4(x, weights, out, lora=lora, module=module, cut=cut)
-        # Rounded three times instead of once.
-        if (error := relative_error(out, base[:n] + changed[:n])) > 1.5 * LARGEST_ERROR:
-            return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
-    return None
-
-
-class RandomWeights:
-    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own."""
-
-    def __init__(self, device: torch.device, *, quant: str = "nf4-dq") -> None:
-        self.device, self.nested = device, quant == "nf4-dq"
-        self.generator = torch.Generator(device=device).manual_seed(0)
-        sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
-        self.kind, self.codes = sample.kind, sample.codes
-
-    def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
-        """Return a weight [rows, columns] whose values are about 0.03."""
-        blocks = rows * columns // BLOCK
-        parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
-        if self.nested:
-            outer = torch.rand(-(-blocks // NESTED), device=self.device, generator=self.generator)
-            parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
-            parts["offset"] = torch.full((1,), 0.05, device=self.device)
-        else:
-            parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
-        return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
-
-    def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
-        """Return as many groups of layers over one input as take up `nbytes`, each of its own bytes; at least two."""
-        count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
-        return [[self.make(one, columns) for one in rows] for _ in range(count)]
-
-    def _bytes(self, count: int) -> Tensor:
-        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
-
-
-def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
-    """Return what bitsandbytes takes for one group of layers, in a CUDA graph over all groups, in microseconds."""
-    layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
-
-    def run() -> None:
-        for layer in layers:
-            layer(x)
-
-    return graph_us(run, x.device) / len(groups)
-
-
-def tune(
-    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
-    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
-) -> dict[Cut, float]:  # fmt: skip
-    """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
-
-    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
-    Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
-    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. small: the module
-    with `add_norm`, to time the norm in front by itself and as a part of the product. What was nearly as fast is left to
-    `kept["others"]`: in a whole step, another one may be faster. Call `cuts.save_cuts` to keep what was
-    found for the next process.
-    """
-    weights, pair, device = groups[0], gate is not None, module.device
-    rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
-    generator = torch.Generator(device=device).manual_seed(2)
-    x = torch.randn(n, columns, device=device, generator=generator).to(dtype)
-    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=device)
-    after = None if gate is None else Gate(gate)
-    overlap = module.capability >= (9, 0)
-    matvec4(x, weights, out, gate=after, module=module)
-    wanted, taken = out.clone(), {}
-    for cut in cuts.unlike(ways(weights, n, module, pair=pair), limit):
-        out.fill_(math.nan)
-        matvec4(x, weights, out, gate=after, module=module, cut=cut)
-        if relative_error(out, wanted) > LARGEST_ERROR:
-            continue
-
-        def run(cut: Cut = cut) -> None:
-            for group in groups:
-                matvec4(x, group, out, gate=after, module=module, cut=cut, dependent=overlap)
-
-        taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
-    if taken:
-        best, *others = sorted(taken, key=lambda cut: taken[cut])
-        near = [cut for cut in others if taken[cut] < _NEAR * taken[best]][:_MOST_NEAR]
-        if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
-            pays = _norm_pays(groups, x, out, best, after, module, small, overlap=overlap, repeat=repeat)
-            if pays is not None:
-                near = [replace(best, normed=not pays), *near]
-                best = replace(best, normed=pays)
-        module.kept.setdefault("others", {})[cut_key(weights, n, pair=pair)] = near
-        module.kept[cut_key(weights, n, pair=pair)] = best
-        module.kept.setdefault("tuned", set()).add(cut_key(weights, n, pair=pair))
-    return taken
-
-
-def _norm_pays(
-    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: Gate | None, module: nvrtc.Module,
-    small: nvrtc.Module, *, overlap: bool, repeat: int,
-) -> bool | None:  # fmt: skip
-    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
-    weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
-    norm = Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
-    x = torch.empty_like(y)
-
-    def both() -> None:
-        for group in groups:
-            norm.apply(y, x, small, dependent=overlap)
-            matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
-
-    def one() -> None:
-        for group in groups:
-            matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
-
-    both()
-    wanted, h = out.clone(), norm.out_h.clone()
-    out.fill_(math.nan), norm.out_h.fill_(math.nan)
-    one()
-    if relative_error(out, wanted) > LARGEST_ERROR or relative_error(norm.out_h, h) > LARGEST_ERROR:
-        return None
-    return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
-
-
-def compile_ahead(
-    products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
-) -> None:
-    """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
-    wanted = set()
-    for weights, n, pair in products:
-        for number, cut in enumerate(cuts.unlike(ways(weights, n, module, pair=pair), limit)):
-            # The first is the likeliest to be chosen.
-            for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
-                wanted.add(options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
-    module.compile_variants(sorted(wanted))
-
-
-def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) -> float:
-    """Return the shortest of a few replays of what `run` queues, captured in a CUDA graph, in microseconds."""
-    with torch.cuda.device(device):
-        run()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
-        with torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                run()
-            except BaseException:
-                with suppress(Exception):  # it would only say that something failed before
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        graph.replay()
-        times = []
-        for _ in range(repeat):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000)
-    return min(times)
+# Tables ----------------------------------------------------------------------------------------------------------------
 
 
 def cuts_file(module: nvrtc.Module) -> Path:

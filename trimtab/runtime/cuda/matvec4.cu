@@ -21,8 +21,8 @@
 //
 // Compiled for one format: HALF (1: fp16, 0: bf16), NESTED (1: scales of scales), WHOLE (1: a row is a multiple of 4 blocks).
 // Without them only the kernels for adapters of other layers are there. With HELD (pairs of blocks that a warp asks for at
-// once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED and LAYERS, and matvec_held is the only product; NORMED (1): the norm in front of
-// it is part of it.
+// once) also for ROWS, BLOCKS, UNITS, K_WARPS, CHUNK, SPLITS, PAIRED, LAYERS and NORMED (1: the norm in front is a part of it),
+// and matvec_held is the only product.
 //
 // All that does not depend on the kernel in front (weights, scales, table, addresses of adapters) is asked for before
 // `wait_for_previous`.
@@ -49,15 +49,14 @@
 #define THREADS (UNITS * K_WARPS * 32)
 #endif
 
-#define KEPT (HELD ? 2 : 4)  // quads of scales that a thread asks for at once: weights that are held leave few registers
-#if HELD && ROWS > 4
-#define GIVES 2  // pieces of x
-#else
-#define GIVES 4
-#endif
+// Asked for at once by a thread: quads of scales, pieces of x, words of the table. Weights that are held leave few registers.
 #if HELD
+#define KEPT 2
+#define GIVES (ROWS > 4 ? 2 : 4)
 #define TABLE_WORDS ((2047 + THREADS) / THREADS < 4 ? (2047 + THREADS) / THREADS : 4)
 #else
+#define KEPT 4
+#define GIVES 4
 #define TABLE_WORDS 4
 #endif
 
@@ -784,24 +783,24 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
 }
 
-#define PARAMETERS                                                                                                       \
-  const u16 *x, int x_stride, int n, int blocks, u16 *out, int out_stride, const u8 *w0, const u8 *w1,         \
-      const u8 *w2, const void *s0, const void *s1, const void *s2, const float *t0, const float *t1, const float *t2,   \
-      const float *f0, const float *f1, const float *f2, const u16 *b0, const u16 *b1, const u16 *b2, int r0, int r1,    \
-      int r2, const u32 *table, const float *nested_code, const i64 *lora_A, int lora_A_stride, const i64 *lora_B,       \
-      int lora_B_stride, const int *lora_rank, int lora_rank_stride, const float *lora_scale, int lora_scale_stride,     \
-      const int *slots, float *low, int low_row, int low_member, int low_width, int makers, int low_room, int members, int gate, \
-      int kind, const u16 *other, int other_stride, float *parts, u32 *arrived, int units, int k_warps,      \
-      int groups, int chunk_blocks, int piece_blocks, int stages, int splits, int grid, int all_units, \
-      const u16 *residual, int residual_stride, const u16 *post, const u16 *next, const u16 *scalar, u16 *h, int h_stride,   \
-      float eps, AHEAD_PARAMETERS
-#define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)             \
-  {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0, f1, f2},   \
-   {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride, lora_rank,              \
-   lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width, makers, low_room, members, \
-   gate, kind, other, other_stride, parts, arrived, units, k_warps, groups, chunk_blocks, piece_blocks, stages,   \
-   splits, grid, all_units, residual, post, next, scalar, residual_stride, h, h_stride, eps,  \
-   AHEAD_GIVEN}
+#define PARAMETERS                                                                                                \
+  const u16 *x, int x_stride, int n, int blocks, u16 *out, int out_stride, const u8 *w0, const u8 *w1,            \
+  const u8 *w2, const void *s0, const void *s1, const void *s2, const float *t0, const float *t1,                 \
+  const float *t2, const float *f0, const float *f1, const float *f2, const u16 *b0, const u16 *b1,               \
+  const u16 *b2, int r0, int r1, int r2, const u32 *table, const float *nested_code, const i64 *lora_A,           \
+  int lora_A_stride, const i64 *lora_B, int lora_B_stride, const int *lora_rank, int lora_rank_stride,            \
+  const float *lora_scale, int lora_scale_stride, const int *slots, float *low, int low_row, int low_member,      \
+  int low_width, int makers, int low_room, int members, int gate, int kind, const u16 *other, int other_stride,   \
+  float *parts, u32 *arrived, int units, int k_warps, int groups, int chunk_blocks, int piece_blocks,             \
+  int stages, int splits, int grid, int all_units, const u16 *residual, int residual_stride, const u16 *post,     \
+  const u16 *next, const u16 *scalar, u16 *h, int h_stride, float eps, AHEAD_PARAMETERS
+#define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)       \
+  {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0,     \
+  f1, f2}, {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride,          \
+  lora_rank, lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width,         \
+  makers, low_room, members, gate, kind, other, other_stride, parts, arrived, units, k_warps, groups,             \
+  chunk_blocks, piece_blocks, stages, splits, grid, all_units, residual, post, next, scalar, residual_stride, h,  \
+  h_stride, eps, AHEAD_GIVEN}
 #if HELD
 #define GATHER const Matvec a = GIVEN(ROWS, BLOCKS, LAYERS, PAIRED ? PAIR : gate, UNITS, K_WARPS, UNITS, CHUNK, CHUNK, 0, SPLITS);
 #else

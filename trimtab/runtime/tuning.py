@@ -1,0 +1,250 @@
+"""Whether 4-bit products are right on this card, and which way to cut each is the fastest: asked when a model first decodes.
+
+`check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
+in front by itself and as a part of the product. What was nearly as fast is tried in the whole step (graphs.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trimtab.runtime import cuts, matvec, nvrtc
+from trimtab.runtime.cuts import BLOCK, Cut
+from trimtab.runtime.fused import relative_error
+from trimtab.runtime.matvec import NESTED
+from trimtab.runtime.quant import Packed, quantize, shell
+
+__all__ = ["LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "graph_us", "relative_error", "stock_us", "tune"]
+
+_PIECE = 4 * 2**20
+# Cuts that take less than so many times the fastest one's time are worth a try in a whole step, up to so many.
+_NEAR, _MOST_NEAR = 1.25, 4
+LARGEST_ERROR = 3e-3
+
+
+def _exact(x: Tensor, weights: Sequence[Packed]) -> Tensor:
+    """Return x W^T in float64, decoding a few million weights at a time."""
+    step = max(1, _PIECE // x.shape[1])
+    pieces = [
+        x.double() @ matvec.decoded(packed, torch.float64, rows=slice(start, start + step)).T
+        for packed in weights
+        for start in range(0, packed.shape[0], step)
+    ]
+    return torch.cat(pieces, dim=1)
+
+
+def check(
+    weights: Sequence[Packed], module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16, rows: Sequence[int] = (1, 3, 8),
+    cut: Cut | None = None, rank: int = 8,
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
+
+    Random inputs with and without adapters, against float64. Needs about 150 MiB beside the weights.
+    """
+    device = module.device
+    generator = torch.Generator(device=device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    counts, columns, most = [packed.shape[0] for packed in weights], weights[0].shape[1], max(rows)
+    slots: list[list[tuple[Tensor, Tensor, float] | None]] = [
+        [None, (random(rank, columns) / columns**0.5, random(count, rank), 0.5)] for count in counts
+    ]
+    inputs = random(most, columns).to(dtype)
+    base = _exact(inputs, weights)
+    changes = [s * (inputs.double() @ A.double().T @ B.double().T) for A, B, s in (one for _, one in slots if one)]
+    changed = torch.cat(changes, dim=1)
+    changed[1::2] = 0  # every other row has no adapter
+    for n in rows:
+        if cut is not None and cut.n != n:
+            continue
+        x, out = inputs[:n], torch.full((n, sum(counts)), math.nan, dtype=dtype, device=device)
+        matvec.matvec4(x, weights, out, module=module, cut=cut)
+        if (error := relative_error(out, base[:n])) > LARGEST_ERROR:
+            return f"{n} rows over {counts} x {columns}: relative error {error:.1e}"
+        lora = matvec.lora_args(
+            slots, torch.tensor([1 - i % 2 for i in range(n)], dtype=torch.int32, device=device), rank
+        )
+        out.fill_(math.nan)
+        lora.low.fill_(math.nan)
+        matvec.matvec4(x, weights, out, lora=lora, module=module, cut=cut)
+        # Rounded three times instead of once.
+        if (error := relative_error(out, base[:n] + changed[:n])) > 1.5 * LARGEST_ERROR:
+            return f"{n} rows with an adapter over {counts} x {columns}: relative error {error:.1e}"
+    return None
+
+
+class RandomWeights:
+    """Makes packed weights of random bytes on a device; the code tables are bitsandbytes' own."""
+
+    def __init__(self, device: torch.device, *, quant: str = "nf4-dq") -> None:
+        self.device, self.nested = device, quant == "nf4-dq"
+        self.generator = torch.Generator(device=device).manual_seed(0)
+        sample = quantize(torch.ones(BLOCK, BLOCK, device=device, dtype=torch.bfloat16), quant)
+        self.kind, self.codes = sample.kind, sample.codes
+
+    def make(self, rows: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> Packed:
+        """Return a weight [rows, columns] whose values are about 0.03."""
+        blocks = rows * columns // BLOCK
+        parts = {"weight": self._bytes(rows * columns // 2).view(-1, 1)}
+        if self.nested:
+            outer = torch.rand(-(-blocks // NESTED), device=self.device, generator=self.generator)
+            parts |= {"absmax": self._bytes(blocks), "nested_absmax": outer * 0.01 + 0.01}
+            parts["offset"] = torch.full((1,), 0.05, device=self.device)
+        else:
+            parts["absmax"] = torch.rand(blocks, device=self.device, generator=self.generator) * 0.1
+        return Packed(self.kind, (rows, columns), dtype, parts, self.codes)
+
+    def groups(self, rows: Sequence[int], columns: int, nbytes: int) -> list[list[Packed]]:
+        """Return as many groups of layers over one input as take up `nbytes`, each of its own bytes; at least two."""
+        count = max(2, min(96, round(nbytes / (sum(rows) * columns * 0.516))))
+        return [[self.make(one, columns) for one in rows] for _ in range(count)]
+
+    def _bytes(self, count: int) -> Tensor:
+        return torch.randint(0, 256, (count,), dtype=torch.uint8, device=self.device, generator=self.generator)
+
+
+def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
+    """Return what bitsandbytes takes for one group of layers, in a CUDA graph over all groups, in microseconds."""
+    layers = [shell(packed, None, x.dtype) for group in groups for packed in group]
+
+    def run() -> None:
+        for layer in layers:
+            layer(x)
+
+    return graph_us(run, x.device) / len(groups)
+
+
+def tune(
+    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
+    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
+) -> dict[Cut, float]:  # fmt: skip
+    """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
+
+    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
+    Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
+    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. small: the module
+    with `add_norm`, to time the norm in front by itself and as a part of the product. What was nearly as fast is left to
+    `kept["others"]`: in a whole step, another one may be faster. Call `cuts.save_cuts` to keep what was
+    found for the next process.
+    """
+    weights, pair, device = groups[0], gate is not None, module.device
+    rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
+    generator = torch.Generator(device=device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device, generator=generator)
+
+    x = random(n, columns).to(dtype)
+    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=device)
+    slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]
+    lora = matvec.lora_args(slots, torch.tensor([-(i % 2) for i in range(n)], dtype=torch.int32, device=device), 8)
+    after = None if gate is None else matvec.Gate(gate)
+    overlap = module.capability >= (9, 0)
+
+    def answers(cut: Cut | None) -> list[Tensor]:
+        found = []
+        for args in (None, lora):
+            matvec.matvec4(x, weights, out.fill_(math.nan), lora=args, gate=after, module=module, cut=cut)
+            found.append(out.clone())
+        return found
+
+    wanted, taken = answers(None), {}
+    for cut in cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit):
+        if any(relative_error(a, b) > LARGEST_ERROR for a, b in zip(answers(cut), wanted, strict=True)):
+            continue
+
+        def run(cut: Cut = cut) -> None:
+            for group in groups:
+                matvec.matvec4(x, group, out, gate=after, module=module, cut=cut, dependent=overlap)
+
+        taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
+    if taken:
+        best, *others = sorted(taken, key=lambda cut: taken[cut])
+        near = [cut for cut in others if taken[cut] < _NEAR * taken[best]][:_MOST_NEAR]
+        if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
+            pays = _norm_pays(groups, x, out, best, after, module, small, overlap=overlap, repeat=repeat)
+            if pays is not None:
+                near = [replace(best, normed=not pays), *near]
+                best = replace(best, normed=pays)
+        module.kept.setdefault("others", {})[matvec.cut_key(weights, n, pair=pair)] = near
+        module.kept[matvec.cut_key(weights, n, pair=pair)] = best
+        module.kept.setdefault("tuned", set()).add(matvec.cut_key(weights, n, pair=pair))
+    return taken
+
+
+def _norm_pays(
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    small: nvrtc.Module, *, overlap: bool, repeat: int,
+) -> bool | None:  # fmt: skip
+    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
+    weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
+    norm = matvec.Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
+    x = torch.empty_like(y)
+
+    def both() -> None:
+        for group in groups:
+            norm.apply(y, x, small, dependent=overlap)
+            matvec.matvec4(x, group, out, gate=gate, module=module, cut=cut, dependent=overlap)
+
+    def one() -> None:
+        for group in groups:
+            matvec.matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
+
+    both()
+    wanted, h = out.clone(), norm.out_h.clone()
+    out.fill_(math.nan), norm.out_h.fill_(math.nan)
+    one()
+    if relative_error(out, wanted) > LARGEST_ERROR or relative_error(norm.out_h, h) > LARGEST_ERROR:
+        return None
+    return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
+
+
+def compile_ahead(
+    products: Iterable[tuple[Sequence[Packed], int, bool]], module: nvrtc.Module, dtype: torch.dtype, *, limit: int = 8
+) -> None:
+    """Compile, several at once, what `tune` will try for these products (weights, rows, whether two are multiplied)."""
+    wanted = set()
+    for weights, n, pair in products:
+        for number, cut in enumerate(cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit)):
+            # The first is the likeliest to be chosen.
+            for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
+                wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
+    module.compile_variants(sorted(wanted))
+
+
+def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) -> float:
+    """Return the shortest of a few replays of what `run` queues, captured in a CUDA graph, in microseconds."""
+    with torch.cuda.device(device):
+        run()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
+        with torch.cuda.stream(side):
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException:
+                with suppress(Exception):  # it would only say that something failed before
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        graph.replay()
+        times = []
+        for _ in range(repeat):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000)
+    return min(times)
