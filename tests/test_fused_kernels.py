@@ -12,7 +12,7 @@ import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - replayed is a fixture
-from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc
+from trimtab.runtime import ends, fused, graphs, kernels, matvec, nvrtc, slots
 
 pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 # bfloat16: every product, norm and attention rounds once, in another order of sums than torch's.
@@ -64,8 +64,37 @@ def test_adapters_by_table_serve_families_without_a_fused_step(on_cpu, replayed,
                 one.tell_tokens()
             wanted, found = eager.logits(), batch.logits()
             assert (found - wanted).abs().max() <= 2**-6 * wanted.abs().max()
-        assert batch.steps.captures == 1 and on_cpu.matvec.launches.count("lora_shrink") > 20
+        # Queries, keys and values share A x, and gate and up do: 4 of 7. The kernels' check launched each three times.
+        shrinks, adds = (on_cpu.matvec.launches.count(name) - 3 for name in ("lora_shrink", "lora_add"))
+        assert batch.steps.captures == 1 and shrinks > 20 and 7 * shrinks == 4 * adds
         assert {name.partition("_")[0] for name in on_cpu.ends.launches} == {"likeliest"}
+
+
+def test_layers_share_a_x_only_of_the_very_same_numbers(on_cpu, tmp_path):
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {"a": pico.adapter(base, tmp_path / "a", seed=1, rank=6)}
+    with trimtab.load(trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")) as model:
+        table = slots.AdapterSlots(model.hf_model, model.route, 2, torch.device("cpu"), module=on_cpu.matvec)
+        table.set_rows(["a", "a"])
+        attention = model.hf_model.model.layers[0].self_attn
+        q, k = attention.q_proj, attention.k_proj
+        x = torch.randn(2, q.in_features).bfloat16()
+
+        def shrinks(leaf, given):
+            before = len(on_cpu.matvec.launches)
+            low = table._shrunk(leaf, given).low[:, 0, :6].clone()
+            A = leaf.adapters["a"].A
+            assert torch.allclose(low, given.float() @ A.T, rtol=1e-4, atol=1e-4)
+            return len(on_cpu.matvec.launches) - before
+
+        assert shrinks(q, x) == 1 and shrinks(k, x) == 0
+        assert shrinks(k, x.clone()) == 1  # equal, but another tensor: nobody says that it stays so
+        assert shrinks(q, x) == 1
+        x *= 2
+        assert shrinks(k, x) == 1
+        with torch.inference_mode():
+            y = x.clone()
+            assert shrinks(q, y) == 1 and shrinks(k, y) == 1
 
 
 def test_a_wrong_adapter_kernel_is_named(on_cpu, monkeypatch):

@@ -13,6 +13,7 @@ change numbers alone. A row that has no adapter in such a layer pays the look-up
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from trimtab.runtime.tiers import Leaf
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
 RANK_STEP = 16
+# Layers by the last part of their names, in a model's order, that families give one tensor.
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,15 @@ class AdapterSlots:
         for leaf in leaves:
             self._of_kind.setdefault(lora.kind_of(leaf.module_path), []).append(leaf)
         self._columns: WeakKeyDictionary[lora.Fitting, _Columns] = WeakKeyDictionary()
+        # Layers that read one tensor, where they are next to each other.
+        self._groups: dict[Leaf, tuple[Leaf, ...]] = {}
+        for first in range(len(leaves)):
+            for names in _TOGETHER:
+                found = leaves[first : first + len(names)]
+                parents = {leaf.module_path.rpartition(".")[0] for leaf in found}
+                if tuple(leaf.module_path.rpartition(".")[2] for leaf in found) == names and len(parents) == 1:
+                    self._groups |= dict.fromkeys(found, tuple(found))
+        self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
         shape = (len(leaves), slots)
         types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
         self._table = {name: torch.zeros(shape, dtype=dtype, device=device) for name, dtype in types.items()}
@@ -234,9 +246,22 @@ class AdapterSlots:
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token a row."""
         rows = x.shape[0]
-        args = self.args([leaf], rows)
-        assert args is not None
-        matvec.lora_shrink(x.reshape(rows, -1), args, self.module)
+        args = self._shrunk(leaf, x)
         # PEFT rounds the change over a quantized layer, and the sum over another.
         matvec.lora_add(y.view(rows, -1), args, self.module, round_change=leaf.quant_kind != "none")
         return y
+
+    def _shrunk(self, leaf: Leaf, x: Tensor) -> matvec.LoraArgs:
+        """Return a layer's adapters with A x made; for layers that are given the same tensor one after the other, at once."""
+        # Whether it was changed in between is not known of a tensor that counts no versions.
+        group, version = ((leaf,), 0) if x.is_inference() else (self._groups.get(leaf, (leaf,)), x._version)
+        if self._shared is not None:
+            seen, seen_version, of_group, args = self._shared
+            if seen() is x and seen_version == version and of_group is group and group[0] is not leaf:
+                return args.member(group.index(leaf))
+        asked = group if group[0] is leaf else (leaf,)
+        found = self.args(asked, x.shape[0])
+        assert found is not None
+        matvec.lora_shrink(x.reshape(x.shape[0], -1), found, self.module)
+        self._shared = None if len(asked) == 1 else (weakref.ref(x), version, group, found)
+        return found.member(0)
