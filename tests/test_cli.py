@@ -506,6 +506,22 @@ def test_there_is_no_progress_elsewhere():
     assert stream.getvalue() == ""
 
 
+def test_a_bar_that_may_not_be_needed_shows_nothing_before_its_first_step():
+    stream = Terminal()
+    with show.bar_when_needed(stream, "measuring"):
+        pass
+    assert stream.getvalue() == ""
+    with show.bar_when_needed(stream, "measuring") as progress:
+        progress(3, 4)
+        progress(4, 4)
+        shown = stream.getvalue()
+        progress(1, 2)  # a second thing that takes long
+        assert len(stream.getvalue()) > len(shown) > 0
+    assert "measuring" in shown and "4/4" in shown
+    with show.bar_when_needed(io.StringIO(), "measuring") as progress:
+        assert progress is None
+
+
 # demo -----------------------------------------------------------------------------------------------------------------
 
 

@@ -125,3 +125,26 @@ def loading_bar(stream: TextIO, text: str = "loading", *, is_bytes: bool = True)
         yield bar
     finally:
         bar.close()
+
+
+@contextmanager
+def bar_when_needed(stream: TextIO, text: str) -> Iterator[Progress | None]:
+    """Yield a `progress` that shows a bar from its first call until (n, of n); None on anything but a terminal."""
+    if not stream.isatty():
+        yield None
+        return
+    bar: LoadingBar | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        bar = bar or LoadingBar(stream, text, is_bytes=False)
+        bar(done, total)
+        if done >= total:
+            bar.close()
+            bar = None
+
+    try:
+        yield progress
+    finally:
+        if bar is not None:
+            bar.close()

@@ -83,7 +83,7 @@ def run_run(options: argparse.Namespace) -> int:
     }  # fmt: skip
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode="eager" if options.eager else "auto")
-    with model:
+    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)
             print_json(show.answer_json(answer, plan, model.memory(), adapter, model.fallbacks))

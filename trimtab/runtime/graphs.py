@@ -177,7 +177,7 @@ class Steps:
             return
         self._is_fusable = True
         if self.device.type == "cuda":
-            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows))
+            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows, progress=self.model.measuring))
             # Without any of them the modules' own operations are as few as plain torch's.
             self._is_fusable = self.mode == "fused" or not self.kernels.is_empty
 
@@ -462,8 +462,12 @@ class Steps:
             return
         best, expected = self._tried(run, keep, overlap=overlap)
         largest = float(expected.abs().max())
+        count, done = sum(len(untried[key]) for key in keys), 0
         for key in keys:
             for cut in untried.pop(key):
+                done += 1
+                if self.model.measuring is not None:
+                    self.model.measuring(done, count)
                 before, module.kept[key] = module.kept[key], cut
                 ms, scores = self._tried(run, keep, overlap=overlap)
                 # Each computes the same product, summed in another order; what is far off is not used, however fast.

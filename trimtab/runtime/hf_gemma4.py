@@ -8,7 +8,7 @@ Source: transformers 5.6.2 to 5.23.0, models/gemma4/modeling_gemma4.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,8 +48,8 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
-def choose_kernels(hf_model: Any, rows: int) -> Kernels:
-    """Return the kernels that work and pay for this model's steps of up to `rows` rows."""
+def choose_kernels(hf_model: Any, rows: int, *, progress: Callable[[int, int], None] | None = None) -> Kernels:
+    """Return the kernels that work and pay for this model's steps of up to `rows` rows. progress: of measuring them."""
     from trimtab.runtime.kernels import Kernels
 
     groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
@@ -63,7 +63,7 @@ def choose_kernels(hf_model: Any, rows: int) -> Kernels:
     front = getattr(text_model(hf_model), "per_layer_model_projection", None)
     if isinstance(front, Leaf):
         groups.setdefault((front.in_features, front.out_features), []).append([front])
-    return Kernels.choose(list(groups.values()), list(attention), rows=rows, sizes=_sizes(hf_model))
+    return Kernels.choose(list(groups.values()), list(attention), rows=rows, sizes=_sizes(hf_model), progress=progress)
 
 
 def _sizes(hf_model: Any) -> ends.Sizes:

@@ -20,6 +20,7 @@ from trimtab.errors import DeviceError
 from trimtab.runtime import cuts, ends, fused, matvec, tuning
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
+Progress = Callable[[int, int], None]
 # The matrix-vector kernels decode each weight once for up to so many rows.
 MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
@@ -85,12 +86,13 @@ class Kernels:
     @staticmethod
     def choose(
         groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], *, rows: int,
-        sizes: ends.Sizes | None = None,
+        sizes: ends.Sizes | None = None, progress: Progress | None = None,
     ) -> Kernels:  # fmt: skip
         """Return what works and pays for layers like these on their device, for steps of up to `rows` rows.
 
         groups: for every shape the groups of linear layers that have it; a group reads one input. attention: (heads, kv
         heads, head size) of each kind of layer. sizes: of the step's two ends, which stay with torch without them.
+        progress: called with (done, of) while they are measured.
         """
         leaf = groups[0][0][0]
         shapes = [
@@ -101,10 +103,13 @@ class Kernels:
             _CHOSEN[key] = _choose(groups, attention, sizes)
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
-            chosen.tune(groups, leaf.dtype, [n for n in BUCKETS if n <= rows])
+            chosen.tune(groups, leaf.dtype, [n for n in BUCKETS if n <= rows], progress=progress)
         return chosen
 
-    def tune(self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]) -> None:
+    def tune(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
         """Measure which way to cut each product is fastest on this card; known ones are read from the user's cache."""
         wanted = []
         for one in groups:
@@ -119,13 +124,18 @@ class Kernels:
                     if not matvec.is_tuned(packed[0], n, self.matvec, pair=gate is not None)
                 ]
         products = [(packed[0], n, gate is not None) for packed, n, gate in wanted]
-        tuning.compile_ahead(products, self.matvec, dtype, limit=_TRIED)
-        for packed, n, gate in wanted:
+        told = progress or (lambda done, of: None)
+        if wanted:
+            told(0, 2 * len(wanted))
+        tuning.compile_ahead(products, self.matvec, dtype, limit=_TRIED)  # about half of the time
+        for number, (packed, n, gate) in enumerate(wanted):
+            told(len(wanted) + number, 2 * len(wanted))
             tuning.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2, small=self.small)
         if wanted:
             for one in groups:
                 self.measure(one[0], dtype)
             self.save_cuts()
+            told(2 * len(wanted), 2 * len(wanted))
 
     def save_cuts(self) -> None:
         """Keep the cuts that were found for the next process."""

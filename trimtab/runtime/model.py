@@ -102,6 +102,8 @@ class LoadedModel:
     ) -> None:  # fmt: skip
         check_choice(decode, DECODE_MODES, field_name="decode")
         self.plan, self.decode = plan, decode
+        # Called with (done, of) while kernels are measured, the first time that this card sees layers of these shapes.
+        self.measuring: Progress | None = None
         self.device = torch.device(plan.execution_device)
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
