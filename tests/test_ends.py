@@ -12,7 +12,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.test_fused import close
 from trimtab.errors import DeviceError
-from trimtab.runtime import ends, kernels, lora, nvrtc, tiers
+from trimtab.runtime import ends, kernels, lora, nvrtc, tables
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -256,9 +256,9 @@ def test_a_table_says_what_lies_on_the_device():
         "padding_idx": 0,
     }  # fmt: skip
     weight = torch.nn.Parameter(random(6, 8), requires_grad=False)
-    table = tiers.ResidentTable("t", weight, **facts)
+    table = tables.ResidentTable("t", weight, **facts)
     assert table.held()[0] is weight and table.held()[1] is False
-    gathered = tiers.GatheredTable("t", (6, 8), random(6, 8), 1, **facts)
+    gathered = tables.GatheredTable("t", (6, 8), random(6, 8), 1, **facts)
     assert gathered.held() is None
     gathered.stage(torch.tensor([4, 2]), 3)
     assert gathered.held() is None  # not before a step reads what was staged

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.request import DECODE_MODES, check_choice
-from trimtab.runtime import ends, hf_slots, short_ops, tiers
+from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
 from trimtab.runtime.kernels import BUCKETS, Kernels
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Steps:
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
         self._order: list[tiers.Group] = []
-        self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tiers.GatheredTable)]
+        self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tables.GatheredTable)]
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         self.is_captured = self.mode != "eager" and self._may_capture()
         self.kernels = Kernels.none()

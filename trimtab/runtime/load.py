@@ -23,7 +23,7 @@ from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
-from trimtab.runtime import head8, hf, lora, tiers
+from trimtab.runtime import head8, hf, lora, tables, tiers
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -41,7 +41,7 @@ class Loaded:
 
     hf_model: Any
     streamer: tiers.Streamer | None
-    file_rows: list[tiers.FileRows] = field(default_factory=list)
+    file_rows: list[tables.FileRows] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class _Filler:
         self.owners: dict[str, nn.Parameter] = {}
         self.groups: list[tiers.Group] = []
         self.staged: list[tiers.Staged] = []
-        self.file_rows: list[tiers.FileRows] = []
+        self.file_rows: list[tables.FileRows] = []
         self.spill: tiers.Spill | None = None
         self.uses: Counter[str] = Counter()
         self.held: dict[str, Tensor] = {}
@@ -428,18 +428,18 @@ class _Filler:
             "embed_scale": scale.to(self.device) if isinstance(scale, Tensor) else None, "device": self.device,
             "dtype": self.dtype, "route": self.route, "padding_idx": module.padding_idx,
         }  # fmt: skip
-        table: tiers.Table
+        table: tables.Table
         if parameter is not None:
-            table = tiers.ResidentTable(row.module_path, parameter, **common)
+            table = tables.ResidentTable(row.module_path, parameter, **common)
         else:
             assert source is not None
             first_rows = int(getattr(module, "padding_idx", None) or 0) + 1
-            table = tiers.GatheredTable(
+            table = tables.GatheredTable(
                 row.module_path, (weight.shape[0], weight.shape[1]), source, first_rows, **common
             )
         self.probe.model.set_submodule(row.module_path, table.eval())
 
-    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tiers.FileRows:
+    def _rows(self, row: ModuleRow, weight: TensorRow) -> Tensor | tables.FileRows:
         """Return where the rows of a gathered table are: in host memory, or left in the checkpoint file."""
         if self.home[row.block] != "file":
             dense = self._dense(weight)
@@ -449,7 +449,7 @@ class _Filler:
             weight, "so its rows cannot be read from there",
             hint="Give the plan more --host-memory, so that the table is held there",
         )  # fmt: skip
-        rows = tiers.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
+        rows = tables.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)
         return rows
 

@@ -1,0 +1,132 @@
+"""Embedding tables: whole on the device that computes, or left in host memory or in the file, of which only rows are fetched."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.runtime import lora
+from trimtab.runtime.read import PositionedFile, bytes_of
+
+
+class Table(nn.Module):
+    """An embedding table with its adapters: ids [B, S] -> rows [B, S, D].
+
+    embed_scale: what the original class multiplies rows by, or None. Subclasses say where the rows are.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], *, embed_scale: Tensor | None, device: torch.device,
+        dtype: torch.dtype, route: lora.Route, padding_idx: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module_path, self.device, self.dtype, self.route = module_path, device, dtype, route
+        self.num_embeddings, self.embedding_dim = shape
+        self.padding_idx = padding_idx
+        self.adapters: dict[str, lora.EmbeddingAdapter] = {}
+        self.embed_scale: Tensor | None
+        self.__dict__["embed_scale"] = embed_scale
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return the unscaled rows of ids on the execution device."""
+        raise NotImplementedError
+
+    def held(self) -> tuple[Tensor, bool] | None:
+        """Return what `rows` reads on the execution device [V, D], and whether its rows are those of the ids in order
+        (instead of by id); None if they come from elsewhere."""
+        return None
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.rows(ids)
+        if self.embed_scale is not None:
+            rows = rows * self.embed_scale.to(rows.dtype)
+        return lora.apply_embedding(self, ids, rows) if self.adapters else rows
+
+
+class ResidentTable(Table):
+    """The whole table is on the execution device; a tied head may share it."""
+
+    def __init__(self, module_path: str, weight: nn.Parameter, **kwargs: Any) -> None:
+        super().__init__(module_path, (weight.shape[0], weight.shape[1]), **kwargs)
+        self.weight = weight
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def held(self) -> tuple[Tensor, bool] | None:
+        return self.weight, False
+
+    def dense_rows(self) -> Tensor:
+        return self.weight
+
+
+class GatheredTable(Table):
+    """The table stays in host memory or in the checkpoint file; only the rows asked for are fetched.
+
+    source: the table [V, D] on the CPU, or a file and the offset of its first row. `weight` is the first few rows on the
+    execution device: Gemma4Model.forward reads the padding row of its token table on every call.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], source: Tensor | FileRows, first_rows: int, **kwargs: Any
+    ):
+        super().__init__(module_path, shape, **kwargs)
+        self.source = source
+        cuda = self.device.type == "cuda"
+        self._pinned = cuda
+        # While `reads_staged`, rows are those that `stage` put on the device: a captured step cannot ask the host.
+        self.reads_staged = False
+        # By places: a captured step goes on reading the buffer of its own batch's size, so none is ever given up.
+        self._buffers_of: dict[int, Tensor] = {}
+        self._staged: Tensor | None = None
+        ids = torch.arange(min(first_rows, shape[0]))
+        self.__dict__["weight"] = self._gather(ids).to(self.device)
+
+    def _gather(self, ids: Tensor) -> Tensor:
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_embeddings:
+            raise IndexError(f"{self.module_path}: token id outside 0..{self.num_embeddings - 1}")
+        if isinstance(self.source, Tensor):
+            rows = torch.empty(ids.numel(), self.embedding_dim, dtype=self.dtype, pin_memory=self._pinned)
+            return torch.index_select(self.source, 0, ids, out=rows)
+        return self.source.read(ids, self.dtype, pinned=self._pinned)
+
+    def stage(self, ids: Tensor, places: int) -> None:
+        """Fetch the rows of one step's tokens (ids [N] on the CPU) into a buffer of `places` rows that stays where it is."""
+        if places not in self._buffers_of:
+            self._buffers_of[places] = torch.zeros(places, self.embedding_dim, dtype=self.dtype, device=self.device)
+        self._staged = self._buffers_of[places]
+        self._staged[: ids.numel()].copy_(self._gather(ids), non_blocking=True)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        if self.reads_staged:
+            assert self._staged is not None
+            return self._staged[: ids.numel()].view(*ids.shape, self.embedding_dim)
+        flat = ids.reshape(-1).cpu()
+        rows = self._gather(flat).to(self.device, non_blocking=True)
+        return rows.view(*ids.shape, self.embedding_dim)
+
+    def held(self) -> tuple[Tensor, bool] | None:
+        return (self._staged, True) if self.reads_staged and self._staged is not None else None
+
+
+class FileRows:
+    """The rows of a table left in its checkpoint file: nothing read at load, no memory, rows read as they are needed."""
+
+    def __init__(self, path: Path, start: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self.file, self.start, self.shape, self.dtype = PositionedFile(path), start, shape, dtype
+
+    def read(self, ids: Tensor, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        """Return rows [N, D]. Errors: CheckpointError if the file changed since it was opened."""
+        self.file.check()
+        rows = torch.empty(ids.numel(), self.shape[1], dtype=self.dtype, pin_memory=pinned)
+        width = self.shape[1] * rows.element_size()
+        view = bytes_of(rows) if rows.numel() else memoryview(b"")
+        for place, row in enumerate(ids.tolist()):
+            self.file.read_into(view[place * width : (place + 1) * width], self.start + row * width)
+        return rows if rows.dtype == dtype else rows.to(dtype)
+
+    def close(self) -> None:
+        self.file.close()
