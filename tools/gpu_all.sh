@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 17 minutes.
+# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 22 minutes.
 # Timings run alone; tests and merges share the GPU afterwards. Each step has its own time limit and log. STEPS="graphs decode"
 # runs some of them. What the stock stack imports must be there whole: PEFT needs transformers' Bloom, for one.
 out=$1; end=$(($(date +%s) + $2)); work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}
@@ -26,13 +26,16 @@ talking = work / '$size-talking'
 shutil.copytree(folder, talking, copy_function=os.link)
 give_voice(talking)
 sized('$size', work, 8, device='cuda')" &
-step kernels 90 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py -x --maxfail=12 &
-step graphs 120 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
+step kernels 240 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_ends.py --maxfail=12 &
+step graphs 240 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
 wait
 step decode 420 $py -m bench.decode --work "$work" --models $size --timeout-s 200 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
 step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
 step bridge 120 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
+# With the oldest set of packages, in a folder of its own: its checkpoint is written by that release.
+[ -n "${OLD_SITE:-}" ] && step bridge-old 260 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.bridge --work "$work-old" --size $size \
+  --save "$out/bridge.json"
 step load 180 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 5 \
   --max-tokens 32 --rates 4 --save "$out/load.json"
 step tests 180 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py \
