@@ -485,8 +485,8 @@ def test_every_family_is_captured_or_says_why(family, tmp_path):
 
 def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
     key, other = ("cut", (64,), 512, 1, False), ("cut", (64,), 512, 2, False)
-    ms = {"best alone": 3.0, "faster": 2.9, "wrong": 1.0, "no better": 2.899, "another bucket": 0.1}
-    kept = {key: "best alone", other: "best alone", "others": {key: list(ms)[1:4], other: ["another bucket"]}}
+    ms = {"best alone": 3.0, "faster": 2.9, "wrong": 1.0, "fails": 0.5, "no better": 2.899, "another bucket": 0.1}
+    kept = {key: "best alone", other: "best alone", "others": {key: list(ms)[1:5], other: ["another bucket"]}}
     saved, told = [], []
 
     class Stand:
@@ -497,11 +497,13 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
         model = SimpleNamespace(measuring=lambda done, of: told.append((done, of)))
 
         def _tried(self, run, keep, *, overlap):
+            if kept[key] == "fails":
+                raise RuntimeError("operation not permitted when stream is capturing")
             return ms[kept[key]], torch.tensor([[1.0, 5.0 if kept[key] == "wrong" else 2.0]])
 
     graphs.Steps._refine(Stand(), None, None, 1, overlap=True)
     assert kept[key] == "faster" and kept[other] == "best alone"
     assert kept["others"] == {other: ["another bucket"]} and len(saved) == 1
-    assert told == [(1, 3), (2, 3), (3, 3)]
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     graphs.Steps._refine(Stand(), None, None, 1, overlap=True)  # tried once
     assert len(saved) == 1

@@ -647,7 +647,7 @@ def test_a_norm_is_part_of_a_product_only_where_a_block_has_whole_rows():
 
 
 @needs_gxx
-@pytest.mark.parametrize("spoiled", ["plain", "with adapters", None])
+@pytest.mark.parametrize("spoiled", ["plain", "with adapters", "refused", None])
 def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeypatch, spoiled):
     module = run.CpuModule(matvec.source(), matvec.NAMES)
     matvec.prepare(module)
@@ -655,6 +655,8 @@ def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeyp
     real, asked = matvec.matvec4, []
 
     def multiply(x, weights, out, *, lora=None, cut=None, **more):
+        if spoiled == "refused" and cut is not None and cut.held and cut.units == 1:
+            raise DeviceError("too many resources requested for launch", device="cpu")
         real(x, weights, out, lora=lora, cut=cut, **more)
         asked.append(cut)
         if (

@@ -262,7 +262,7 @@ def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: flo
 
 
 def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
-    """Return up to `limit` of the best estimates that really differ: about half of them of each kind (ring, registers)."""
+    """Return up to `limit` of the best estimates that really differ: two of three hold weights in registers."""
     held = _unlike([cut for cut in found if cut.held], limit - limit // 3)
     return [*held, *_unlike([cut for cut in found if not cut.held], limit - len(held))]
 

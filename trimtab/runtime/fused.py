@@ -312,9 +312,8 @@ def turn_and_attend(
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
     places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose
-    share of the cache has a row's new place writes it. With
-    mode "shared", an earlier layer of the step may have written the row's place in `places`, and no other. ahead: up to two
-    weights that a later kernel reads, to be brought into L2 meanwhile.
+    share of the cache has a row's new place writes it. With mode "shared", an earlier layer of the step may have written the row's
+    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 meanwhile.
     """
     _, kv_heads, _, dim = keys.shape
     size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
@@ -336,21 +335,8 @@ def turn_and_attend(
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
     _launch_attend(
-        given,
-        heads,
-        dim,
-        keys,
-        values,
-        positions,
-        scaling,
-        softcap,
-        out,
-        scratch,
-        module,
-        dependent,
-        turn=True,
-        ahead=ahead,
-    )
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead
+    )  # fmt: skip
 
 
 def _may_attend(

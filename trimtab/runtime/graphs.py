@@ -469,7 +469,11 @@ class Steps:
                 if self.model.measuring is not None:
                     self.model.measuring(done, count)
                 before, module.kept[key] = module.kept[key], cut
-                ms, scores = self._tried(run, keep, overlap=overlap)
+                try:
+                    ms, scores = self._tried(run, keep, overlap=overlap)
+                except (RuntimeError, DeviceError):  # what cannot be captured is not chosen, and costs nothing else
+                    module.kept[key], self._pool = before, None
+                    continue
                 # Each computes the same product, summed in another order; what is far off is not used, however fast.
                 if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
                     best = ms

@@ -96,9 +96,14 @@ def _norm(residual: Tensor, post: Any, following: Any, scalar: Tensor | None, ou
 
 
 def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
-    """Return the packed weights and scales of layers that stay on the device: a streamed one is not there yet."""
+    """Return the packed weights and scales of layers that stay on the device (a streamed one is not there yet), none if they are
+    more than its L2 cache holds."""
     packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
-    return [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
+    found = [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
+    if found and found[0].device.type == "cuda":
+        near = getattr(torch.cuda.get_device_properties(found[0].device), "L2_cache_size", 0)
+        return found if sum(one.nbytes for one in found) <= near else []
+    return found
 
 
 def _scale(table: Table) -> float:

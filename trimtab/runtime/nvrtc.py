@@ -299,7 +299,7 @@ class Module:
         return made
 
     def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
-        """Compile several variants at once, for `variant` to load. Errors: DeviceError if one does not compile."""
+        """Compile several variants at once, for `variant` to load. One that does not compile is left for `variant` to name."""
         compiler = find_compiler()
         missing = [
             options for options in wanted if ("variant", options) not in self.kept and options not in self._codes
@@ -309,10 +309,13 @@ class Module:
         target = compiler.target(self.capability)
         # NVRTC compiles without Python's lock.
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
-            codes = pool.map(
-                lambda options: compiled(compiler, self._source, target, options, name=self._name), missing
-            )
-            self._codes.update(zip(missing, codes))
+            under_way = {
+                options: pool.submit(compiled, compiler, self._source, target, options, name=self._name)
+                for options in missing
+            }
+        for options, code in under_way.items():
+            with suppress(DeviceError):
+                self._codes[options] = code.result()
 
     def _device(self) -> ctypes.c_int:
         device = ctypes.c_int()

@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trimtab.errors import DeviceError
 from trimtab.runtime import cuts, matvec, nvrtc
 from trimtab.runtime.cuts import BLOCK, Cut
 from trimtab.runtime.fused import relative_error
@@ -130,7 +131,8 @@ def tune(
 
     groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
     Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
-    activation of a pair. A cut that does not compute what `choose`'s does is left out, whatever its time. small: the module
+    activation of a pair. A cut that cannot run here or does not compute what `choose`'s does is left out, whatever its time.
+    small: the module
     with `add_norm`, to time the norm in front by itself and as a part of the product. What was nearly as fast is left to
     `kept["others"]`: in a whole step, another one may be faster. Call `cuts.save_cuts` to keep what was
     found for the next process.
@@ -158,7 +160,11 @@ def tune(
 
     wanted, taken = answers(None), {}
     for cut in cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit):
-        if any(relative_error(a, b) > LARGEST_ERROR for a, b in zip(answers(cut), wanted, strict=True)):
+        try:
+            found = answers(cut)
+        except DeviceError:  # it does not compile, or not run, on this card
+            continue
+        if any(relative_error(a, b) > LARGEST_ERROR for a, b in zip(found, wanted, strict=True)):
             continue
 
         def run(cut: Cut = cut) -> None:
