@@ -1,7 +1,6 @@
 """The kernels at the two ends of a decode step on a GPU, over the sizes of real models: checked, in graphs, overlapping."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -9,7 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import ends, nvrtc, tuning
+from trimtab.runtime import ends, nvrtc
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -97,9 +96,3 @@ def test_an_end_that_does_nothing_is_found(module, monkeypatch, name):
     launch = module.launch
     monkeypatch.setattr(module, "launch", lambda one, *a, **m: None if one.startswith(name) else launch(one, *a, **m))
     assert name in ends.check(module, SIZES[1], rows=(1,))
-
-
-@pytest.mark.parametrize("sizes", SIZES[:3])
-def test_the_ends_are_faster_than_torch(module, sizes):
-    found = ends.measure(module, partial(tuning.graph_us, device=DEVICE), sizes)
-    assert sum(ours for ours, _ in found.values()) < sum(theirs for _, theirs in found.values()), found
