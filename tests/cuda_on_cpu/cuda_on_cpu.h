@@ -58,6 +58,7 @@ namespace cuda_on_cpu {
 enum Wait { RUNS, BLOCK, WARP, TURN, DONE };  // TURN: until all others have had one
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int GUARD_BYTES = 256;
+constexpr size_t LINKS = 16;  // of a chain in which every block waits for every other one, again and again
 
 struct Fiber {
   ucontext_t first;
@@ -166,6 +167,8 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
   }
 }
 
+inline void (*forget)() = nullptr;
+inline void forget_copies() { if (forget) forget(); }
 // shared_memory holds shared_bytes between two guards. Returns 0, or 1 with `error` set.
 inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
   error.clear();
@@ -204,6 +207,7 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     memset(shared_memory - GUARD_BYTES, 0xff, shared_bytes + 2 * GUARD_BYTES);  // not a number, until written
     mix(warp_order);
     mix(lane_order);
+    forget_copies();
     for (size_t i = 0; i < count; i++) {
       Fiber& fiber = fibers[i];
       fiber.started = false;
@@ -221,7 +225,7 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     if (!run_block(warp_order, lane_order)) return 1;
     if (postponed) {
       left.push_back(b);
-      if (++in_vain > blocks) return error = "blocks wait for a value that no other makes", 1;
+      if (++in_vain > blocks * LINKS) return error = "blocks wait for a value that no other makes", 1;
       continue;
     }
     in_vain = 0;
@@ -438,6 +442,37 @@ static inline void publish(unsigned* p, unsigned v) { *p = v; }
 static inline unsigned look(const unsigned* p) {  // others of the block may be about to write it
   if (*p == 0xffffffffu) cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "look");
   return cpu_load(p);
+}
+static inline uint4 look_16(const unsigned* p) { return cpu_load((const uint4*)p); }
+static inline uint2 look_8(const unsigned long long* p) { return cpu_load((const uint2*)p); }
+static inline void publish_8(unsigned long long* p, unsigned low, unsigned high) { *p = (unsigned long long)high << 32 | low; }
+static inline void others_run() { cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "others_run"); }
+// A copy is there when it was waited for, not before: until then its place holds what no weight is.
+struct CpuCopies { struct One { unsigned char* to; const unsigned char* from; }; std::vector<One> open; std::vector<std::vector<One>> ended; };
+inline std::vector<CpuCopies> cpu_copies;
+static inline CpuCopies& own_copies() {
+  const size_t at = cuda_on_cpu::now - cuda_on_cpu::fibers.data();
+  cuda_on_cpu::forget = [] { cpu_copies.clear(); };
+  if (cpu_copies.size() <= at) cpu_copies.resize(cuda_on_cpu::fibers.size());
+  return cpu_copies[at];
+}
+static inline void copy_16(unsigned char* to, const unsigned char* from) {
+  if (((uintptr_t)to | (uintptr_t)from) & 15) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
+  memset(to, 0xff, 16);
+  own_copies().open.push_back({to, from});
+}
+static inline void end_of_copies() {
+  CpuCopies& own = own_copies();
+  own.ended.push_back(own.open);
+  own.open.clear();
+}
+template <int N>
+inline void copies_but() {
+  CpuCopies& own = own_copies();
+  while (own.ended.size() > N) {
+    for (const CpuCopies::One& one : own.ended.front()) memcpy(one.to, one.from, 16);
+    own.ended.erase(own.ended.begin());
+  }
 }
 template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}

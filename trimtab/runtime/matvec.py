@@ -229,7 +229,7 @@ def prepare(module: nvrtc.Module) -> None:
     module.kept["arrived"] = torch.zeros(cuts.MOST_COUNTERS, dtype=torch.int32, device=module.device)
 
 
-def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
+def table(code: Tensor, module: nvrtc.Module) -> Tensor:
     """Return what the 256 bytes stand for: the weight of the high nibble in the low half, both as float16."""
     key = ("table", code.data_ptr())
     if key not in module.kept:
@@ -316,7 +316,7 @@ def arguments(
         *_three([packed.parts["weight"] for packed in weights]),
         *_three([packed.parts["absmax"] for packed in weights]),
         *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
-        *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
+        *_three([packed.shape[0] for packed in weights], 0), table(weights[0].codes["code"], module), nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
         module.kept["parts"], module.kept["arrived"], cut.units, cut.k_warps, cut.groups, cut.chunk,
