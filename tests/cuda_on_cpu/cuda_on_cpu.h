@@ -446,6 +446,9 @@ static inline unsigned look(const unsigned* p) {  // others of the block may be 
 static inline uint4 look_16(const unsigned* p) { return cpu_load((const uint4*)p); }
 static inline uint2 look_8(const unsigned long long* p) { return cpu_load((const uint2*)p); }
 static inline void publish_8(unsigned long long* p, unsigned low, unsigned high) { *p = (unsigned long long)high << 32 | low; }
+// As on a GPU, whose first KiB of a block is the system's.
+static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - cuda_on_cpu::shared_memory) + 1024; }
+static inline unsigned shared_word(unsigned address) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + address - 1024)); }
 static inline void others_run() { cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "others_run"); }
 // A copy is there when it was waited for, not before: until then its place holds what no weight is.
 struct CpuCopies { struct One { unsigned char* to; const unsigned char* from; }; std::vector<One> open; std::vector<std::vector<One>> ended; };

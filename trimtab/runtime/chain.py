@@ -31,10 +31,12 @@ MAX_PRODUCTS = 8
 WARPS = 20
 PLAIN, WORDS, PARTS = range(3)
 # As the kernel lays out its shared memory.
-_TABLE_BYTES, _STRIDE, _PIECE_BYTES, _PAIR_BYTES = 65536 + 1024, 20, 1024, 288
-_STAGE_BYTES, _LORA_BYTES = 288, 24
+_TABLE_BYTES, _STRIDE, _PIECE_BYTES, _PAIR_BYTES, _DOT_TURNS = 65536, 20, 1024, 288, 8
+_STAGE_BYTES, _LOCAL_BYTES, _LORA_BYTES = 288, 64, 24
+_RESERVED = 1024  # of a block's shared memory, in front of its own
 _MOST_DEPTH = 8
 _LEAST_DEPTH = 2
+_MOST_TURNS = 32  # one for each lane
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Share:
     all_units: int
     rounds: int
 
+    @property
+    def turns(self) -> int:
+        """How many units a warp takes, one after the other."""
+        return -(-self.units // (WARPS // self.k_warps))
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -91,13 +98,13 @@ class Plan:
     depth: int
     x_blocks: int
     scales: int
-    sums: int
+    places: tuple[tuple[str, int], ...]
     shared_bytes: int
 
     def options(self, hidden: int) -> tuple[str, ...]:
         facts = {
             "ROWS": self.rows, "HIDDEN": hidden // BLOCK, "WARPS": WARPS, "DEPTH": self.depth, "STAGES": MAX_PRODUCTS,
-            "XB": self.x_blocks, "SCALES": self.scales, "SUMS": self.sums,
+            "XB": self.x_blocks, "SCALES": self.scales, **{f"AT_{name}": at for name, at in self.places},
         }  # fmt: skip
         return tuple(f"-D{name}={value}" for name, value in facts.items())
 
@@ -124,8 +131,8 @@ def share(shape: Shape, grid: int, splits: int) -> Share:
 
 def why_not_shapes(shapes: Sequence[Shape], hidden: int) -> str | None:
     """Return why such products cannot be one launch, None if they can."""
-    if hidden % (2 * BLOCK):
-        return f"a width of {hidden} is no multiple of {2 * BLOCK}"
+    if hidden % (8 * BLOCK):
+        return f"a width of {hidden} is no multiple of {8 * BLOCK}"
     if not 2 <= len(shapes) <= MAX_PRODUCTS:
         return f"{len(shapes)} products, not 2 to {MAX_PRODUCTS}"
     for (rows, columns, pair, normed), before in zip(shapes, (None, *shapes), strict=False):
@@ -160,21 +167,39 @@ def plan(
             found += [share(shape, grid, one) for one in many if shape[1] % (4 * BLOCK * one) == 0 and one <= grid]
         # A part more is a trip's worth of reading for every block.
         shares.append(min(found, key=lambda one: one.rounds + 0.7 * (one.splits - 1)) if splits is None else found[-1])
+    if sum(one.turns for one in shares) > _MOST_TURNS:
+        return None
     x_blocks = max(shape[1] // BLOCK // one.splits for shape, one in zip(shapes, shares, strict=True))
-    scales = max(
-        one.units * 16 * ((shape[1] // BLOCK // one.splits // 4) | 1) * 4 for shape, one in zip(shapes, shares, strict=True)
-    )
-    sums = max(one.units * one.k_warps for one in shares) * rows * _STRIDE
+    quads = [shape[1] // BLOCK // one.splits // 4 for shape, one in zip(shapes, shares, strict=True)]
     pieces = -(-rows * hidden // 4 // (WARPS * 32))
-    fixed = (
-        _TABLE_BYTES + MAX_PRODUCTS * (_STAGE_BYTES + 3 * rows * _LORA_BYTES) + scales * 4
-        + rows * (x_blocks // 2 * _PAIR_BYTES + 16) + rows * x_blocks * 4 + sums * 4 + 2 * pieces * WARPS * 4 + 256
-        + 3 * rows * width * 4
-    )  # fmt: skip
-    depth = min((shared_bytes - fixed) // (WARPS * _PIECE_BYTES), _MOST_DEPTH)
+    sizes = {
+        "STAGES": MAX_PRODUCTS * _STAGE_BYTES, "LOCALS": MAX_PRODUCTS * _LOCAL_BYTES, "CODES": 1024,
+        "LORA": MAX_PRODUCTS * 3 * rows * _LORA_BYTES, "FACTORS": rows * x_blocks * 4, "ROW_SUMS": 2 * pieces * WARPS * 4,
+        "DOTS": _DOT_TURNS * 33 * 4, "LOWS": 3 * rows * width * 4,
+        "SUMS": max(one.units * one.k_warps for one in shares) * rows * _STRIDE * 4,
+        "XS": rows * (x_blocks // 2 * _PAIR_BYTES + 16),
+        "SCALES": max(one.units * 16 * (count | 1) * 16 for one, count in zip(shares, quads, strict=True)),
+    }  # fmt: skip
+    places, depth, end = _placed(sizes, shared_bytes)
     if depth < _LEAST_DEPTH:
         return None
-    return Plan(rows, grid, tuple(shares), depth, x_blocks, scales, sums, fixed + depth * WARPS * _PIECE_BYTES)
+    scales = max(-(-one.units * 16 * count // (WARPS * 32)) for one, count in zip(shares, quads, strict=True))
+    return Plan(rows, grid, tuple(shares), depth, x_blocks, scales, places, end)
+
+
+def _placed(sizes: dict[str, int], shared_bytes: int) -> tuple[tuple[tuple[str, int], ...], int, int]:
+    """Return where everything lies, the pieces of weights of each warp, and the bytes in all. The table's address is a multiple of
+    its size; the largest things that find room in front of it stand there."""
+    table = _TABLE_BYTES - _RESERVED
+    places, front, behind = {"TABLE": table}, 0, table + _TABLE_BYTES
+    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        size = -(-size // 16) * 16
+        if front + size <= table:
+            places[name], front = front, front + size
+        else:
+            places[name], behind = behind, behind + size
+    depth = min((shared_bytes - behind) // (WARPS * _PIECE_BYTES), _MOST_DEPTH)
+    return (*places.items(), ("RING", behind)), depth, behind + depth * WARPS * _PIECE_BYTES
 
 
 class Stage(ctypes.Structure):
@@ -192,11 +217,11 @@ class Stage(ctypes.Structure):
         *[
             (name, ctypes.c_int)
             for name in (
-                "members", "blocks", "splits", "units", "k_warps", "steps", "all_units", "gate", "kind", "from_kind", "from_parts",
+                "members", "blocks", "split_log", "units", "k_warps", "steps", "all_units", "gate", "kind", "from_kind", "from_parts",
                 "from_width", "to_kind", "to_width", "lora_stride", "low_width", "other_stride",
             )
         ],
-        ("eps", ctypes.c_float), ("spare", ctypes.c_int * 3),
+        ("eps", ctypes.c_float), *[(name, ctypes.c_int) for name in ("k_inverse", "first_turn", "turns")],
     ]  # fmt: skip
 
 
@@ -276,7 +301,7 @@ class Chains:
 
     def _described(self, products: Sequence[Product], made: Plan, x: Tensor, out: Tensor) -> bytes:
         stages = (Stage * len(products))()
-        kind, parts, width, at = PLAIN, 1, x.shape[1], x.data_ptr()
+        kind, parts, width, at, turns = PLAIN, 1, x.shape[1], x.data_ptr(), 0
         for number, (one, cut, stage) in enumerate(zip(products, made.shares, stages, strict=True)):
             for m, packed in enumerate(one.weights):
                 stage.weight[m], stage.absmax[m] = packed.parts["weight"].data_ptr(), packed.parts["absmax"].data_ptr()
@@ -285,8 +310,10 @@ class Chains:
                 )
                 stage.rows[m] = packed.shape[0]
             stage.members, stage.blocks = len(one.weights), one.weights[0].shape[1] // BLOCK
-            for name in ("splits", "units", "k_warps", "steps", "all_units"):
+            for name in ("units", "k_warps", "steps", "all_units", "turns"):
                 setattr(stage, name, getattr(cut, name))
+            stage.split_log, stage.k_inverse = cut.splits.bit_length() - 1, 65536 // cut.k_warps + 1
+            stage.first_turn, turns = turns, turns + cut.turns
             if one.gate is not None:
                 stage.gate, stage.kind = (1 if one.is_pair else 2), fused.ACTIVATIONS.index(one.gate.kind)
                 if one.gate.other is not None:
@@ -301,7 +328,7 @@ class Chains:
                 stage.lora_A, stage.lora_B = lora.A_ptr.data_ptr(), lora.B_ptr.data_ptr()
                 stage.lora_rank, stage.lora_scale = lora.rank.data_ptr(), lora.scale.data_ptr()
                 stage.lora_stride, stage.low_width = lora.rank.stride(0), lora.low.shape[2]
-                low = self._buffer(("low", number, made.rows, stage.low_width), made.rows * 3 * stage.low_width, torch.int64)
+                low = self._buffer(("low", number, cut.splits, made.rows, stage.low_width), cut.splits * made.rows * 3 * stage.low_width, torch.int64)
                 stage.low = low.data_ptr()
             stage.from_kind, stage.from_parts, stage.from_width, stage.source = kind, parts, width, at
             width, parts = one.width, cut.splits

@@ -12,21 +12,28 @@
 //
 // How a weight is decoded and multiplied is matvec4.cu's (matvec_4): read there about table, pairs of blocks and columns.
 //
-// Compiled for HALF, NESTED, ROWS (1, 2 or 4), HIDDEN (blocks of 64 of the residual, an even number), WARPS, DEPTH (pieces of
-// each warp on their way), STAGES (products at most), XB (blocks of x at most in a block of threads), SCALES and SUMS (floats).
+// What a launch costs beside its bytes is instructions: each is paid for by 20 warps. So what is the same for all threads of a
+// block is found once, before the first value is waited for (Local), and what a thread can do without its input it does before it.
+//
+// The table stands where its address is a multiple of 65536, so that a PRMT gives the address of an entry and nothing is added.
+//
+// Compiled for HALF, NESTED, ROWS (1, 2 or 4), HIDDEN (blocks of 64 of the residual, a multiple of 8), WARPS, DEPTH (pieces of
+// each warp on their way), STAGES (products at most), XB (blocks of x at most in a block of threads), SCALES (quads of scales that
+// a thread brings), and where things lie in shared memory (AT_..., bytes).
 
 #ifdef ROWS
-#define TABLE_BYTES 65536
 #define STRIDE 20
 #define PAIR_BYTES 288
 #define THREADS (WARPS * 32)
 #define MEMBERS 3
 #define QUADS (HIDDEN * 16)  // of a row of the residual
+#define ROW_SUMS (QUADS / 32)
 #define PIECES ((ROWS * QUADS + THREADS - 1) / THREADS)
 #define X_BYTES (XB / 2 * PAIR_BYTES + 16)
-#define OWN_SCALES ((SCALES / 4 + THREADS - 1) / THREADS)  // quads that a thread brings
-#define A_AHEAD 2
 #define PIECE_BYTES 1024
+#define A_AHEAD 2
+#define B_AHEAD 2
+#define DOT_TURNS 8  // values of A x that a block has under way
 
 #define PAIR 1      // out = act(first member) second member
 #define MULTIPLY 2  // out = act(product) other
@@ -53,10 +60,16 @@ struct Stage {
   u64* low;
   u16* h;  // where the residual goes as it is behind this norm; null: nowhere
   int rows[MEMBERS];
-  int members, blocks, splits, units, k_warps, steps, all_units, gate, kind, from_kind, from_parts, from_width, to_kind, to_width;
+  int members, blocks, split_log, units, k_warps, steps, all_units, gate, kind, from_kind, from_parts, from_width, to_kind, to_width;
   int lora_stride, low_width, other_stride;
   float eps;
-  int spare[3];
+  int k_inverse, first_turn, turns;
+};
+// The same for all threads of a block.
+struct Local {
+  int own, split, unit, units, chunk, quads, stride, dots, owners, width_log, adapted, groups;
+  float quads_inverse, factor;
+  int spare[2];
 };
 
 struct LoraEntry {
@@ -72,33 +85,35 @@ __device__ __forceinline__ Unit locate(const Stage& a, int unit) {
     const Unit found = {unit & 1, (unit >> 1) * 16};
     return found.row < a.rows[0] ? found : Unit{-1, 0};
   }
+  int member = 0;
 #pragma unroll
-  for (int m = 0; m < MEMBERS; m++) {
-    const int units = m < a.members ? (a.rows[m] + 15) / 16 : 0;
-    if (unit < units) return Unit{m, unit * 16};
-    unit -= units;
+  for (int m = 0; m < MEMBERS - 1; m++) {
+    const int units = (a.rows[m] + 15) / 16;
+    if (member == m && unit >= units && m + 1 < a.members) member++, unit -= units;
   }
-  return Unit{-1, 0};
+  return unit * 16 < a.rows[member] ? Unit{member, unit * 16} : Unit{-1, 0};
 }
 __device__ __forceinline__ float dot_4(float4 a, float4 x, float sum) {
   return fmaf(a.w, x.w, fmaf(a.z, x.z, fmaf(a.y, x.y, fmaf(a.x, x.x, sum))));
 }
+// i / d for 0 <= i < 2^21, with inverse = 1.f / d.
+__device__ __forceinline__ int quotient(int i, float inverse) { return (int)(((float)i + 0.5f) * inverse); }
 
-// Four values of a row of x, as words or parts or as they are.
+// Four values of a row of x.
 struct Four {
   float v[4];
 };
-__device__ __forceinline__ bool have(uint4 w, u32 tag) { return (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff) == 0; }
-__device__ __forceinline__ uint4 wait_words(const u32* p, u32 tag, uint4 w) {
-  for (int turns = SPINS; !have(w, tag); w = look_16(p)) {
+__device__ __forceinline__ float word_value(u32 w) { return HALF ? from_half((u16)(w >> 16)) : __uint_as_float(w & 0xffff0000u); }
+// As words: until all four are there.
+__device__ __forceinline__ Four words_four(const u32* p, u32 tag, uint4 w) {
+  for (int turns = SPINS; (((w.x ^ tag) | (w.y ^ tag) | (w.z ^ tag) | (w.w ^ tag)) & 0xffff); w = look_16(p)) {
     if (!turns--) __trap();
     others_run();
   }
-  return w;
+  return Four{{word_value(w.x), word_value(w.y), word_value(w.z), word_value(w.w)}};
 }
-__device__ __forceinline__ float word_value(u32 w) { return HALF ? from_half((u16)(w >> 16)) : __uint_as_float(w & 0xffff0000u); }
-__device__ __forceinline__ Four words_four(uint4 w) { return Four{{word_value(w.x), word_value(w.y), word_value(w.z), word_value(w.w)}}; }
-// y = round(sum of parts); y = round(y + change). The change is the first part's.
+// As parts: y = round(their sum); y = round(y + change). The change is the first part's. two, three: how many parts more are
+// looked at at once with the first.
 __device__ __forceinline__ Four parts_four(const uint2* p, int parts, size_t apart, u32 tag) {
   Four y = {{0.f, 0.f, 0.f, 0.f}};
   float change[4];
@@ -106,11 +121,9 @@ __device__ __forceinline__ Four parts_four(const uint2* p, int parts, size_t apa
   for (int s = 0; s < parts; s += 2) {
     uint4 w[4];
 #pragma unroll
-    for (int k = 0; k < 4; k++)
-      if (k < 2 || s + 1 < parts) w[k] = look_16((const u32*)(p + (s + k / 2) * apart) + (k & 1) * 4);
+    for (int k = 0; k < 4; k++) w[k] = look_16((const u32*)(p + (s + k / 2) * apart) + (k & 1) * 4);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      if (k >= 2 && s + 1 >= parts) break;
       const u32* at = (const u32*)(p + (s + k / 2) * apart) + (k & 1) * 4;
       for (int turns = SPINS; ((w[k].y ^ tag) | (w[k].w ^ tag)) & 0xffff; w[k] = look_16(at)) {
         if (!turns--) __trap();
@@ -124,129 +137,87 @@ __device__ __forceinline__ Four parts_four(const uint2* p, int parts, size_t apa
   for (int e = 0; e < 4; e++) y.v[e] = rounded(rounded(y.v[e], HALF) + change[e], HALF);
   return y;
 }
-__device__ __forceinline__ Four plain_four(const u16* p) {
-  const uint2 v = __ldcg((const uint2*)p);
-  return Four{{low_value(v.x, HALF), high_value(v.x, HALF), low_value(v.y, HALF), high_value(v.y, HALF)}};
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
     const Stage* given, int count, const int* slots, const u32* table, const float* nested_code, const u16* h_in, const u32* epoch,
     int tags, int number) {
   extern __shared__ __align__(16) u8 shared[];
-  float* codes = (float*)(shared + TABLE_BYTES);
-  Stage* stages = (Stage*)(codes + 256);
-  LoraEntry* lora = (LoraEntry*)(stages + STAGES);
-  u8* ring = (u8*)(lora + STAGES * MEMBERS * ROWS);
-  float* scales = (float*)(ring + WARPS * DEPTH * PIECE_BYTES);
-  u8* xs = (u8*)(scales + SCALES);
-  float* factors = (float*)(xs + ROWS * X_BYTES);
-  float* sums = factors + ROWS * XB;
-  float* row_sums = sums + SUMS;
-  float* dot_sums = row_sums + 2 * PIECES * WARPS;
-  float* lows = dot_sums + 64;
-  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3, block = blockIdx.x, grid = gridDim.x;
+  float* codes = (float*)(shared + AT_CODES);
+  Stage* stages = (Stage*)(shared + AT_STAGES);
+  Local* locals = (Local*)(shared + AT_LOCALS);
+  LoraEntry* lora = (LoraEntry*)(shared + AT_LORA);
+  float* scales = (float*)(shared + AT_SCALES);
+  u8* xs = shared + AT_XS;
+  float* factors = (float*)(shared + AT_FACTORS);
+  float* sums = (float*)(shared + AT_SUMS);
+  float* row_sums = (float*)(shared + AT_ROW_SUMS);
+  float* dot_sums = (float*)(shared + AT_DOTS);
+  int* dot_counts = (int*)(dot_sums + DOT_TURNS * 32);
+  float* lows = (float*)(shared + AT_LOWS);
+  const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3, block = blockIdx.x;
   let_next_start();
 
   // What no other kernel makes ----------------------------------------------------------------------------------------
   for (int i = tid; i < count * (int)(sizeof(Stage) / 16); i += THREADS) ((uint4*)stages)[i] = __ldg((const uint4*)given + i);
   const u32 turn = (u32)__ldcg((const int*)epoch) * (u32)tags + (u32)number, tag = turn & 0xffff;
+  const u32 table_address = shared_address(shared + AT_TABLE);
+  if (table_address & 0xffff) __trap();
   __syncthreads();
 
-  // This warp's pieces of weights, one after the other through all products.
-  int at_stage = -1, at_unit = 0, at_step = 0, steps_here = 0;
+  // This warp's weights: turns of products, each a few pieces of 16 rows. A lane knows one turn.
+  int turns = 0, own_steps = 0, own_last = 0, own_row_bytes = 0;
+  const u8* own_base = nullptr;
+  for (int s = 0; s < count; s++) {
+    const Stage& a = stages[s];
+    turns = a.first_turn + a.turns;
+    if (lane < a.first_turn || lane >= turns) continue;
+    const int groups = (WARPS * a.k_inverse) >> 16, group = (warp * a.k_inverse) >> 16, kw = warp - group * a.k_warps;
+    const int own = block >> a.split_log, split = block & ((1 << a.split_log) - 1), chunk = a.blocks >> a.split_log;
+    const int u = group + (lane - a.first_turn) * groups;
+    if (group >= groups || u >= a.units || own * a.units + u >= a.all_units) continue;
+    const Unit unit = locate(a, own * a.units + u);
+    const int member = max(unit.member, 0);
+    own_steps = max(0, min(a.steps, chunk / 2 - kw * a.steps));
+    own_last = a.rows[member] - 1 - unit.row;  // rows past the end: not stored
+    own_row_bytes = a.blocks * 32;
+    own_base = a.weight[member] + ((size_t)unit.row * a.blocks + split * chunk) * 32 + kw * a.steps * 64;
+  }
+  int at_turn = -1, steps_left = 0;
   const u8 *from0 = nullptr, *from1 = nullptr;
-  const auto place_unit = [&](const Stage& a) {  // of at_unit
-    const int own = block / a.splits, split = block - own * a.splits, kw = warp % a.k_warps;
-    const Unit unit = locate(a, own * a.units + at_unit);
-    const int member = max(unit.member, 0), last = a.rows[member] - 1;
-    const u8* weight = a.weight[member] + (size_t)split * (a.blocks / a.splits) * 32 + kw * a.steps * 64 + t * 16;
-    from0 = weight + (size_t)min(unit.row + g, last) * a.blocks * 32;
-    from1 = weight + (size_t)min(unit.row + g + 8, last) * a.blocks * 32;
-    at_step = 0;
-    steps_here = min(a.steps, a.blocks / a.splits / 2 - kw * a.steps);
-  };
-  const auto next_unit = [&] {  // the next unit of this warp that has steps, in this product or one behind it
-    while (at_stage < count) {
-      if (at_stage >= 0) {
-        const Stage& a = stages[at_stage];
-        at_unit += WARPS / a.k_warps;
-        const int own = block / a.splits, units = min(a.units, a.all_units - own * a.units);
-        if (at_unit < units && warp / a.k_warps < WARPS / a.k_warps) {
-          place_unit(a);
-          if (steps_here > 0) return;
-        }
-        if (at_unit < units && steps_here > 0) continue;
-      }
-      if (++at_stage < count) at_unit = warp / stages[at_stage].k_warps - WARPS / stages[at_stage].k_warps;
+  const auto next_turn = [&] {
+    while (++at_turn < turns) {
+      steps_left = __shfl_sync(ALL, own_steps, at_turn);
+      if (!steps_left) continue;
+      const int last = __shfl_sync(ALL, own_last, at_turn), row_bytes = __shfl_sync(ALL, own_row_bytes, at_turn);
+      const u8* base = (const u8*)__shfl_sync(ALL, (u64)own_base, at_turn) + t * 16;
+      from0 = base + (size_t)(min(g, last) * row_bytes), from1 = base + (size_t)(min(g + 8, last) * row_bytes);
+      return;
     }
   };
-  u8* own_ring = ring + warp * DEPTH * PIECE_BYTES + lane * 16;
-  int asked = 0;  // place in the ring
-  const auto ask = [&] {
-    if (at_stage < count) {
-      copy_16(own_ring + asked * PIECE_BYTES, from0 + at_step * 64);
-      copy_16(own_ring + asked * PIECE_BYTES + 512, from1 + at_step * 64);
-      if (++at_step == steps_here) next_unit();
+  u8* const ring = shared + AT_RING + warp * DEPTH * PIECE_BYTES + lane * 16;
+  u8* const ring_end = ring + DEPTH * PIECE_BYTES;
+  u8* place = ring;
+  const auto ask = [&] {  // for the next piece, where the last one was used
+    if (at_turn < turns) {
+      copy_16(place, from0);
+      copy_16(place + 512, from1);
+      from0 += 64, from1 += 64;
+      if (--steps_left == 0) next_turn();
     }
     end_of_copies();
-    if (++asked == DEPTH) asked = 0;
+    place += PIECE_BYTES;
+    if (place == ring_end) place = ring;
   };
-  next_unit();
+  next_turn();
 #pragma unroll 1
   for (int i = 0; i < DEPTH; i++) ask();
 
-  // Scales of one product's rows of this block, four of a row at once.
-#if NESTED
-  u32 found[OWN_SCALES];
-  float outer[OWN_SCALES], offset[OWN_SCALES];
-#else
-  float4 found[OWN_SCALES];
-#endif
-  const auto ask_scales = [&](const Stage& a) {
-    const int own = block / a.splits, split = block - own * a.splits, chunk = a.blocks / a.splits, quads = chunk / 4;
-    const float inverse = __fdividef(1.f, (float)quads);
-#pragma unroll
-    for (int k = 0; k < OWN_SCALES; k++) {
-      const int e = tid + k * THREADS, r = (int)(((float)e + 0.5f) * inverse), q = (e - r * quads) * 4;
-      if (e >= a.units * 16 * quads) break;
-      const Unit unit = locate(a, own * a.units + (r >> 4));
-      const int member = max(unit.member, 0);
-      const size_t at = (size_t)min(unit.row + (r & 15), a.rows[member] - 1) * a.blocks + split * chunk + q;
-#if NESTED
-      found[k] = __ldg((const u32*)((const u8*)a.absmax[member] + at));
-      outer[k] = __ldg(a.nested[member] + (at >> 8));
-      offset[k] = __ldg(a.offset[member]);
-#else
-      found[k] = __ldg((const float4*)((const float*)a.absmax[member] + at));
-#endif
-    }
-  };
-  const auto keep_scales = [&](const Stage& a) {
-    const int quads = a.blocks / a.splits / 4, stride = (quads | 1) * 4;
-    const float inverse = __fdividef(1.f, (float)quads);
-#pragma unroll
-    for (int k = 0; k < OWN_SCALES; k++) {
-      const int e = tid + k * THREADS, r = (int)(((float)e + 0.5f) * inverse), q = (e - r * quads) * 4;
-      if (e >= a.units * 16 * quads) break;
-      float4 v;
-#if NESTED
-      v.x = fmaf(codes[found[k] & 255], outer[k], offset[k]);
-      v.y = fmaf(codes[found[k] >> 8 & 255], outer[k], offset[k]);
-      v.z = fmaf(codes[found[k] >> 16 & 255], outer[k], offset[k]);
-      v.w = fmaf(codes[found[k] >> 24], outer[k], offset[k]);
-#else
-      v = found[k];
-#endif
-      *(float4*)(scales + r * stride + q) = v;
-    }
-  };
-  ask_scales(stages[0]);
 #if NESTED
   if (tid < 256) codes[tid] = __ldg(nested_code + tid);
 #endif
   for (int i = tid; i < 2048; i += THREADS) {
     const u32 v = __ldg(table + (i >> 3));
-    *(uint4*)(shared + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
+    *(uint4*)(shared + AT_TABLE + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
   }
   for (int e = tid; e < count * MEMBERS * ROWS; e += THREADS) {
     const int s = e / (MEMBERS * ROWS), m = (e - s * MEMBERS * ROWS) / ROWS, i = e % ROWS;
@@ -262,12 +233,79 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
     }
     lora[e] = entry;
   }
+  if (tid < DOT_TURNS) dot_counts[tid] = 0;
   __syncthreads();
-  keep_scales(stages[0]);
+  if (tid < count) {
+    const Stage& a = stages[tid];
+    Local own = {};
+    own.own = block >> a.split_log, own.split = block - (own.own << a.split_log);
+    own.unit = own.own * a.units, own.units = max(0, min(a.units, a.all_units - own.unit));
+    own.chunk = a.blocks >> a.split_log, own.quads = own.chunk / 4, own.stride = (own.quads | 1) * 4;
+    own.quads_inverse = __fdividef(1.f, (float)own.quads);
+    own.groups = (WARPS * a.k_inverse) >> 16, own.owners = gridDim.x >> a.split_log;
+    own.factor = a.scalar ? value(__ldg(a.scalar), HALF) : 1.f;
+    int most = 0;
+    for (int e = 0; e < MEMBERS * ROWS; e++) most = max(most, lora[tid * MEMBERS * ROWS + e].rank);
+    own.dots = own.own < own.owners ? ROWS * a.members * most : 0;
+    own.adapted = most && own.split == 0 && own.units;
+    // So many lanes make an output that each adds few columns' sums and few ranks, as long as there are threads.
+    while (own.width_log < 3 && ((4 << own.width_log) < most || (4 << own.width_log) < a.k_warps) &&
+           ((own.units * 16 * ROWS) << (own.width_log + 1)) <= THREADS)
+      own.width_log++;
+    locals[tid] = own;
+  }
+  __syncthreads();
+
+  // Scales of a product's rows of this block, four of a row at once: asked for one product ahead.
+#if NESTED
+  u32 found[SCALES];
+  float outer[SCALES], offset[SCALES];
+#else
+  float4 found[SCALES];
+#endif
+  const auto ask_scales = [&](int s) {
+    const Stage& a = stages[s];
+    const Local& own = locals[s];
+#pragma unroll
+    for (int k = 0; k < SCALES; k++) {
+      const int e = tid + k * THREADS, r = quotient(e, own.quads_inverse), q = (e - r * own.quads) * 4;
+      if (e >= own.units * 16 * own.quads) break;
+      const Unit unit = locate(a, own.unit + (r >> 4));
+      const int member = max(unit.member, 0);
+      const int at = min(unit.row + (r & 15), a.rows[member] - 1) * a.blocks + own.split * own.chunk + q;
+#if NESTED
+      found[k] = __ldg((const u32*)((const u8*)a.absmax[member] + at));
+      outer[k] = __ldg(a.nested[member] + (at >> 8));
+      offset[k] = __ldg(a.offset[member]);
+#else
+      found[k] = __ldg((const float4*)((const float*)a.absmax[member] + at));
+#endif
+    }
+  };
+  const auto keep_scales = [&](int s) {
+    const Local& own = locals[s];
+#pragma unroll
+    for (int k = 0; k < SCALES; k++) {
+      const int e = tid + k * THREADS, r = quotient(e, own.quads_inverse), q = (e - r * own.quads) * 4;
+      if (e >= own.units * 16 * own.quads) break;
+      float4 v;
+#if NESTED
+      v.x = fmaf(codes[found[k] & 255], outer[k], offset[k]);
+      v.y = fmaf(codes[found[k] >> 8 & 255], outer[k], offset[k]);
+      v.z = fmaf(codes[found[k] >> 16 & 255], outer[k], offset[k]);
+      v.w = fmaf(codes[found[k] >> 24], outer[k], offset[k]);
+#else
+      v = found[k];
+#endif
+      *(float4*)(scales + r * own.stride + q) = v;
+    }
+  };
+  ask_scales(0);
+  keep_scales(0);
 
   // The residual: a thread's own four values of each piece, as they are stored.
-  const auto row_of = [&](int k) { return (tid + k * THREADS) / QUADS; };
-  const auto is_there = [&](int k) { return tid + k * THREADS < ROWS * QUADS; };
+  const auto row_of = [&](int k) { return ROWS == 1 ? 0 : (tid + k * THREADS) / QUADS; };
+  const auto is_there = [&](int k) { return ROWS * QUADS % THREADS == 0 || tid + k * THREADS < ROWS * QUADS; };
   const auto quad_of = [&](int k) { return tid + k * THREADS - row_of(k) * QUADS; };
   uint2 h[PIECES];
   wait_for_previous();
@@ -288,76 +326,107 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
         make_uint2(two_halves(v[0] * up, v[1] * up), two_halves(v[2] * up, v[3] * up));
     if ((lane & 15) == 0) factors[row * XB + b] = __uint_as_float((u32)(exponent - 14) << 23);
   };
-  const auto four_of = [&](const Stage& a, int row, int quad) {  // of x as it was made; waits for it
-    if (a.from_kind == PLAIN) return plain_four((const u16*)a.from + (size_t)row * a.from_width + quad * 4);
-    if (a.from_kind == PARTS)
-      return parts_four((const uint2*)a.from + (size_t)row * a.from_width + quad * 4, a.from_parts, (size_t)ROWS * a.from_width, tag);
-    const u32* p = (const u32*)a.from + (size_t)row * a.from_width + quad * 4;
-    return words_four(wait_words(p, tag, look_16(p)));
-  };
 
-  int place = 0;  // in the ring
 #pragma unroll 1
   for (int s = 0; s < count; s++) {
     const Stage& a = stages[s];
+    const Local& own = locals[s];
     const LoraEntry* own_lora = lora + s * MEMBERS * ROWS;
-    const int own = block / a.splits, split = block - own * a.splits, chunk = a.blocks / a.splits;
-    const int units = max(0, min(a.units, a.all_units - own * a.units));
-    int most_rank = 0;
-    if (a.lora_A)
-      for (int e = 0; e < a.members * ROWS; e++) most_rank = max(most_rank, own_lora[e].rank);
-    const int dots = ROWS * a.members * most_rank;
+    const int units = own.units, dots = own.dots, width_log = own.width_log, lanes = 1 << width_log, outputs = (units * 16 * ROWS) << width_log;
+    const bool adapted = own.adapted;
 
-    // A value of A x: low numbers first. Its row of A is on the way before x is there.
-    const auto dot_at = [&](int number, int& i, int& m, int& j) {
-      const int both = ROWS * a.members;
-      j = number / both, i = (number - j * both) / a.members, m = number - j * both - i * a.members;
-      const LoraEntry& entry = own_lora[m * ROWS + i];
-      return j < entry.rank ? entry.A + (size_t)j * a.blocks * 64 : nullptr;
-    };
+    // Without the input ------------------------------------------------------------------------------------------------
+    if (s + 1 < count) ask_scales(s + 1);
+    // A value of A x over this block's columns: low numbers first.
     int dot_i = 0, dot_m = 0, dot_j = 0;
-    const float* A = block < dots ? dot_at(block, dot_i, dot_m, dot_j) : nullptr;
+    const auto dot_at = [&](int number) {
+      const int both = ROWS * a.members;
+      dot_j = number / both, dot_i = ROWS == 1 ? 0 : (number - dot_j * both) / a.members, dot_m = number - dot_j * both - dot_i * a.members;
+      const LoraEntry& entry = own_lora[dot_m * ROWS + dot_i];
+      return dot_j < entry.rank ? entry.A + (size_t)dot_j * a.blocks * 64 + own.split * own.chunk * 64 : nullptr;
+    };
+    const int fours = own.chunk * 16;
+    const float* A = own.own < dots ? dot_at(own.own) : nullptr;
     float4 first_A[A_AHEAD];
     if (A)
 #pragma unroll
       for (int k = 0; k < A_AHEAD; k++)
-        if (tid + k * THREADS < a.blocks * 16) first_A[k] = __ldg((const float4*)A + tid + k * THREADS);
+        if (tid + k * THREADS < fours) first_A[k] = __ldg((const float4*)A + tid + k * THREADS);
+    // An output of this block: `lanes` neighbours make it. Of a pair, gate and up are neighbours.
+    struct Output {
+      int i, u, member, at;
+      bool is_there;
+    };
+    const auto output = [&](int e) {
+      Output o;
+      int at = e >> width_log, r;
+      if (a.gate == PAIR) {
+        const int m = at & 1;
+        at >>= 1, r = at & 15, at >>= 4;
+        o.i = ROWS == 1 ? 0 : at / (units / 2), o.u = (at - o.i * (units / 2)) * 2 + m;
+      } else {
+        r = at & 15, at >>= 4;
+        o.i = ROWS == 1 ? 0 : at / units, o.u = at - o.i * units;
+      }
+      const Unit unit = locate(a, own.unit + o.u);
+      o.member = max(unit.member, 0), o.at = unit.row + r;
+      o.is_there = e < outputs && unit.member >= 0 && o.at < a.rows[o.member];
+      return o;
+    };
+    Output first = {0, 0, 0, 0, false};
+    float4 first_B[B_AHEAD];
+    float first_other = 0.f;
+    if (tid < outputs) {
+      first = output(tid);
+      if (first.is_there && a.gate == MULTIPLY) first_other = value(__ldcg(a.other + (size_t)first.i * a.other_stride + first.at), HALF);
+      if (first.is_there && adapted) {
+        const LoraEntry& entry = own_lora[first.member * ROWS + first.i];
+        if ((entry.rank & 3) == 0)
+#pragma unroll
+          for (int k = 0; k < B_AHEAD; k++) {
+            const int j = ((tid & (lanes - 1)) << 2) + (k << (width_log + 2));
+            if (j < entry.rank) first_B[k] = __ldg((const float4*)(entry.B + (size_t)first.at * entry.rank + j));
+          }
+      }
+    }
 
     // The input ------------------------------------------------------------------------------------------------------
     if (a.post) {
       uint2 post[PIECES], next[PIECES];
-      const float factor = a.scalar ? value(__ldg(a.scalar), HALF) : 1.f;
       uint4 words[PIECES];
 #pragma unroll
       for (int k = 0; k < PIECES; k++) {
         post[k] = next[k] = make_uint2(0, 0);
         if (!is_there(k)) continue;
+        if (a.from_kind == WORDS) words[k] = look_16((const u32*)a.from + (tid + k * THREADS) * 4);
         post[k] = __ldg((const uint2*)a.post + quad_of(k));
         if (a.next) next[k] = __ldg((const uint2*)a.next + quad_of(k));
-        if (a.from_kind == WORDS) words[k] = look_16((const u32*)a.from + (size_t)(tid + k * THREADS) * 4);
       }
       Four y[PIECES];
-      float own_sum[PIECES];
-      const auto row_sum = [&](float* to, int k) {  // over the row of piece k; what the warps found is in `to`
-        const int first = row_of(k) * (QUADS / 32);
-        float all = 0.f;
+      const auto row_sum = [&](const float* to, int k) {
+        const float* from = to + row_of(k) * ROW_SUMS;
+        float4 all = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-        for (int w = 0; w < QUADS / 32; w++) all += to[first + w];
-        return rsqrtf(all / (HIDDEN * 64) + a.eps);
+        for (int w = 0; w < ROW_SUMS; w += 4) {
+          const float4 v = *(const float4*)(from + w);
+          all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
+        }
+        return rsqrtf(((all.x + all.y) + (all.z + all.w)) * (1.f / (HIDDEN * 64)) + a.eps);
       };
 #pragma unroll
       for (int k = 0; k < PIECES; k++) {
-        if (a.from_kind == WORDS && is_there(k))
-          y[k] = words_four(wait_words((const u32*)a.from + (size_t)(tid + k * THREADS) * 4, tag, words[k]));
-        else if (is_there(k))
-          y[k] = four_of(a, row_of(k), quad_of(k));
-        else
-          y[k] = Four{{0.f, 0.f, 0.f, 0.f}};
+        y[k] = Four{{0.f, 0.f, 0.f, 0.f}};
+        if (is_there(k)) {
+          if (a.from_kind == WORDS)
+            y[k] = words_four((const u32*)a.from + (tid + k * THREADS) * 4, tag, words[k]);
+          else
+            y[k] = parts_four((const uint2*)a.from + (tid + k * THREADS) * 4, a.from_parts, ROWS * HIDDEN * 64, tag);
+        }
         float sum = 0.f;
 #pragma unroll
         for (int e = 0; e < 4; e++) sum = fmaf(y[k].v[e], y[k].v[e], sum);
-        own_sum[k] = warp_sum(sum);
-        if (lane == 0) row_sums[k * WARPS + warp] = own_sum[k];
+        sum = warp_sum(sum);
+        if (lane == 0) row_sums[k * WARPS + warp] = sum;
       }
       __syncthreads();
 #pragma unroll
@@ -369,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
 #pragma unroll
         for (int e = 0; e < 4; e++) {
           b[e] = rounded(b[e] + rounded(y[k].v[e] * r * w[e], HALF), HALF);
-          if (a.scalar) b[e] = rounded(b[e] * factor, HALF);
+          b[e] = rounded(b[e] * own.factor, HALF);  // without a scalar: 1
           sum = fmaf(b[e], b[e], sum);
           y[k].v[e] = b[e];
         }
@@ -395,121 +464,92 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
           put(row_of(k), quad_of(k), y[k].v);
         }
       }
-    } else if (units || (A && a.splits == 1)) {
-      const int quads = chunk * 16, all = ROWS * quads;  // of a row: a multiple of 64
+    } else if (units || A) {
+      const int all = ROWS * fours;  // of a row: a multiple of 64
 #pragma unroll 1
-      for (int from = warp * 32; from < all; from += 4 * THREADS) {
-        uint4 w[4];
+      for (int e = tid; e < all; e += 2 * THREADS) {
+        uint4 w[2];
+        int row[2], quad[2];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          const int e = from + k * THREADS + lane, row = ROWS == 1 ? 0 : e / quads;
-          if (from + k * THREADS < all && a.from_kind == WORDS)
-            w[k] = look_16((const u32*)a.from + (size_t)row * a.from_width + (split * quads + e - row * quads) * 4);
+        for (int k = 0; k < 2; k++) {
+          const int at = e + k * THREADS;
+          row[k] = ROWS == 1 ? 0 : at / fours, quad[k] = at - row[k] * fours;
+          const size_t from = (size_t)row[k] * a.from_width + (own.split * fours + quad[k]) * 4;
+          if (at >= all) continue;
+          if (a.from_kind == WORDS) {
+            w[k] = look_16((const u32*)a.from + from);
+          } else {
+            const uint2 v = __ldcg((const uint2*)((const u16*)a.from + from));
+            w[k] = make_uint4(v.x << 16 | tag, (v.x & 0xffff0000u) | tag, v.y << 16 | tag, (v.y & 0xffff0000u) | tag);
+          }
         }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          if (from + k * THREADS >= all) break;
-          const int e = from + k * THREADS + lane, row = ROWS == 1 ? 0 : e / quads, quad = e - row * quads;
-          Four x;
-          if (a.from_kind == WORDS)
-            x = words_four(wait_words((const u32*)a.from + (size_t)row * a.from_width + (split * quads + quad) * 4, tag, w[k]));
-          else
-            x = four_of(a, row, split * quads + quad);
-          put(row, quad, x.v);
+        for (int k = 0; k < 2; k++) {
+          if (e + k * THREADS >= all) break;  // so for whole warps
+          const Four x = words_four((const u32*)a.from + (size_t)row[k] * a.from_width + (own.split * fours + quad[k]) * 4, tag, w[k]);
+          put(row[k], quad[k], x.v);
         }
       }
     }
     __syncthreads();
 
-    // A x --------------------------------------------------------------------------------------------------------------
-    const auto x_4 = [&](int row, int quad) {
-      if (a.splits > 1) {
-        const Four x = four_of(a, row, quad);
-        return make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
-      }
-      const int b = quad >> 4;
-      const uint2 v = *(const uint2*)(xs + row * X_BYTES + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (quad & 15) * 8);
-      const float f = factors[row * XB + b];
-      return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
-                         f * from_half((u16)(v.y >> 16)));
-    };
-    int turn_of_sums = 0;
+    // A x: each warp adds its own columns; the last one of the block adds the warps' sums -------------------------------
+    int dot_turn = 0;
 #pragma unroll 1
-    for (int number = block; number < dots; number += grid) {
-      if (number != block) A = dot_at(number, dot_i, dot_m, dot_j);
+    for (int number = own.own; number < dots; number += own.owners, dot_turn++) {
+      if (dot_turn && dot_turn % DOT_TURNS == 0) __syncthreads();
+      const bool is_first = dot_turn == 0;
+      if (!is_first) A = dot_at(number);
       if (!A) continue;  // so for all threads of the block
       float sum = 0.f;
-#pragma unroll
-      for (int k = 0; k < A_AHEAD; k++) {
-        const int quad = tid + k * THREADS;
-        if (quad < a.blocks * 16) sum = dot_4(number == block ? first_A[k] : __ldg((const float4*)A + quad), x_4(dot_i, quad), sum);
+#pragma unroll 1
+      for (int k = 0, quad = tid; quad < fours; k++, quad += THREADS) {
+        const int b = quad >> 4;
+        const uint2 v = *(const uint2*)(xs + dot_i * X_BYTES + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (quad & 15) * 8);
+        const float f = factors[dot_i * XB + b];
+        const float4 x = make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
+                                     f * from_half((u16)(v.y >> 16)));
+        const float4 one = is_first && k == 0 ? first_A[0] : is_first && k == 1 ? first_A[1] : __ldg((const float4*)A + quad);
+        sum = dot_4(one, x, sum);
       }
-#pragma unroll 2
-      for (int quad = tid + A_AHEAD * THREADS; quad < a.blocks * 16; quad += THREADS)
-        sum = dot_4(__ldg((const float4*)A + quad), x_4(dot_i, quad), sum);
       sum = warp_sum(sum);
-      float* to = dot_sums + 32 * turn_of_sums;
-      if (lane == 0) to[warp] = sum;
-      __syncthreads();
-      turn_of_sums ^= 1;
-      if (warp == 0) {
-        const float all = warp_sum(lane < WARPS ? to[lane] : 0.f);
-        if (lane == 0)
-          publish_8(a.low + ((size_t)dot_i * a.members + dot_m) * a.low_width + dot_j, __float_as_uint(all), turn);
+      if (lane == 0) {
+        const int at = dot_turn % DOT_TURNS;
+        float* to = dot_sums + 32 * at;
+        to[warp] = sum;
+        __threadfence_block();
+        if (atomicAdd(dot_counts + at, 1) == WARPS - 1) {
+          __threadfence_block();
+          float all = 0.f;
+          for (int w = 0; w < WARPS; w++) all += ((volatile float*)to)[w];
+          dot_counts[at] = 0;
+          const size_t low = (((size_t)own.split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
+          publish_8(a.low + low, __float_as_uint(all), turn);
+        }
       }
     }
 
     // The product ------------------------------------------------------------------------------------------------------
-    if (s + 1 < count) ask_scales(stages[s + 1]);
-    // An output of this block is made by `lanes` lanes, which share the columns' sums and the ranks.
-    const int width = most_rank > 32 ? 8 : most_rank > 8 ? 4 : most_rank > 4 ? 2 : 1, outputs = units * 16;
-    const bool adapted = most_rank && split == 0;
-    const auto output = [&](int e, int& i, int& u, int& r) {
-      int at = e / width;
-      if (a.gate == PAIR) {
-        const int m = at & 1;
-        at >>= 1;
-        r = at & 15, at >>= 4;
-        i = ROWS == 1 ? 0 : at / (units / 2);
-        u = (at - i * (units / 2)) * 2 + m;
-      } else {
-        r = at & 15, at >>= 4;
-        i = ROWS == 1 ? 0 : at / units;
-        u = at - i * units;
-      }
-    };
-    if (adapted)
-      for (int e = tid; e < outputs * ROWS * width; e += THREADS) {
-        int i, u, r;
-        output(e, i, u, r);
-        const Unit unit = locate(a, own * a.units + u);
-        if (unit.member < 0 || unit.row + r >= a.rows[unit.member]) continue;
-        const LoraEntry& entry = own_lora[unit.member * ROWS + i];
-        const int j = e % width * 32;
-        if (j < entry.rank) prefetch(entry.B + (size_t)(unit.row + r) * entry.rank + j);
-      }
-    const int group = warp / a.k_warps, groups = WARPS / a.k_warps, kw = warp - group * a.k_warps;
     {
-      const u32 lane4 = lane * 4;
-#define TWO(w, byte) (*(const u32*)(shared + __byte_perm(w, lane4, 0x5504 + (byte)*16)))
+      const int group = (warp * a.k_inverse) >> 16, kw = warp - group * a.k_warps;
+      const u32 lane4 = lane * 4 | (table_address >> 16) << 8;
+#define TWO(w, byte) shared_word(__byte_perm(w, lane4, 0x6504 + (byte)*16))
       const bool has_x = (g >> 1) < ROWS && (t >> 1) == (g & 1);
-      const u8* x_lane = xs + (g >> 1) * X_BYTES + (t >> 1) * 160 + (t & 1) * 64;
-      const float* factor_lane = factors + min(t, ROWS - 1) * XB;
-      const int stride = (chunk / 4 | 1) * 4, pieces = min(a.steps, chunk / 2 - kw * a.steps);
+      const int stride = own.stride, pieces = group < own.groups ? min(a.steps, own.chunk / 2 - kw * a.steps) : 0;
       uint4 xa = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-      for (int u = group; u < units && group < groups; u += groups) {
+      for (int u = group; u < units && pieces > 0; u += own.groups) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
         const float* scale = scales + (u * 16 + g) * stride + kw * a.steps * 2;
+        const u8* x = xs + (g >> 1) * X_BYTES + (t >> 1) * 160 + (t & 1) * 64 + kw * a.steps * PAIR_BYTES;
+        const float* factor = factors + min(t, ROWS - 1) * XB + kw * a.steps * 2;
 #pragma unroll 1
         for (int step = 0; step < pieces; step++) {
           copies_but<DEPTH - 1>();
-          const uint4 v0 = *(const uint4*)(own_ring + place * PIECE_BYTES), v1 = *(const uint4*)(own_ring + place * PIECE_BYTES + 512);
+          const uint4 v0 = *(const uint4*)place, v1 = *(const uint4*)(place + 512);
           const u32 word0[4] = {v0.x, v0.y, v0.z, v0.w}, word1[4] = {v1.x, v1.y, v1.z, v1.w};
-          const int pair = kw * a.steps + step;
-          const u8* x = x_lane + pair * PAIR_BYTES;
-          const float2 f = *(const float2*)(factor_lane + pair * 2);
-          const float2 z0 = *(const float2*)(scale + step * 2), z1 = *(const float2*)(scale + 8 * stride + step * 2);
+          const float2 f = *(const float2*)factor;
+          const float2 z0 = *(const float2*)scale, z1 = *(const float2*)(scale + 8 * stride);
           float c[4] = {0.f, 0.f, 0.f, 0.f}, d[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
           for (int q = 0; q < 4; q++) {
@@ -518,70 +558,78 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
             mma_m16n8k16(d, TWO(word0[q], 2), TWO(word1[q], 2), TWO(word0[q], 3), TWO(word1[q], 3), xa.z, xa.w);
           }
           ask();
-          if (++place == DEPTH) place = 0;
           sum[0] = fmaf(z0.x * f.x, c[0] + d[0], fmaf(z0.y * f.y, c[1] + d[1], sum[0]));
           sum[1] = fmaf(z1.x * f.x, c[2] + d[2], fmaf(z1.y * f.y, c[3] + d[3], sum[1]));
+          scale += 2, factor += 2, x += PAIR_BYTES;
         }
         float* to = sums + (u * a.k_warps + kw) * ROWS * STRIDE + g;
         if (t < ROWS) to[t * STRIDE] = sum[0], to[t * STRIDE + 8] = sum[1];
       }
     }
-    if (adapted && units)
+    if (adapted)
+#pragma unroll 1
       for (int e = tid; e < dots; e += THREADS) {
-        int i, m, j;
-        if (!dot_at(e, i, m, j)) continue;
-        const u64* from = a.low + ((size_t)i * a.members + m) * a.low_width + j;
-        uint2 v = look_8(from);
-        for (int turns = SPINS; v.y != turn; v = look_8(from)) {
-          if (!turns--) __trap();
-          others_run();
+        if (!dot_at(e)) continue;
+        float sum = 0.f;
+#pragma unroll 1
+        for (int split = 0; split < 1 << a.split_log; split++) {
+          const u64* from = a.low + (((size_t)split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
+          uint2 v = look_8(from);
+          for (int turns = SPINS; v.y != turn; v = look_8(from)) {
+            if (!turns--) __trap();
+            others_run();
+          }
+          sum += __uint_as_float(v.x);
         }
-        lows[(m * ROWS + i) * a.low_width + j] = __uint_as_float(v.x);
+        lows[(dot_m * ROWS + dot_i) * a.low_width + dot_j] = sum;
       }
     __syncthreads();
 
     // Outputs ----------------------------------------------------------------------------------------------------------
 #pragma unroll 1
-    for (int from = warp * 32; from < outputs * ROWS * width; from += THREADS) {
-      const int e = from + lane;
-      int i = 0, u = 0, r = 0;
-      output(min(e, outputs * ROWS * width - 1), i, u, r);
-      const Unit unit = locate(a, own * a.units + u);
-      const int member = max(unit.member, 0), at = min(unit.row + r, a.rows[member] - 1), l = e % width;
-      float up = 0.f, y = 0.f, change = 0.f;
-      if (a.gate == MULTIPLY && l == 0) up = value(__ldcg(a.other + (size_t)i * a.other_stride + at), HALF);
-      const LoraEntry entry = own_lora[member * ROWS + i];
-      if (adapted && entry.rank) {
-        const float *B = entry.B + (size_t)at * entry.rank, *low = lows + (member * ROWS + i) * a.low_width;
-        if (((entry.rank | a.low_width) & 3) == 0 && ((size_t)entry.B & 15) == 0) {
-#pragma unroll 4
-          for (int j = l * 4; j < entry.rank; j += width * 4) change = dot_4(__ldg((const float4*)(B + j)), *(const float4*)(low + j), change);
+    for (int from = warp * 32; from < outputs; from += THREADS) {
+      const int e = from + lane, l = e & (lanes - 1);
+      const bool is_first = e == tid;
+      const Output o = is_first ? first : output(e);
+      float up = first_other, y = 0.f, change = 0.f;
+      if (!is_first && a.gate == MULTIPLY && o.is_there) up = value(__ldcg(a.other + (size_t)o.i * a.other_stride + o.at), HALF);
+      const LoraEntry entry = own_lora[o.member * ROWS + o.i];
+      if (adapted && entry.rank && o.is_there) {
+        const float *B = entry.B + (size_t)o.at * entry.rank, *low = lows + (o.member * ROWS + o.i) * a.low_width;
+        if ((entry.rank & 3) == 0) {
+#pragma unroll 1
+          for (int j = l * 4, k = 0; j < entry.rank; j += 4 << width_log, k++) {
+            const float4 b = is_first && k == 0 ? first_B[0] : is_first && k == 1 ? first_B[1] : __ldg((const float4*)(B + j));
+            change = dot_4(b, *(const float4*)(low + j), change);
+          }
         } else {
-          for (int j = l; j < entry.rank; j += width) change = fmaf(__ldg(B + j), low[j], change);
+          for (int j = l; j < entry.rank; j += lanes) change = fmaf(__ldg(B + j), low[j], change);
         }
       }
-      for (int k = l; k < a.k_warps; k += width) y += sums[((u * a.k_warps + k) * ROWS + i) * STRIDE + r];
-      for (int d = width / 2; d; d /= 2) y += __shfl_xor_sync(ALL, y, d), change += __shfl_xor_sync(ALL, change, d);
-      change *= entry.scale;
-      const bool writes = e < outputs * ROWS * width && l == 0 && unit.member >= 0 && unit.row + r < a.rows[member];
-      int to = at + (member > 0 ? a.rows[0] : 0) + (member > 1 ? a.rows[1] : 0);
+      const float* sum = sums + ((o.u * a.k_warps + l) * ROWS + o.i) * STRIDE + (o.at & 15);
+#pragma unroll 4
+      for (int k = l; k < a.k_warps; k += lanes, sum += (ROWS * STRIDE) << width_log) y += *sum;
+#pragma unroll 1
+      for (int d = lanes / 2; d; d /= 2) y += __shfl_xor_sync(ALL, y, d), change += __shfl_xor_sync(ALL, change, d);
+      change = rounded(change * entry.scale, HALF);
+      const bool writes = o.is_there && l == 0;
+      int to = o.at + (o.member > 0 ? a.rows[0] : 0) + (o.member > 1 ? a.rows[1] : 0);
       if (a.to_kind == PARTS) {
         const u32 half = (u32)stored(change, HALF) << 16 | tag;
-        if (writes) publish_8((u64*)a.to + ((size_t)split * ROWS + i) * a.to_width + to, __float_as_uint(y), half);
+        if (writes) publish_8((u64*)a.to + ((size_t)own.split * ROWS + o.i) * a.to_width + to, __float_as_uint(y), half);
         continue;
       }
-      y = rounded(y, HALF);
-      if (adapted && entry.rank) y = rounded(y + rounded(change, HALF), HALF);
-      if (a.gate == PAIR) up = __shfl_xor_sync(ALL, y, width);
-      if (a.gate) y = rounded(activated(y, a.kind), HALF) * up, to = at;
-      if (!writes || (a.gate == PAIR && (u & 1))) continue;
+      y = rounded(rounded(y, HALF) + change, HALF);  // without an adapter: 0
+      if (a.gate == PAIR) up = __shfl_xor_sync(ALL, y, lanes);
+      if (a.gate) y = rounded(activated(y, a.kind), HALF) * up, to = o.at;
+      if (!writes || (a.gate == PAIR && o.member)) continue;
       const u16 v = stored(y, HALF);
       if (a.to_kind == WORDS)
-        publish((u32*)a.to + (size_t)i * a.to_width + to, (u32)v << 16 | tag);
+        publish((u32*)a.to + (size_t)o.i * a.to_width + to, (u32)v << 16 | tag);
       else
-        ((u16*)a.to)[(size_t)i * a.to_width + to] = v;
+        ((u16*)a.to)[(size_t)o.i * a.to_width + to] = v;
     }
-    if (s + 1 < count) keep_scales(stages[s + 1]);
+    if (s + 1 < count) keep_scales(s + 1);
   }
   copies_but<0>();
 }

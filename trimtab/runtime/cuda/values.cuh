@@ -97,9 +97,16 @@ __device__ __forceinline__ u32 count_up(u32* p, u32 last) {
 }
 #define SPINS (1 << 22)  // seconds
 
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ u32 shared_word(u32 address) {
+  u32 v;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 // 16 bytes into shared memory; a thread waits for its own, until at most N of the groups that it has ended are on their way.
 __device__ __forceinline__ void copy_16(u8* to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 __device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>
@@ -107,7 +114,6 @@ __device__ __forceinline__ void copies_but() { asm volatile("cp.async.wait_group
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
 // newer the bytes that the copy engine has brought.
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
