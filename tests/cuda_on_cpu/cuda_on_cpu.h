@@ -55,7 +55,7 @@ struct dim3 { unsigned x, y, z; };
 
 // Fibers ----------------------------------------------------------------------------------------------------------------
 namespace cuda_on_cpu {
-enum Wait { RUNS, BLOCK, WARP, TURN, DONE };  // TURN: until all others have had one
+enum Wait { RUNS, BLOCK, WARP, TURN, PART, DONE };  // TURN: until all others have had one; PART: a barrier of some threads
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int GUARD_BYTES = 256;
 constexpr size_t LINKS = 16;  // of a chain in which every block waits for every other one, again and again
@@ -146,6 +146,16 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
     bool any = false;
     for (Fiber& fiber : fibers)
       if (fiber.wait == TURN) fiber.wait = RUNS, any = true;
+    for (unsigned number = 0; number < 16; number++) {  // mask: the barrier's number and how many threads it is for
+      int here = 0;
+      unsigned wanted = 0;
+      for (const Fiber& fiber : fibers)
+        if (fiber.wait == PART && fiber.mask >> 16 == number) here++, wanted = fiber.mask & 0xffff;
+      if (!here || here < (int)wanted) continue;
+      if (here > (int)wanted) return error = "more threads at a barrier than it is for", false;
+      for (Fiber& fiber : fibers)
+        if (fiber.wait == PART && fiber.mask >> 16 == number) fiber.wait = RUNS, any = true;
+    }
     if (any) continue;
     int at_block = 0, done = 0;
     for (const Fiber& fiber : fibers) at_block += fiber.wait == BLOCK, done += fiber.wait == DONE;
@@ -449,6 +459,7 @@ static inline void publish_8(unsigned long long* p, unsigned low, unsigned high)
 // As on a GPU, whose first KiB of a block is the system's.
 static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - cuda_on_cpu::shared_memory) + 1024; }
 static inline unsigned shared_word(unsigned address) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + address - 1024)); }
+static inline void barrier(int number, int threads) { cuda_on_cpu::pause(cuda_on_cpu::PART, (unsigned)number << 16 | threads, "barrier"); }
 static inline void others_run() { cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "others_run"); }
 // A copy is there when it was waited for, not before: until then its place holds what no weight is.
 struct CpuCopies { struct One { unsigned char* to; const unsigned char* from; }; std::vector<One> open; std::vector<std::vector<One>> ended; };

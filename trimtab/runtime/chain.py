@@ -29,10 +29,11 @@ NAME = "chain"
 MAX_ROWS = 4
 MAX_PRODUCTS = 8
 WARPS = 20
+HELPERS = 4  # warps beside them
 PLAIN, WORDS, PARTS = range(3)
 # As the kernel lays out its shared memory.
-_TABLE_BYTES, _STRIDE, _PIECE_BYTES, _PAIR_BYTES, _DOT_TURNS = 65536, 20, 1024, 288, 8
-_STAGE_BYTES, _LOCAL_BYTES, _LORA_BYTES = 288, 64, 24
+_TABLE_BYTES, _STRIDE, _PIECE_BYTES, _PAIR_BYTES = 65536, 20, 1024, 288
+_STAGE_BYTES, _LOCAL_BYTES, _LORA_BYTES = 304, 64, 24
 _RESERVED = 1024  # of a block's shared memory, in front of its own
 _MOST_DEPTH = 8
 _LEAST_DEPTH = 2
@@ -97,14 +98,14 @@ class Plan:
     shares: tuple[Share, ...]
     depth: int
     x_blocks: int
-    scales: int
+    scales_at: tuple[int, ...]
     places: tuple[tuple[str, int], ...]
     shared_bytes: int
 
     def options(self, hidden: int) -> tuple[str, ...]:
         facts = {
             "ROWS": self.rows, "HIDDEN": hidden // BLOCK, "WARPS": WARPS, "DEPTH": self.depth, "STAGES": MAX_PRODUCTS,
-            "XB": self.x_blocks, "SCALES": self.scales, **{f"AT_{name}": at for name, at in self.places},
+            "XB": self.x_blocks, **{f"AT_{name}": at for name, at in self.places},
         }  # fmt: skip
         return tuple(f"-D{name}={value}" for name, value in facts.items())
 
@@ -172,19 +173,21 @@ def plan(
     x_blocks = max(shape[1] // BLOCK // one.splits for shape, one in zip(shapes, shares, strict=True))
     quads = [shape[1] // BLOCK // one.splits // 4 for shape, one in zip(shapes, shares, strict=True)]
     pieces = -(-rows * hidden // 4 // (WARPS * 32))
+    # One product's beside the next one's.
+    scales = [one.units * 16 * (count | 1) * 16 for one, count in zip(shares, quads, strict=True)]
     sizes = {
         "STAGES": MAX_PRODUCTS * _STAGE_BYTES, "LOCALS": MAX_PRODUCTS * _LOCAL_BYTES, "CODES": 1024,
         "LORA": MAX_PRODUCTS * 3 * rows * _LORA_BYTES, "FACTORS": rows * x_blocks * 4, "ROW_SUMS": 2 * pieces * WARPS * 4,
-        "DOTS": _DOT_TURNS * 33 * 4, "LOWS": 3 * rows * width * 4,
+        "DOTS": 2 * HELPERS * 4, "LOWS": 3 * rows * width * 4,
         "SUMS": max(one.units * one.k_warps for one in shares) * rows * _STRIDE * 4,
         "XS": rows * (x_blocks // 2 * _PAIR_BYTES + 16),
-        "SCALES": max(one.units * 16 * (count | 1) * 16 for one, count in zip(shares, quads, strict=True)),
+        "SCALES": max(first + second for first, second in zip(scales, (*scales[1:], 0), strict=True)),
     }  # fmt: skip
     places, depth, end = _placed(sizes, shared_bytes)
     if depth < _LEAST_DEPTH:
         return None
-    scales = max(-(-one.units * 16 * count // (WARPS * 32)) for one, count in zip(shares, quads, strict=True))
-    return Plan(rows, grid, tuple(shares), depth, x_blocks, scales, places, end)
+    scales_at = tuple(sizes["SCALES"] - size if number % 2 else 0 for number, size in enumerate(scales))
+    return Plan(rows, grid, tuple(shares), depth, x_blocks, scales_at, places, end)
 
 
 def _placed(sizes: dict[str, int], shared_bytes: int) -> tuple[tuple[tuple[str, int], ...], int, int]:
@@ -221,7 +224,8 @@ class Stage(ctypes.Structure):
                 "from_width", "to_kind", "to_width", "lora_stride", "low_width", "other_stride",
             )
         ],
-        ("eps", ctypes.c_float), *[(name, ctypes.c_int) for name in ("k_inverse", "first_turn", "turns")],
+        ("eps", ctypes.c_float), *[(name, ctypes.c_int) for name in ("k_inverse", "first_turn", "turns", "scales_at")],
+        ("spare", ctypes.c_int * 3),
     ]  # fmt: skip
 
 
@@ -291,7 +295,7 @@ class Chains:
             f"-DHALF={int(x.dtype == torch.float16)}", f"-DNESTED={int('nested_absmax' in first.parts)}", *made.options(hidden)
         )  # fmt: skip
         self.module.variant(options).launch(
-            NAME, (made.grid,), (WARPS * 32,),
+            NAME, (made.grid,), ((WARPS + HELPERS) * 32,),
             [
                 self._given[described], len(products), slots, matvec.table(first.codes["code"], self.module),
                 first.codes.get("nested_code"), h, self.epoch, self.tags, number,
@@ -314,6 +318,7 @@ class Chains:
                 setattr(stage, name, getattr(cut, name))
             stage.split_log, stage.k_inverse = cut.splits.bit_length() - 1, 65536 // cut.k_warps + 1
             stage.first_turn, turns = turns, turns + cut.turns
+            stage.scales_at = made.scales_at[number]
             if one.gate is not None:
                 stage.gate, stage.kind = (1 if one.is_pair else 2), fused.ACTIVATIONS.index(one.gate.kind)
                 if one.gate.other is not None:

@@ -12,28 +12,31 @@
 //
 // How a weight is decoded and multiplied is matvec4.cu's (matvec_4): read there about table, pairs of blocks and columns.
 //
-// What a launch costs beside its bytes is instructions: each is paid for by 20 warps. So what is the same for all threads of a
-// block is found once, before the first value is waited for (Local), and what a thread can do without its input it does before it.
+// What a launch costs beside its bytes is instructions in a row. So what is the same for all threads of a block is found once
+// (Local), and four warps of a block, the helpers, do what the product's 20 need not wait for: the next product's scales, the
+// block's values of A x, and what it needs of others'. Barriers: 0 of all threads, 1 of the product's warps, 2 of the helpers.
 //
 // The table stands where its address is a multiple of 65536, so that a PRMT gives the address of an entry and nothing is added.
 //
 // Compiled for HALF, NESTED, ROWS (1, 2 or 4), HIDDEN (blocks of 64 of the residual, a multiple of 8), WARPS, DEPTH (pieces of
-// each warp on their way), STAGES (products at most), XB (blocks of x at most in a block of threads), SCALES (quads of scales that
-// a thread brings), and where things lie in shared memory (AT_..., bytes).
+// each warp on their way), STAGES (products at most), XB (blocks of x at most in a block of threads), and where things lie in
+// shared memory (AT_..., bytes).
 
 #ifdef ROWS
 #define STRIDE 20
 #define PAIR_BYTES 288
-#define THREADS (WARPS * 32)
+#define THREADS (WARPS * 32)  // that multiply
+#define HELPERS 4             // warps
+#define HELP_THREADS (HELPERS * 32)
 #define MEMBERS 3
 #define QUADS (HIDDEN * 16)  // of a row of the residual
 #define ROW_SUMS (QUADS / 32)
 #define PIECES ((ROWS * QUADS + THREADS - 1) / THREADS)
 #define X_BYTES (XB / 2 * PAIR_BYTES + 16)
 #define PIECE_BYTES 1024
-#define A_AHEAD 2
+#define A_AHEAD 5  // quads of a row of A that a helper's thread has ready before x is
 #define B_AHEAD 2
-#define DOT_TURNS 8  // values of A x that a block has under way
+#define SCALES_AT_ONCE 8
 
 #define PAIR 1      // out = act(first member) second member
 #define MULTIPLY 2  // out = act(product) other
@@ -63,7 +66,7 @@ struct Stage {
   int members, blocks, split_log, units, k_warps, steps, all_units, gate, kind, from_kind, from_parts, from_width, to_kind, to_width;
   int lora_stride, low_width, other_stride;
   float eps;
-  int k_inverse, first_turn, turns;
+  int k_inverse, first_turn, turns, scales_at, spare[3];
 };
 // The same for all threads of a block.
 struct Local {
@@ -138,7 +141,7 @@ __device__ __forceinline__ Four parts_four(const uint2* p, int parts, size_t apa
   return y;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
+extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
     const Stage* given, int count, const int* slots, const u32* table, const float* nested_code, const u16* h_in, const u32* epoch,
     int tags, int number) {
   extern __shared__ __align__(16) u8 shared[];
@@ -146,25 +149,217 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
   Stage* stages = (Stage*)(shared + AT_STAGES);
   Local* locals = (Local*)(shared + AT_LOCALS);
   LoraEntry* lora = (LoraEntry*)(shared + AT_LORA);
-  float* scales = (float*)(shared + AT_SCALES);
   u8* xs = shared + AT_XS;
   float* factors = (float*)(shared + AT_FACTORS);
   float* sums = (float*)(shared + AT_SUMS);
   float* row_sums = (float*)(shared + AT_ROW_SUMS);
   float* dot_sums = (float*)(shared + AT_DOTS);
-  int* dot_counts = (int*)(dot_sums + DOT_TURNS * 32);
   float* lows = (float*)(shared + AT_LOWS);
   const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5, g = lane >> 2, t = lane & 3, block = blockIdx.x;
   let_next_start();
 
-  // What no other kernel makes ----------------------------------------------------------------------------------------
-  for (int i = tid; i < count * (int)(sizeof(Stage) / 16); i += THREADS) ((uint4*)stages)[i] = __ldg((const uint4*)given + i);
+  for (int i = tid; i < count * (int)(sizeof(Stage) / 16); i += THREADS + HELP_THREADS) ((uint4*)stages)[i] = __ldg((const uint4*)given + i);
   const u32 turn = (u32)__ldcg((const int*)epoch) * (u32)tags + (u32)number, tag = turn & 0xffff;
   const u32 table_address = shared_address(shared + AT_TABLE);
   if (table_address & 0xffff) __trap();
-  __syncthreads();
+  barrier(0, THREADS + HELP_THREADS);
 
-  // This warp's weights: turns of products, each a few pieces of 16 rows. A lane knows one turn.
+  // The helpers ----------------------------------------------------------------------------------------------------------
+  if (warp >= WARPS) {
+    const int own_tid = tid - THREADS, own_warp = warp - WARPS;
+#if NESTED
+    for (int i = own_tid; i < 256; i += HELP_THREADS) codes[i] = __ldg(nested_code + i);
+#endif
+    for (int e = own_tid; e < count * MEMBERS * ROWS; e += HELP_THREADS) {
+      const int s = e / (MEMBERS * ROWS), m = (e - s * MEMBERS * ROWS) / ROWS, i = e % ROWS;
+      LoraEntry entry = {nullptr, nullptr, 0.f, 0};
+      const Stage& a = stages[s];
+      if (a.lora_A && m < a.members) {
+        const int slot = __ldcg(slots + i);
+        if (slot >= 0) {
+          const size_t at = (size_t)m * a.lora_stride + slot;
+          entry.A = (const float*)__ldcg(a.lora_A + at), entry.B = (const float*)__ldcg(a.lora_B + at);
+          entry.scale = __ldcg(a.lora_scale + at), entry.rank = __ldcg(a.lora_rank + at);
+        }
+      }
+      lora[e] = entry;
+    }
+    barrier(2, HELP_THREADS);
+    if (own_tid < count) {
+      const Stage& a = stages[own_tid];
+      Local own = {};
+      own.own = block >> a.split_log, own.split = block - (own.own << a.split_log);
+      own.unit = own.own * a.units, own.units = max(0, min(a.units, a.all_units - own.unit));
+      own.chunk = a.blocks >> a.split_log, own.quads = own.chunk / 4, own.stride = (own.quads | 1) * 4;
+      own.quads_inverse = __fdividef(1.f, (float)own.quads);
+      own.groups = (WARPS * a.k_inverse) >> 16, own.owners = gridDim.x >> a.split_log;
+      own.factor = a.scalar ? value(__ldg(a.scalar), HALF) : 1.f;
+      int most = 0;
+      for (int e = 0; e < MEMBERS * ROWS; e++) most = max(most, lora[own_tid * MEMBERS * ROWS + e].rank);
+      own.dots = own.own < own.owners ? ROWS * a.members * most : 0;
+      own.adapted = most && own.split == 0 && own.units;
+      // So many lanes make an output that each adds few columns' sums and few ranks, as long as there are threads.
+      while (own.width_log < 3 && ((4 << own.width_log) < most || (4 << own.width_log) < a.k_warps) &&
+             ((own.units * 16 * ROWS) << (own.width_log + 1)) <= THREADS)
+        own.width_log++;
+      locals[own_tid] = own;
+    }
+    barrier(2, HELP_THREADS);
+
+    // Scales of a product's rows of this block, four of a row at once: asked for, and later put where the product reads them.
+#if NESTED
+    u32 found[SCALES_AT_ONCE];
+    float outer[SCALES_AT_ONCE], offset[SCALES_AT_ONCE];
+#else
+    float4 found[SCALES_AT_ONCE];
+#endif
+    const auto ask_scales = [&](int s, int from) {
+      const Stage& a = stages[s];
+      const Local& own = locals[s];
+      const int all = own.units * 16 * own.quads, quads = own.quads, first = own.split * own.chunk;
+      const float inverse = own.quads_inverse;
+#pragma unroll
+      for (int k = 0; k < SCALES_AT_ONCE; k++) {
+        if (from + k * HELP_THREADS >= all) continue;
+        const int e = from + k * HELP_THREADS, r = quotient(e, inverse), q = (e - r * quads) * 4;
+        const Unit unit = locate(a, own.unit + (r >> 4));
+        const int member = max(unit.member, 0), at = min(unit.row + (r & 15), a.rows[member] - 1) * a.blocks + first + q;
+#if NESTED
+        found[k] = __ldg((const u32*)((const u8*)a.absmax[member] + at));
+        outer[k] = __ldg(a.nested[member] + (at >> 8));
+        offset[k] = __ldg(a.offset[member]);
+#else
+        found[k] = __ldg((const float4*)((const float*)a.absmax[member] + at));
+#endif
+      }
+    };
+    const auto keep_scales = [&](int s, int from) {
+      const Local& own = locals[s];
+      float* to = (float*)(shared + AT_SCALES + stages[s].scales_at);
+      const int all = own.units * 16 * own.quads, quads = own.quads, stride = own.stride;
+      const float inverse = own.quads_inverse;
+#pragma unroll
+      for (int k = 0; k < SCALES_AT_ONCE; k++) {
+        if (from + k * HELP_THREADS >= all) continue;
+        const int e = from + k * HELP_THREADS, r = quotient(e, inverse), q = (e - r * quads) * 4;
+        float4 v;
+#if NESTED
+        v.x = fmaf(codes[found[k] & 255], outer[k], offset[k]);
+        v.y = fmaf(codes[found[k] >> 8 & 255], outer[k], offset[k]);
+        v.z = fmaf(codes[found[k] >> 16 & 255], outer[k], offset[k]);
+        v.w = fmaf(codes[found[k] >> 24], outer[k], offset[k]);
+#else
+        v = found[k];
+#endif
+        *(float4*)(to + r * stride + q) = v;
+      }
+    };
+    const auto bring_rest = [&](int s) {  // behind the first ones
+      const int all = locals[s].units * 16 * locals[s].quads;
+#pragma unroll 1
+      for (int from = own_tid + SCALES_AT_ONCE * HELP_THREADS; from < all; from += SCALES_AT_ONCE * HELP_THREADS) {
+        ask_scales(s, from);
+        keep_scales(s, from);
+      }
+    };
+    const auto bring_norm = [&](int s) {  // into L2
+      const Stage& a = stages[s];
+      if (a.post && own_tid < HIDDEN) prefetch(a.post + own_tid * 64);
+      if (a.next && own_tid < HIDDEN) prefetch(a.next + own_tid * 64);
+    };
+#pragma unroll 1
+    for (int s = 0; s < min(count, 2); s++) {
+      ask_scales(s, own_tid);
+      keep_scales(s, own_tid);
+      bring_rest(s);
+      bring_norm(s);
+    }
+    barrier(0, THREADS + HELP_THREADS);
+    wait_for_previous();
+
+#pragma unroll 1
+    for (int s = 0; s < count; s++) {
+      const Stage& a = stages[s];
+      const Local& own = locals[s];
+      const LoraEntry* own_lora = lora + s * MEMBERS * ROWS;
+      const int dots = own.dots, fours = own.chunk * 16;
+      // A value of A x over this block's columns: low numbers first. Its row of A is on the way before x is there.
+      int dot_i = 0, dot_m = 0, dot_j = 0;
+      const auto dot_at = [&](int number) {
+        const int both = ROWS * a.members;
+        dot_j = number / both, dot_i = ROWS == 1 ? 0 : (number - dot_j * both) / a.members, dot_m = number - dot_j * both - dot_i * a.members;
+        const LoraEntry& entry = own_lora[dot_m * ROWS + dot_i];
+        return dot_j < entry.rank ? entry.A + (size_t)dot_j * a.blocks * 64 + own.split * own.chunk * 64 : nullptr;
+      };
+      const float* A = own.own < dots ? dot_at(own.own) : nullptr;
+      float4 first_A[A_AHEAD];
+#pragma unroll
+      for (int k = 0; k < A_AHEAD; k++) {
+        first_A[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+        if (A && own_tid + k * HELP_THREADS < fours) first_A[k] = __ldg((const float4*)A + own_tid + k * HELP_THREADS);
+      }
+      const bool brings = s && s + 1 < count;
+      if (brings) ask_scales(s + 1, own_tid), bring_norm(s + 1);
+      barrier(0, THREADS + HELP_THREADS);  // x is there
+      int turn_of_sums = 0;
+#pragma unroll 1
+      for (int number = own.own; number < dots; number += own.owners) {
+        const bool is_first = number == own.own;
+        if (!is_first) A = dot_at(number);
+        if (!A) continue;  // so for all helpers of the block
+        const auto x_4 = [&](int quad) {
+          const int b = quad >> 4;
+          const uint2 v = *(const uint2*)(xs + dot_i * X_BYTES + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (quad & 15) * 8);
+          const float f = factors[dot_i * XB + b];
+          return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
+                             f * from_half((u16)(v.y >> 16)));
+        };
+        float sum = 0.f;
+        if (is_first) {
+#pragma unroll
+          for (int k = 0; k < A_AHEAD; k++)
+            if (own_tid + k * HELP_THREADS < fours) sum = dot_4(first_A[k], x_4(own_tid + k * HELP_THREADS), sum);
+        }
+#pragma unroll 4
+        for (int quad = own_tid + (is_first ? A_AHEAD * HELP_THREADS : 0); quad < fours; quad += HELP_THREADS)
+          sum = dot_4(__ldg((const float4*)A + quad), x_4(quad), sum);
+        sum = warp_sum(sum);
+        float* to = dot_sums + turn_of_sums * HELPERS;
+        if (lane == 0) to[own_warp] = sum;
+        barrier(2, HELP_THREADS);
+        turn_of_sums ^= 1;
+        if (own_tid == 0) {
+          float all = 0.f;
+#pragma unroll
+          for (int w = 0; w < HELPERS; w++) all += to[w];
+          const size_t low = (((size_t)own.split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
+          publish_8(a.low + low, __float_as_uint(all), turn);
+        }
+      }
+      if (brings) keep_scales(s + 1, own_tid), bring_rest(s + 1);
+      if (own.adapted)
+#pragma unroll 1
+        for (int e = own_tid; e < dots; e += HELP_THREADS) {
+          if (!dot_at(e)) continue;
+          float sum = 0.f;
+#pragma unroll 1
+          for (int split = 0; split < 1 << a.split_log; split++) {
+            const u64* from = a.low + (((size_t)split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
+            uint2 v = look_8(from);
+            for (int turns = SPINS; v.y != turn; v = look_8(from)) {
+              if (!turns--) __trap();
+              others_run();
+            }
+            sum += __uint_as_float(v.x);
+          }
+          lows[(dot_m * ROWS + dot_i) * a.low_width + dot_j] = sum;
+        }
+      barrier(0, THREADS + HELP_THREADS);  // products, A x and the next scales are there
+    }
+    return;
+  }
+
+  // This warp's weights: turns of products, each a few pieces of 16 rows. A lane knows one turn ------------------------------
   int turns = 0, own_steps = 0, own_last = 0, own_row_bytes = 0;
   const u8* own_base = nullptr;
   for (int s = 0; s < count; s++) {
@@ -211,97 +406,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
   next_turn();
 #pragma unroll 1
   for (int i = 0; i < DEPTH; i++) ask();
-
-#if NESTED
-  if (tid < 256) codes[tid] = __ldg(nested_code + tid);
-#endif
   for (int i = tid; i < 2048; i += THREADS) {
     const u32 v = __ldg(table + (i >> 3));
     *(uint4*)(shared + AT_TABLE + (i >> 3) * 256 + (i & 7) * 16) = make_uint4(v, v, v, v);
   }
-  for (int e = tid; e < count * MEMBERS * ROWS; e += THREADS) {
-    const int s = e / (MEMBERS * ROWS), m = (e - s * MEMBERS * ROWS) / ROWS, i = e % ROWS;
-    LoraEntry entry = {nullptr, nullptr, 0.f, 0};
-    const Stage& a = stages[s];
-    if (a.lora_A && m < a.members) {
-      const int slot = __ldcg(slots + i);
-      if (slot >= 0) {
-        const size_t at = (size_t)m * a.lora_stride + slot;
-        entry.A = (const float*)__ldcg(a.lora_A + at), entry.B = (const float*)__ldcg(a.lora_B + at);
-        entry.scale = __ldcg(a.lora_scale + at), entry.rank = __ldcg(a.lora_rank + at);
-      }
-    }
-    lora[e] = entry;
-  }
-  if (tid < DOT_TURNS) dot_counts[tid] = 0;
-  __syncthreads();
-  if (tid < count) {
-    const Stage& a = stages[tid];
-    Local own = {};
-    own.own = block >> a.split_log, own.split = block - (own.own << a.split_log);
-    own.unit = own.own * a.units, own.units = max(0, min(a.units, a.all_units - own.unit));
-    own.chunk = a.blocks >> a.split_log, own.quads = own.chunk / 4, own.stride = (own.quads | 1) * 4;
-    own.quads_inverse = __fdividef(1.f, (float)own.quads);
-    own.groups = (WARPS * a.k_inverse) >> 16, own.owners = gridDim.x >> a.split_log;
-    own.factor = a.scalar ? value(__ldg(a.scalar), HALF) : 1.f;
-    int most = 0;
-    for (int e = 0; e < MEMBERS * ROWS; e++) most = max(most, lora[tid * MEMBERS * ROWS + e].rank);
-    own.dots = own.own < own.owners ? ROWS * a.members * most : 0;
-    own.adapted = most && own.split == 0 && own.units;
-    // So many lanes make an output that each adds few columns' sums and few ranks, as long as there are threads.
-    while (own.width_log < 3 && ((4 << own.width_log) < most || (4 << own.width_log) < a.k_warps) &&
-           ((own.units * 16 * ROWS) << (own.width_log + 1)) <= THREADS)
-      own.width_log++;
-    locals[tid] = own;
-  }
-  __syncthreads();
-
-  // Scales of a product's rows of this block, four of a row at once: asked for one product ahead.
-#if NESTED
-  u32 found[SCALES];
-  float outer[SCALES], offset[SCALES];
-#else
-  float4 found[SCALES];
-#endif
-  const auto ask_scales = [&](int s) {
-    const Stage& a = stages[s];
-    const Local& own = locals[s];
-#pragma unroll
-    for (int k = 0; k < SCALES; k++) {
-      const int e = tid + k * THREADS, r = quotient(e, own.quads_inverse), q = (e - r * own.quads) * 4;
-      if (e >= own.units * 16 * own.quads) break;
-      const Unit unit = locate(a, own.unit + (r >> 4));
-      const int member = max(unit.member, 0);
-      const int at = min(unit.row + (r & 15), a.rows[member] - 1) * a.blocks + own.split * own.chunk + q;
-#if NESTED
-      found[k] = __ldg((const u32*)((const u8*)a.absmax[member] + at));
-      outer[k] = __ldg(a.nested[member] + (at >> 8));
-      offset[k] = __ldg(a.offset[member]);
-#else
-      found[k] = __ldg((const float4*)((const float*)a.absmax[member] + at));
-#endif
-    }
-  };
-  const auto keep_scales = [&](int s) {
-    const Local& own = locals[s];
-#pragma unroll
-    for (int k = 0; k < SCALES; k++) {
-      const int e = tid + k * THREADS, r = quotient(e, own.quads_inverse), q = (e - r * own.quads) * 4;
-      if (e >= own.units * 16 * own.quads) break;
-      float4 v;
-#if NESTED
-      v.x = fmaf(codes[found[k] & 255], outer[k], offset[k]);
-      v.y = fmaf(codes[found[k] >> 8 & 255], outer[k], offset[k]);
-      v.z = fmaf(codes[found[k] >> 16 & 255], outer[k], offset[k]);
-      v.w = fmaf(codes[found[k] >> 24], outer[k], offset[k]);
-#else
-      v = found[k];
-#endif
-      *(float4*)(scales + r * own.stride + q) = v;
-    }
-  };
-  ask_scales(0);
-  keep_scales(0);
+  barrier(0, THREADS + HELP_THREADS);
 
   // The residual: a thread's own four values of each piece, as they are stored.
   const auto row_of = [&](int k) { return ROWS == 1 ? 0 : (tid + k * THREADS) / QUADS; };
@@ -332,26 +441,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
     const Stage& a = stages[s];
     const Local& own = locals[s];
     const LoraEntry* own_lora = lora + s * MEMBERS * ROWS;
-    const int units = own.units, dots = own.dots, width_log = own.width_log, lanes = 1 << width_log, outputs = (units * 16 * ROWS) << width_log;
-    const bool adapted = own.adapted;
+    const int units = own.units, width_log = own.width_log, lanes = 1 << width_log, outputs = (units * 16 * ROWS) << width_log;
+    const int fours = own.chunk * 16;
+    const bool adapted = own.adapted, needs_x = units || own.own < own.dots;
 
     // Without the input ------------------------------------------------------------------------------------------------
-    if (s + 1 < count) ask_scales(s + 1);
-    // A value of A x over this block's columns: low numbers first.
-    int dot_i = 0, dot_m = 0, dot_j = 0;
-    const auto dot_at = [&](int number) {
-      const int both = ROWS * a.members;
-      dot_j = number / both, dot_i = ROWS == 1 ? 0 : (number - dot_j * both) / a.members, dot_m = number - dot_j * both - dot_i * a.members;
-      const LoraEntry& entry = own_lora[dot_m * ROWS + dot_i];
-      return dot_j < entry.rank ? entry.A + (size_t)dot_j * a.blocks * 64 + own.split * own.chunk * 64 : nullptr;
-    };
-    const int fours = own.chunk * 16;
-    const float* A = own.own < dots ? dot_at(own.own) : nullptr;
-    float4 first_A[A_AHEAD];
-    if (A)
-#pragma unroll
-      for (int k = 0; k < A_AHEAD; k++)
-        if (tid + k * THREADS < fours) first_A[k] = __ldg((const float4*)A + tid + k * THREADS);
     // An output of this block: `lanes` neighbours make it. Of a pair, gate and up are neighbours.
     struct Output {
       int i, u, member, at;
@@ -428,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
         sum = warp_sum(sum);
         if (lane == 0) row_sums[k * WARPS + warp] = sum;
       }
-      __syncthreads();
+      barrier(1, THREADS);
 #pragma unroll
       for (int k = 0; k < PIECES; k++) {
         float w[4], b[4], sum = 0.f;
@@ -449,8 +543,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
           if (lane == 0) row_sums[(PIECES + k) * WARPS + warp] = sum;
         }
       }
-      if (units || A) {
-        if (a.next) __syncthreads();
+      if (needs_x) {
+        if (a.next) barrier(1, THREADS);
 #pragma unroll
         for (int k = 0; k < PIECES; k++) {
           if (!is_there(k)) continue;  // so for whole warps
@@ -464,7 +558,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
           put(row_of(k), quad_of(k), y[k].v);
         }
       }
-    } else if (units || A) {
+    } else if (needs_x) {
       const int all = ROWS * fours;  // of a row: a multiple of 64
 #pragma unroll 1
       for (int e = tid; e < all; e += 2 * THREADS) {
@@ -491,43 +585,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
         }
       }
     }
-    __syncthreads();
-
-    // A x: each warp adds its own columns; the last one of the block adds the warps' sums -------------------------------
-    int dot_turn = 0;
-#pragma unroll 1
-    for (int number = own.own; number < dots; number += own.owners, dot_turn++) {
-      if (dot_turn && dot_turn % DOT_TURNS == 0) __syncthreads();
-      const bool is_first = dot_turn == 0;
-      if (!is_first) A = dot_at(number);
-      if (!A) continue;  // so for all threads of the block
-      float sum = 0.f;
-#pragma unroll 1
-      for (int k = 0, quad = tid; quad < fours; k++, quad += THREADS) {
-        const int b = quad >> 4;
-        const uint2 v = *(const uint2*)(xs + dot_i * X_BYTES + (b >> 1) * PAIR_BYTES + (b & 1) * 160 + (quad & 15) * 8);
-        const float f = factors[dot_i * XB + b];
-        const float4 x = make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
-                                     f * from_half((u16)(v.y >> 16)));
-        const float4 one = is_first && k == 0 ? first_A[0] : is_first && k == 1 ? first_A[1] : __ldg((const float4*)A + quad);
-        sum = dot_4(one, x, sum);
-      }
-      sum = warp_sum(sum);
-      if (lane == 0) {
-        const int at = dot_turn % DOT_TURNS;
-        float* to = dot_sums + 32 * at;
-        to[warp] = sum;
-        __threadfence_block();
-        if (atomicAdd(dot_counts + at, 1) == WARPS - 1) {
-          __threadfence_block();
-          float all = 0.f;
-          for (int w = 0; w < WARPS; w++) all += ((volatile float*)to)[w];
-          dot_counts[at] = 0;
-          const size_t low = (((size_t)own.split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
-          publish_8(a.low + low, __float_as_uint(all), turn);
-        }
-      }
-    }
+    barrier(0, THREADS + HELP_THREADS);  // x is there
 
     // The product ------------------------------------------------------------------------------------------------------
     {
@@ -540,7 +598,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
 #pragma unroll 1
       for (int u = group; u < units && pieces > 0; u += own.groups) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};
-        const float* scale = scales + (u * 16 + g) * stride + kw * a.steps * 2;
+        const float* scale = (const float*)(shared + AT_SCALES + a.scales_at) + (u * 16 + g) * stride + kw * a.steps * 2;
         const u8* x = xs + (g >> 1) * X_BYTES + (t >> 1) * 160 + (t & 1) * 64 + kw * a.steps * PAIR_BYTES;
         const float* factor = factors + min(t, ROWS - 1) * XB + kw * a.steps * 2;
 #pragma unroll 1
@@ -566,24 +624,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
         if (t < ROWS) to[t * STRIDE] = sum[0], to[t * STRIDE + 8] = sum[1];
       }
     }
-    if (adapted)
-#pragma unroll 1
-      for (int e = tid; e < dots; e += THREADS) {
-        if (!dot_at(e)) continue;
-        float sum = 0.f;
-#pragma unroll 1
-        for (int split = 0; split < 1 << a.split_log; split++) {
-          const u64* from = a.low + (((size_t)split * ROWS + dot_i) * MEMBERS + dot_m) * a.low_width + dot_j;
-          uint2 v = look_8(from);
-          for (int turns = SPINS; v.y != turn; v = look_8(from)) {
-            if (!turns--) __trap();
-            others_run();
-          }
-          sum += __uint_as_float(v.x);
-        }
-        lows[(dot_m * ROWS + dot_i) * a.low_width + dot_j] = sum;
-      }
-    __syncthreads();
+    barrier(0, THREADS + HELP_THREADS);  // products, A x and the next scales are there
 
     // Outputs ----------------------------------------------------------------------------------------------------------
 #pragma unroll 1
@@ -629,7 +670,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chain(
       else
         ((u16*)a.to)[(size_t)o.i * a.to_width + to] = v;
     }
-    if (s + 1 < count) keep_scales(s + 1);
   }
   copies_but<0>();
 }

@@ -87,6 +87,10 @@ __device__ __forceinline__ uint2 look_8(const u64* p) {
 __device__ __forceinline__ void publish_8(u64* p, u32 low, u32 high) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((u64)high << 32 | low) : "memory");
 }
+// Of so many threads, whole warps; 0 is __syncthreads' own.
+__device__ __forceinline__ void barrier(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
 __device__ __forceinline__ void others_run() {}  // a thread of its own runs anyway
 // Count up, and from `last` back to zero; returns what it was. Releases what this thread wrote or saw (behind a barrier: its whole
 // block), acquires what those that counted before released.
