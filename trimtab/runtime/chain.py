@@ -234,6 +234,11 @@ def source() -> str:
     return nvrtc.source("values.cuh") + nvrtc.source("chain.cu")
 
 
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Return what the launches are compiled with, each shape where it is first used. Errors: DeviceError if that is not possible."""
+    return nvrtc.Module(source(), device=device, name="chain.cu")
+
+
 class Chains:
     """The launches of one model's steps: their compiled kernels, descriptions and the words that pass between products.
 

@@ -406,6 +406,7 @@ class Steps:
             overlap = step is self._fused and self._overlap_pays(run, slots)
             if step is self._fused:
                 self._refine(run, slots, bucket, overlap=overlap)
+                self._choose_chain(run, slots, bucket, overlap=overlap)
             start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
                 found = self._captured(run, slots)
@@ -480,6 +481,25 @@ class Steps:
                 else:
                     module.kept[key] = before
         self.kernels.save_cuts()
+
+    def _choose_chain(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
+        """Measure whether a step is faster with the products of a layer in one launch; asked once for so many rows."""
+        key, pays = (bucket, keep is not None), self.kernels.chain_pays
+        if self.device.type != "cuda" or key in pays or self._fused is None or not self._fused.may_chain(bucket):
+            return
+        pays[key] = False
+        plain_ms, plain = self._tried(run, keep, overlap=overlap)
+        pays[key] = True
+        try:
+            ms, scores = self._tried(run, keep, overlap=overlap)
+            # The same products, summed in another order.
+            same = float((scores - plain).abs().max()) < _FAR * float(plain.abs().max())
+            why = f"{ms:.2f} ms a step of {bucket} against {plain_ms:.2f}" if same else "the scores of a step are others"
+            pays[key] = same and ms < plain_ms * _WORTH
+        except (RuntimeError, DeviceError) as exc:
+            why, pays[key], self._pool = f"{type(exc).__name__}: {exc}", False, None
+        if not pays[key]:
+            self._fall_back("chained products", why, asked=False)
 
     def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import ends, fused, lora, matvec
+from trimtab.runtime import chain, ends, fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tables import Table
@@ -134,6 +134,7 @@ class FusedStep:
             self._is_ours[front] = self._can_multiply([front])
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
+        self._chains = None if kernels.chain is None else chain.Chains(kernels.chain, len(self._layers))
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -155,6 +156,9 @@ class FusedStep:
         positions = self.cache.positions[:count]
         if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
             slots.empty(count)
+        chains = self._chains if self.kernels.chain_pays.get((count, slots is not None)) and self.may_chain(count) else None
+        if chains is not None:
+            chains.begin()
         ids = self.tokens[:count]
         h, x, own = self._rows(ids, positions)
         hidden = h[:, None]
@@ -162,11 +166,85 @@ class FusedStep:
         turns = self._turns(hidden, positions)
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
+        if chains is not None:
+            x, norm = self._chained(chains, h, x, extra, turns, shared)
+            return self._head(self._normed(x, norm), next_tokens)
         for number, layer in enumerate(self._layers):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
             kind = self.config.layer_types[number]
             x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
         return self._head(self._normed(x, norm), next_tokens)
+
+    # Layers whose products are one launch ------------------------------------------------------------------------------
+
+    def may_chain(self, count: int) -> bool:
+        """Whether the products between two attentions can be one launch each, in a step of so many rows."""
+        if self._chains is None or count not in (1, 2, 4):
+            return False
+        leaves = [leaf for layer in self._layers for group in _products(layer) for leaf in group]
+        route = leaves[0].route
+        if not all(isinstance(leaf, ResidentLeaf) and leaf.bias is None for leaf in leaves) or not all(
+            self._is_ours[group[0]] for layer in self._layers for group in _products(layer)
+        ):
+            return False
+        if route.slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves):
+            return False
+        extra = torch.empty(count, len(self._layers), 1, dtype=leaves[0].dtype, device="meta")
+        width = self.config.hidden_size
+        made = [self._links(number, count, extra, None) for number in range(len(self._layers))]
+        weights = [one for links in made for link in links for one in link.weights]
+        same = all(len({one.codes[name].data_ptr() for one in weights if name in one.codes}) <= 1 for name in ("code", "nested_code"))
+        return same and len({"nested_absmax" in one.parts for one in weights}) == 1 and all(self._chains.plan(links, width, count) is not None for links in made)
+
+    def _links(self, number: int, count: int, extra: Tensor | None, out_h: Tensor | None) -> list[chain.Product]:
+        """Return the products behind a layer's attention, up to what the next one's reads."""
+        layer = self._layers[number]
+
+        def link(leaves: Sequence[Leaf], gate: matvec.Gate | None = None, norm: chain.Norm | None = None) -> chain.Product:
+            slots = leaves[0].route.slots
+            args = None if slots is None else slots.args(leaves, count, is_empty=True)
+            return chain.Product([leaf.packed() for leaf in leaves], args, gate, norm)
+
+        def norm(post: Any, following: Any, scalar: Tensor | None = None, out_h: Tensor | None = None) -> chain.Norm:
+            return chain.Norm(post.weight, None if following is None else following.weight, post.eps, scalar, out_h)
+
+        mlp, last, is_last = layer.mlp, layer.post_feedforward_layernorm, number + 1 == len(self._layers)
+        has_own = bool(getattr(layer, "hidden_size_per_layer_input", 0)) and extra is not None
+        before = norm(layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, out_h if is_last and not has_own else None)
+        links = [link([layer.self_attn.o_proj]), link([mlp.gate_proj, mlp.up_proj], matvec.Gate(self.kind), before)]
+        links += [link([mlp.down_proj])]
+        if has_own and extra is not None:
+            gate = matvec.Gate(self.kind, extra[:, number])
+            links += [link([layer.per_layer_input_gate], gate, norm(last, None, None, out_h if is_last else None))]
+            links += [link([layer.per_layer_projection])]
+            last = layer.post_per_layer_input_norm
+        if not is_last:
+            following = self._layers[number + 1]
+            links += [
+                link(_projections(following.self_attn), None, norm(last, following.input_layernorm, layer.layer_scalar, out_h))
+            ]
+        return links
+
+    def _chained(
+        self, chains: chain.Chains, h: Tensor, x: Tensor, extra: Tensor | None, turns: dict[str, tuple[Tensor, Tensor]],
+        shared: dict[str, tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
+        """Return the last product's output, and the norm that makes the head's input of it."""
+        count = x.shape[0]
+        joined = self._products(_projections(self._layers[0].self_attn), x)
+        for number, layer in enumerate(self._layers):
+            kind = self.config.layer_types[number]
+            looked = self._attend(layer, number, kind, turns[kind], shared, joined)
+            after = self._buffer("after" if number % 2 == 0 else "middle", h.shape, h.dtype)
+            links = self._links(number, count, extra, after)
+            joined = self._buffer("out", (count, links[-1].width), h.dtype)
+            chains.launch(links, looked, h, joined, number)
+            h = after
+        layer = self._layers[-1]
+        last = layer.post_feedforward_layernorm if extra is None else layer.post_per_layer_input_norm
+        return joined, _norm(h, last, self.text.norm, layer.layer_scalar, self._buffer("h", h.shape, h.dtype))
+
+    # Layers product by product -----------------------------------------------------------------------------------------
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
@@ -260,7 +338,8 @@ class FusedStep:
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it."""
         attention = layer.self_attn
-        looked = self._attend(layer, number, kind, turn, shared, x, norm)
+        joined = self._products(_projections(attention), x, None, norm)
+        looked = self._attend(layer, number, kind, turn, shared, joined)
         y = self._products([attention.o_proj], looked)
         middle = self._buffer("middle", h.shape, h.dtype)
         norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
@@ -282,14 +361,13 @@ class FusedStep:
 
     def _attend(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...],
-        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor, norm: matvec.Norm | None,
+        shared: dict[str, tuple[Tensor, Tensor]], joined: Tensor,
     ) -> Tensor:  # fmt: skip
         attention = layer.self_attn
-        count, dim = x.shape[0], attention.head_dim
+        count, dim = joined.shape[0], attention.head_dim
         cos, sin = turn
         heads = attention.q_proj.out_features // dim
-        joined = self._products(_projections(attention), x, None, norm)
-        queries = self._buffer("queries", (count, heads, dim), x.dtype)
+        queries = self._buffer("queries", (count, heads, dim), joined.dtype)
         is_ring = kind == "sliding_attention"
         places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
         mode, keys, values = "shared", None, None
@@ -302,7 +380,7 @@ class FusedStep:
         weight = None if keys is None else attention.k_norm.weight
         if keys is None or values is None:
             keys, values = shared[kind]
-        looked = self._buffer("looked", (count, heads * dim), x.dtype)
+        looked = self._buffer("looked", (count, heads * dim), joined.dtype)
         fused.turn_and_attend(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
             self.cache.positions[:count], attention.scaling, None, looked, queries, self._scratch(count, heads, dim),
