@@ -84,7 +84,6 @@ def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
     ((adapter,),) = adapters_of([96], 256, [8])
     lora = matvec.lora_args([[adapter]], torch.tensor([0, -1, 0], dtype=torch.int32), 8)
     out = torch.full((3, 96), math.nan, dtype=torch.bfloat16)
-    matvec.lora_shrink(x, lora, None)
     matvec.matvec4(x, [packed], out, lora=lora, module=None)
     base = torch.nn.functional.linear(x.float(), matvec.decoded(packed)).bfloat16()
     A, B, scale = adapter
@@ -108,8 +107,7 @@ def test_the_change_of_other_layers_is_added_as_the_adapter_adds_it(round_change
     A, B, scale = adapters[0][1]
     wanted = y.clone()
     wanted[0] = LinearAdapter("text", scale, A, B).apply(Leaf(), x[0], y[0])
-    matvec.lora_shrink(x, lora, None)
-    matvec.lora_add(y, lora, None, round_change=round_change)
+    matvec.lora_add(y, lora, None, x=x, round_change=round_change)
     assert torch.equal(y, wanted)
 
 
@@ -474,7 +472,8 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
             lora.low.fill_(math.nan)
             out, wanted, plain = (torch.full((n, sum(rows)), math.nan, dtype=dtype) for _ in range(3))
             if apart:
-                matvec.lora_shrink(x, lora, module)
+                y = torch.zeros(n, rows[0], dtype=dtype)
+                matvec.lora_add(y, lora, module, x=x)
             else:
                 matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
             matvec.lora_shrink_torch(x, reference)
@@ -539,21 +538,73 @@ def test_the_change_is_rounded_before_it_is_added(modules):
     assert (out == 256).all()
 
 
+OUTPUTS = (200, 64, 17)
+
+
 @needs_gxx
-@pytest.mark.parametrize("columns", [64, 100, 130])
 @pytest.mark.parametrize("round_change", [False, True])
-def test_the_change_of_a_layer_of_another_kind(modules, columns, round_change):
+@pytest.mark.parametrize(
+    "columns, ranks, slots, shifted",
+    [
+        (64, [8], [0], 0),  # one row, one rank
+        (100, [7, 0, 16], [0, 1, -1], 0),
+        (130, [7, 4], [0, 1, -1], 0),  # rows of A that are not whole groups of four
+        (64, [72, 8], [1, 0, -1, 1, 0], 0),  # more of B than a thread has ready; several rounds of values
+        (192, [8, 12], [0, 1, 1], 2),  # rows of x that are not aligned
+        (5460, [3, 64], [1, 0], 0),  # more of A than a thread has ready
+        (64, [1, 2, 3, 0, 5, 6, 7, 33], [0, 1, 2, 3, 4, 5, 6, 7], 0),
+        (64, [4], [-1, -1], 0),
+    ],
+)
+def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, shifted, round_change):
+    """Three layers over one input: the first one's launch makes A x of all, the others only add; against float64."""
     torch.manual_seed(9)
-    adapters = adapters_of([200], columns, [7, 0])
+    n, dtype = len(slots), torch.float16 if columns == 192 else torch.bfloat16
+    adapters = adapters_of(OUTPUTS, columns, ranks)
+    if len(ranks) > 1:
+        adapters[0][1] = None  # the layer that makes it for the others has none itself
+    x = torch.randn(n, columns + shifted).to(dtype)[:, shifted:]
+    wide = torch.randn(n, sum(OUTPUTS)).to(dtype)
+    outs = []
+    for number, module in enumerate(modules):
+        lora = matvec.lora_args(adapters, torch.tensor(slots, dtype=torch.int32), max(ranks) + number)
+        lora.low.fill_(math.nan)
+        if number == 1:  # as a step has it that emptied its scratch at once
+            lora.low.view(torch.int32).fill_(matvec.EMPTY)
+            lora = dataclasses.replace(lora, is_empty=True)
+        y, before = wide.clone(), len(module.launches)
+        parts = y.split(OUTPUTS, dim=1)
+        matvec.lora_add(parts[0], lora, module, x=x, round_change=round_change)
+        for m in (1, 2):
+            matvec.lora_add(parts[m], lora.member(m), module, round_change=round_change)
+        assert module.launches[before:] == ["lora_add"] * 3
+        outs.append(y)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    wanted, changed = wide.double(), torch.zeros(n, sum(OUTPUTS), dtype=torch.bool)
+    for i, slot in enumerate(slots):
+        start = 0
+        for m, width in enumerate(OUTPUTS):
+            if slot >= 0 and (adapter := adapters[m][slot]) is not None:
+                A, B, scale = adapter
+                change = scale * (B.double() @ (A.double() @ x[i].double()))
+                wanted[i, start : start + width] += change.to(dtype).double() if round_change else change
+                changed[i, start : start + width] = True
+            start += width
+    assert torch.equal(outs[0][~changed], wide[~changed])
+    # One rounding of the sum, and where two float32 sums lie on both sides of one, a step of the change's rounding.
+    assert (outs[0] == wanted.to(dtype)).float().mean() > 0.99
+    torch.testing.assert_close(outs[0].double(), wanted, rtol=2**-7, atol=2e-2)
+
+
+@needs_gxx
+def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
+    """NaN with all bits set means that a value is not there yet: a value that is such a NaN must not be waited for."""
+    x = torch.zeros(1, 64).bfloat16()
+    adapters = [[(torch.full((2, 64), -1, dtype=torch.int32).view(torch.float32), torch.ones(80, 2), 1.0)]]
     for module in modules:
-        lora = matvec.lora_args(adapters, torch.tensor([0, 1, -1], dtype=torch.int32), 8)
-        x, y = torch.randn(3, columns).bfloat16(), torch.randn(3, 200).bfloat16()
-        wanted = y.clone()
-        matvec.lora_shrink(x, lora, module)
-        matvec.lora_add_torch(wanted, lora, round_change=round_change)
-        matvec.lora_add(y, lora, module, round_change=round_change)
-        assert (y == wanted).float().mean() > 0.99
-        torch.testing.assert_close(y, wanted, rtol=2**-7, atol=1e-2)
+        lora, y = matvec.lora_args(adapters, torch.zeros(1, dtype=torch.int32), 2), torch.ones(1, 80).bfloat16()
+        matvec.lora_add(y, lora, module, x=x)
+        assert y.isnan().all()
 
 
 @needs_gxx

@@ -32,7 +32,6 @@
 #define COLUMNS 8
 #define UB 4        // blocks of 64 weights of a row that a warp takes at once
 #define STRIDE 20   // of the sums of 16 rows: two columns side by side fall on different banks
-#define LORA_WARPS 4
 #define MOST_STAGES 32
 #define PAIR_BYTES 288  // two blocks of x, 32 bytes apart more than they need: four lanes fall on different banks
 
@@ -830,64 +829,139 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
 
 // Adapters of a layer that is not 4-bit --------------------------------------------------------------------------------
 
-extern "C" __global__ void lora_shrink(
-    const u16* x, int x_stride, int n, int columns, int half, const i64* lora_A, int lora_A_stride, const int* lora_rank,
-    int lora_rank_stride, const int* slots, float* low, int low_row, int low_member, int low_width, int members) {
-  __shared__ float sums[2 * LORA_WARPS];
-  const int tid = threadIdx.x % (LORA_WARPS * 32), group = threadIdx.x / (LORA_WARPS * 32), dots = n * members * low_width;
-  Matvec a = {};
-  a.n = n, a.columns = columns, a.lora_A = lora_A, a.lora_A_stride = lora_A_stride, a.lora_rank = lora_rank;
-  a.lora_rank_stride = lora_rank_stride, a.slots = slots, a.members = members;
+#define LORA_THREADS 256
+#define LORA_OUTPUTS (LORA_THREADS / 4)  // of a block: four threads have one
+#define LORA_AHEAD 5                     // values of A, by four, that a thread has ready before x is
+#define LORA_OWN 4                       // values of B, by four: ranks up to 64
+
+// y += scale B low of one layer, and before that, in the first `makers` blocks, low = A x of it and of the layers behind it in the
+// tables, `members` in all, over the same x. As in a product, `low` is full of EMPTY then and a value says itself that it is
+// there; 2^shift threads make one. makers 0: `low` was made by a launch in front. Grid: [blocks of outputs, n], blocks enough for
+// the makers. round_change: as over a quantized layer. What does not depend on the kernel in front is asked for before it ends.
+extern "C" __global__ void __launch_bounds__(LORA_THREADS, 4) lora_add(
+    const u16* x, int x_stride, int n, int columns, int half, u16* y, int y_stride, int rows, int round_change,
+    const i64* lora_A, int lora_A_stride, const i64* lora_B, const int* lora_rank, int lora_rank_stride, const float* lora_scale,
+    const int* slots, float* low, int low_row, int low_member, int members, int makers, int shift) {
+  extern __shared__ __align__(16) u8 shared[];  // low of this block's row
+  __shared__ const float* every_A[MEMBERS * COLUMNS];
+  __shared__ int every_rank[MEMBERS * COLUMNS];
+  __shared__ float sums[2 * LORA_THREADS / 32];
+  float* lows = (float*)shared;
+  const int tid = threadIdx.x, lane = tid & 31, i = blockIdx.y, index = i * gridDim.x + blockIdx.x;
+  const int both = n * members, fours = columns / 4, group = tid >> shift, place = tid & ((1 << shift) - 1);
+  const bool makes = index < makers;
   let_next_start();
+  // Two chains of addresses take turns: of the values that this block makes, and of the change of its own row.
+  const int slot = __ldcg(slots + i), made_slot = makes && tid < both ? __ldcg(slots + tid / members) : -1;
+  int rank = 0, made_rank = 0;
+  float scale = 0.f;
+  const float *B = nullptr, *A = nullptr;
+  if (made_slot >= 0) {
+    const int m = tid % members;
+    made_rank = __ldcg(lora_rank + (size_t)m * lora_rank_stride + made_slot);
+    A = (const float*)__ldcg(lora_A + (size_t)m * lora_A_stride + made_slot);
+  }
+  if (slot >= 0) {
+    rank = __ldcg(lora_rank + slot);
+    B = (const float*)__ldcg(lora_B + slot);
+    scale = __ldcg(lora_scale + slot);
+  }
+  int dots = 0;  // one of each row and member, then the next of each: what has no such value is left out
+  const auto dot_of = [&](int number) {
+    const int j = number / both, which = number - j * both;
+    Dot dot = {nullptr, which / members, which % members, j};
+    if (number < dots && j < every_rank[which]) dot.A = every_A[which] + (size_t)j * columns;
+    return dot;
+  };
+  const auto is_by_four = [&](const Dot& dot) {
+    return (((size_t)dot.A & 15) | ((size_t)(x + (size_t)dot.i * x_stride) & 7) | (columns & 3)) == 0;
+  };
+  Dot dot = {nullptr, 0, 0, 0};
+  float4 first_A[LORA_AHEAD];
+  if (makes) {
+    if (tid < both) every_A[tid] = A, every_rank[tid] = made_rank;
+    __syncthreads();
+    for (int e = 0; e < both; e++) dots = max(dots, every_rank[e] * both);
+    dot = dot_of(index + group * makers);
+    if (dot.A && is_by_four(dot))
+#pragma unroll
+      for (int k = 0; k < LORA_AHEAD; k++)
+        if (place + (k << shift) < fours) first_A[k] = __ldg((const float4*)dot.A + place + (k << shift));
+  }
+  const int q = tid & 3, at = blockIdx.x * LORA_OUTPUTS + tid / 4;
+  const bool is_there = rank && at < rows, has_fours = ((rank & 3) | ((size_t)B & 15)) == 0;
+  const float* own = B + (size_t)at * rank;
+  float4 own_B[LORA_OWN];
+  if (is_there && has_fours)
+#pragma unroll
+    for (int k = 0; k < LORA_OWN; k++)
+      if ((k * 4 + q) * 4 < rank) own_B[k] = __ldg((const float4*)own + k * 4 + q);
   wait_for_previous();
+  u16* to = y + (size_t)i * y_stride + at;
+  const float before = is_there && q == 0 ? value(*to, half) : 0.f;
+  int turn_of_sums = 0;
 #pragma unroll 1
-  for (int from = blockIdx.x * 2; from < dots; from += gridDim.x * 2) {
-    Dot dot = {nullptr, 0, 0, 0};
-    if (from + group < dots) {
-      dot = dot_at(a, from + group);
-      const int slot = __ldcg(a.slots + dot.i);
-      if (slot >= 0) dot = dot_in(a, dot, slot);
-    }
+  for (int first = index; makes && first < dots; first += makers * (LORA_THREADS >> shift)) {
+    const bool is_first = first == index;
+    if (!is_first) dot = dot_of(first + group * makers);
     float sum = 0.f;
     if (dot.A) {
-      const u16* own = x + (size_t)dot.i * x_stride;
-      if ((((size_t)dot.A & 15) | ((size_t)own & 7) | (columns & 3)) == 0) {
-#pragma unroll 8
-        for (int at = tid; at < columns / 4; at += LORA_WARPS * 32) {
-          const float4 w = __ldg((const float4*)dot.A + at);
-          const uint2 v = __ldcg((const uint2*)own + at);
-          sum = dot_4(w, make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half)), sum);
+      const u16* row = x + (size_t)dot.i * x_stride;
+      const auto x_4 = [&](uint2 v) {
+        return make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half));
+      };
+      if (is_by_four(dot)) {
+        const float4* from = (const float4*)dot.A;
+        uint2 v[LORA_AHEAD];
+#pragma unroll
+        for (int k = 0; k < LORA_AHEAD; k++) {
+          const int four = place + (k << shift);
+          if (four >= fours) continue;
+          v[k] = __ldcg((const uint2*)row + four);
+          if (!is_first) first_A[k] = __ldg(from + four);
         }
+#pragma unroll
+        for (int k = 0; k < LORA_AHEAD; k++)
+          if (place + (k << shift) < fours) sum = dot_4(first_A[k], x_4(v[k]), sum);
+#pragma unroll 5
+        for (int four = place + (LORA_AHEAD << shift); four < fours; four += 1 << shift)
+          sum = dot_4(__ldg(from + four), x_4(__ldcg((const uint2*)row + four)), sum);
       } else {
-        for (int k = tid; k < columns; k += LORA_WARPS * 32) sum = fmaf(__ldg(dot.A + k), value(__ldcg(own + k), half), sum);
+        for (int k = place; k < columns; k += 1 << shift) sum = fmaf(__ldg(dot.A + k), value(__ldcg(row + k), half), sum);
       }
     }
     sum = warp_sum(sum);
-    if ((tid & 31) == 0) sums[threadIdx.x >> 5] = sum;
+    float* warps = sums + LORA_THREADS / 32 * turn_of_sums;
+    turn_of_sums ^= 1;
+    if (lane == 0) warps[tid >> 5] = sum;
     __syncthreads();
-    if (dot.A && tid == 0) {
+    if (dot.A && place == 0) {
       float all = 0.f;
-      for (int w = 0; w < LORA_WARPS; w++) all += sums[group * LORA_WARPS + w];
-      low[(size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j] = all;
+      for (int w = 0; w < 1 << shift >> 5; w++) all += warps[(tid >> 5) + w];
+      const u32 bits = __float_as_uint(all);
+      publish((u32*)low + (size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
     }
-    __syncthreads();
   }
-}
-
-// y += scale B low for one layer that is not 4-bit. Grid: [blocks of outputs, n]. round_change: as over a quantized layer.
-extern "C" __global__ void lora_add(
-    u16* y, int y_stride, int rows, int half, int round_change, const i64* lora_B, const int* lora_rank,
-    const float* lora_scale, const int* slots, const float* low, int low_row) {
-  const int at = blockIdx.x * blockDim.x + threadIdx.x, i = blockIdx.y;
-  let_next_start();
-  wait_for_previous();
-  const int slot = __ldcg(slots + i);
-  if (slot < 0 || at >= rows) return;
-  const int rank = __ldcg(lora_rank + slot);
-  const float scale = __ldcg(lora_scale + slot);
-  const float* B = (const float*)__ldcg(lora_B + slot) + (size_t)at * rank;
-  if (!rank) return;
-  const float change = scale * lora_product(B, low + (size_t)i * low_row, rank);
-  u16* to = y + (size_t)i * y_stride + at;
-  *to = stored(value(*to, half) + (round_change ? rounded(change, half) : change), half);
+  if (!rank || blockIdx.x * LORA_OUTPUTS >= rows) return;  // so for all threads of the block
+  for (int j = tid; j < rank; j += LORA_THREADS) {
+    const u32* from = (const u32*)low + (size_t)i * low_row + j;
+    u32 bits = look(from);
+    for (int turns = SPINS; bits == EMPTY; bits = look(from))
+      if (!turns--) __trap();
+    lows[j] = __uint_as_float(bits);
+  }
+  __syncthreads();
+  float sum = 0.f;
+  if (is_there && has_fours) {
+#pragma unroll
+    for (int k = 0; k < LORA_OWN; k++)
+      if ((k * 4 + q) * 4 < rank) sum = dot_4(own_B[k], *((const float4*)lows + k * 4 + q), sum);
+    for (int j = LORA_OWN * 4 + q; j < rank / 4; j += 4) sum = dot_4(__ldg((const float4*)own + j), *((const float4*)lows + j), sum);
+  } else if (is_there) {
+    for (int j = q; j < rank; j += 4) sum = fmaf(__ldg(own + j), lows[j], sum);
+  }
+  sum += __shfl_xor_sync(ALL, sum, 1);
+  sum += __shfl_xor_sync(ALL, sum, 2);
+  const float change = scale * sum;
+  if (is_there && q == 0) *to = stored(before + (round_change ? rounded(change, half) : change), half);
 }
