@@ -831,62 +831,71 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
 
 #define LORA_THREADS 256
 #define LORA_OUTPUTS (LORA_THREADS / 4)  // of a block: four threads have one
-#define LORA_AHEAD 5                     // values of A, by four, that a thread has ready before x is
+#define LORA_AHEAD 8                     // values of A, by four, that a thread asks for at once, the first before x is there
 #define LORA_OWN 4                       // values of B, by four: ranks up to 64
 
 // y += scale B low of one layer, and before that, in the first `makers` blocks, low = A x of it and of the layers behind it in the
 // tables, `members` in all, over the same x. As in a product, `low` is full of EMPTY then and a value says itself that it is
 // there; 2^shift threads make one. makers 0: `low` was made by a launch in front. Grid: [blocks of outputs, n], blocks enough for
 // the makers. round_change: as over a quantized layer. What does not depend on the kernel in front is asked for before it ends.
-extern "C" __global__ void __launch_bounds__(LORA_THREADS, 4) lora_add(
+extern "C" __global__ void __launch_bounds__(LORA_THREADS, 2) lora_add(
     const u16* x, int x_stride, int n, int columns, int half, u16* y, int y_stride, int rows, int round_change,
     const i64* lora_A, int lora_A_stride, const i64* lora_B, const int* lora_rank, int lora_rank_stride, const float* lora_scale,
     const int* slots, float* low, int low_row, int low_member, int members, int makers, int shift) {
   extern __shared__ __align__(16) u8 shared[];  // low of this block's row
-  __shared__ const float* every_A[MEMBERS * COLUMNS];
-  __shared__ int every_rank[MEMBERS * COLUMNS];
   __shared__ float sums[2 * LORA_THREADS / 32];
   float* lows = (float*)shared;
   const int tid = threadIdx.x, lane = tid & 31, i = blockIdx.y, index = i * gridDim.x + blockIdx.x;
   const int both = n * members, fours = columns / 4, group = tid >> shift, place = tid & ((1 << shift) - 1);
   const bool makes = index < makers;
   let_next_start();
-  // Two chains of addresses take turns: of the values that this block makes, and of the change of its own row.
-  const int slot = __ldcg(slots + i), made_slot = makes && tid < both ? __ldcg(slots + tid / members) : -1;
-  int rank = 0, made_rank = 0;
+  // Lane 8 m + i of every warp has the adapter of row i for member m; all lanes that of this block's own row.
+  const int lane_slot = lane % COLUMNS < n ? __ldcg(slots + lane % COLUMNS) : -1, slot = __shfl_sync(ALL, lane_slot, i);
+  int rank = 0, lane_rank = 0;
   float scale = 0.f;
-  const float *B = nullptr, *A = nullptr;
-  if (made_slot >= 0) {
-    const int m = tid % members;
-    made_rank = __ldcg(lora_rank + (size_t)m * lora_rank_stride + made_slot);
-    A = (const float*)__ldcg(lora_A + (size_t)m * lora_A_stride + made_slot);
+  const float* B = nullptr;
+  u64 lane_A = 0;
+  if (makes && lane_slot >= 0 && lane / COLUMNS < members) {
+    lane_rank = __ldcg(lora_rank + (size_t)(lane / COLUMNS) * lora_rank_stride + lane_slot);
+    lane_A = __ldcg((const u64*)lora_A + (size_t)(lane / COLUMNS) * lora_A_stride + lane_slot);
   }
   if (slot >= 0) {
     rank = __ldcg(lora_rank + slot);
     B = (const float*)__ldcg(lora_B + slot);
     scale = __ldcg(lora_scale + slot);
   }
-  int dots = 0;  // one of each row and member, then the next of each: what has no such value is left out
-  const auto dot_of = [&](int number) {
-    const int j = number / both, which = number - j * both;
-    Dot dot = {nullptr, which / members, which % members, j};
-    if (number < dots && j < every_rank[which]) dot.A = every_A[which] + (size_t)j * columns;
+  int dots = lane_rank;  // one of each row and member, then the next of each: those beyond a rank are left out
+#pragma unroll
+  for (int d = 16; d; d /= 2) dots = max(dots, __shfl_xor_sync(ALL, dots, d));
+  dots *= both;
+  const float inverse = __fdividef(1.f, (float)both);
+  const auto dot_of = [&](int number) {  // the same for a warp
+    Dot dot = {nullptr, 0, 0, quotient(number, inverse)};
+    const int which = number - dot.j * both;
+    dot.m = which >= n ? which >= 2 * n ? 2 : 1 : 0;
+    dot.i = which - dot.m * n;
+    const float* A = (const float*)__shfl_sync(ALL, lane_A, dot.m * COLUMNS + dot.i);
+    const int most = __shfl_sync(ALL, lane_rank, dot.m * COLUMNS + dot.i);
+    if (dot.j < most) dot.A = A + (size_t)dot.j * columns;
     return dot;
   };
   const auto is_by_four = [&](const Dot& dot) {
     return (((size_t)dot.A & 15) | ((size_t)(x + (size_t)dot.i * x_stride) & 7) | (columns & 3)) == 0;
   };
   Dot dot = {nullptr, 0, 0, 0};
-  float4 first_A[LORA_AHEAD];
-  if (makes) {
-    if (tid < both) every_A[tid] = A, every_rank[tid] = made_rank;
-    __syncthreads();
-    for (int e = 0; e < both; e++) dots = max(dots, every_rank[e] * both);
-    dot = dot_of(index + group * makers);
-    if (dot.A && is_by_four(dot))
+  float4 some_A[LORA_AHEAD];
+  const auto ask = [&](int from) {
 #pragma unroll
-      for (int k = 0; k < LORA_AHEAD; k++)
-        if (place + (k << shift) < fours) first_A[k] = __ldg((const float4*)dot.A + place + (k << shift));
+    for (int k = 0; k < LORA_AHEAD; k++)
+      if (from + (k << shift) < fours) some_A[k] = __ldg((const float4*)dot.A + from + (k << shift));
+  };
+  if (makes) {
+    dot = dot_of(index + group * makers);
+    if (dot.A && is_by_four(dot)) {
+      ask(place);
+      for (int from = place + (LORA_AHEAD << shift); from < fours; from += 1 << shift)
+        if (lane % 8 == 0) prefetch((const float4*)dot.A + from);
+    }
   }
   const int q = tid & 3, at = blockIdx.x * LORA_OUTPUTS + tid / 4;
   const bool is_there = rank && at < rows, has_fours = ((rank & 3) | ((size_t)B & 15)) == 0;
@@ -911,21 +920,17 @@ extern "C" __global__ void __launch_bounds__(LORA_THREADS, 4) lora_add(
         return make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half));
       };
       if (is_by_four(dot)) {
-        const float4* from = (const float4*)dot.A;
-        uint2 v[LORA_AHEAD];
+#pragma unroll 1
+        for (int from = place; from < fours; from += LORA_AHEAD << shift) {
+          if (!is_first || from != place) ask(from);
+          uint2 v[LORA_AHEAD];
 #pragma unroll
-        for (int k = 0; k < LORA_AHEAD; k++) {
-          const int four = place + (k << shift);
-          if (four >= fours) continue;
-          v[k] = __ldcg((const uint2*)row + four);
-          if (!is_first) first_A[k] = __ldg(from + four);
+          for (int k = 0; k < LORA_AHEAD; k++)
+            if (from + (k << shift) < fours) v[k] = __ldcg((const uint2*)row + from + (k << shift));
+#pragma unroll
+          for (int k = 0; k < LORA_AHEAD; k++)
+            if (from + (k << shift) < fours) sum = dot_4(some_A[k], x_4(v[k]), sum);
         }
-#pragma unroll
-        for (int k = 0; k < LORA_AHEAD; k++)
-          if (place + (k << shift) < fours) sum = dot_4(first_A[k], x_4(v[k]), sum);
-#pragma unroll 5
-        for (int four = place + (LORA_AHEAD << shift); four < fours; four += 1 << shift)
-          sum = dot_4(__ldg(from + four), x_4(__ldcg((const uint2*)row + four)), sum);
       } else {
         for (int k = place; k < columns; k += 1 << shift) sum = fmaf(__ldg(dot.A + k), value(__ldcg(row + k), half), sum);
       }
