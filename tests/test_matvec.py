@@ -490,6 +490,55 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
 
 
 @needs_gxx
+@pytest.mark.parametrize("ranks", [[64, 24, 0], [8, 4, 72], [33, 6, 64]])
+@pytest.mark.parametrize(
+    "rows, cut",
+    [
+        ((80, 33), held(1, 3, 4, 1, 16, 1, 8)),
+        ((80,), held(1, 1, 5, 1, 20, 1, 5)),  # warps that no value is left for
+        ((48, 16, 17), held(4, 5, 1, 1, 8, 2, 6)),  # two blocks along K
+        ((48, 48), held(2, 4, 2, 2, 16, 1, 6)),  # with a gate
+        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),  # outputs in several rounds
+        ((48, 48), None),  # through the ring, with a gate
+    ],
+)
+def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(modules, rows, cut, ranks):
+    """Against float64, for ranks on both sides of what one thread has of B, and of what a block makes at once."""
+    torch.manual_seed(16)
+    columns = 1280 if rows == (80,) else 1024
+    n = 5 if cut is None else cut.n
+    paired = rows == (48, 48)
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    adapters, slots = adapters_of(rows, columns, ranks), [(i + n) % 4 - 1 for i in range(n)]
+    if len(rows) > 1:
+        adapters[1][1] = None
+    for width in (72, 75):  # rows of `low` that are not aligned
+        lora = matvec.lora_args(adapters, torch.tensor(slots, dtype=torch.int32), width)
+        outs, gate = [], matvec.Gate("gelu_tanh") if paired else None
+        for module in modules:
+            outs.append(torch.full((n, 48 if paired else sum(rows)), math.nan, dtype=torch.bfloat16))
+            lora.low.fill_(math.nan)
+            matvec.matvec4(x, group, outs[-1], lora=lora, gate=gate, module=module, cut=cut)
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        wanted = exact(x, group).bfloat16().double()
+        for i, slot in enumerate(slots):
+            start = 0
+            for m, size in enumerate(rows):
+                if slot >= 0 and (adapter := adapters[m][slot]) is not None:
+                    A, B, scale = adapter
+                    change = scale * (B.double() @ (A.double() @ x[i].double()))
+                    wanted[i, start : start + size] += change.bfloat16().double()
+                    low = A.double() @ x[i].double()
+                    torch.testing.assert_close(lora.low[i, m, : len(A)].double(), low, rtol=1e-4, atol=1e-4)
+                start += size
+        if paired:
+            act = torch.nn.functional.gelu(wanted[:, :48].float().bfloat16().float(), approximate="tanh").bfloat16()
+            wanted = act.double() * wanted[:, 48:].bfloat16().double()
+        for i in range(n):
+            assert tuning.relative_error(outs[0][i], wanted[i]) < (3 if paired else 1.5) * tuning.LARGEST_ERROR
+
+
+@needs_gxx
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("n", [1, 5])
 @pytest.mark.parametrize("kind", fused.ACTIVATIONS)
@@ -554,6 +603,7 @@ OUTPUTS = (200, 64, 17)
         (5460, [3, 64], [1, 0], 0),  # more of A than a thread has ready
         (64, [1, 2, 3, 0, 5, 6, 7, 33], [0, 1, 2, 3, 4, 5, 6, 7], 0),
         (64, [4], [-1, -1], 0),
+        (64, [4, 9], [i % 3 - 1 for i in range(11)], 0),  # more rows than a launch takes
     ],
 )
 def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, shifted, round_change):
@@ -577,7 +627,7 @@ def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, sh
         matvec.lora_add(parts[0], lora, module, x=x, round_change=round_change)
         for m in (1, 2):
             matvec.lora_add(parts[m], lora.member(m), module, round_change=round_change)
-        assert module.launches[before:] == ["lora_add"] * 3
+        assert module.launches[before:] == ["lora_add"] * (3 if n <= 8 else 6)
         outs.append(y)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     wanted, changed = wide.double(), torch.zeros(n, sum(OUTPUTS), dtype=torch.bool)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,10 @@ class LoraArgs:
             self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
             adapters, self.is_empty,
         )  # fmt: skip
+
+    def rows(self, part: slice) -> LoraArgs:
+        """Return the adapters of some of the rows."""
+        return replace(self, row_slots=self.row_slots[part], low=self.low[part])
 
 
 # Torch: the same mathematics -----------------------------------------------------------------------------------------
@@ -462,8 +466,14 @@ def lora_add(
         lora_add_torch(y, lora, round_change=round_change)
         return
     n, members, width = lora.low.shape
+    if n > MAX_ROWS:
+        for first in range(0, n, MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            given = None if x is None else x[rows]
+            lora_add(y[rows], lora.rows(rows), module, x=given, round_change=round_change, dependent=dependent)
+        return
     _check_lora(lora, members, y.shape[0])
-    assert n <= MAX_ROWS and members <= MAX_MEMBERS and y.stride(1) == 1 and (x is None or x.stride(1) == 1)
+    assert members <= MAX_MEMBERS and y.stride(1) == 1 and (x is None or x.stride(1) == 1)
     makers, shift = 0, 8
     if x is not None:
         if not lora.is_empty:
