@@ -157,10 +157,14 @@ __device__ __forceinline__ float lora_product(const float* B, const float* low, 
 #define EMPTY 0xffffffffu  // a NaN that no operation makes
 #if HELD
 #define A_FOURS ((BLOCKS * 16 + THREADS - 1) / THREADS)
-#define AHEAD (A_FOURS < 4 ? A_FOURS : 4)  // values of A, by four, that a thread has ready before x is
+// Values of A, by four, that a thread has ready before x is: for one value of A x a block, or for several where registers are left.
+#define IS_TIGHT (A_FOURS > 4 || (HELD * BUFFERS > 2 && THREADS > 512))
+#define AHEAD (A_FOURS > 4 || !IS_TIGHT ? 4 : A_FOURS)
 #else
+#define IS_TIGHT 0
 #define AHEAD 4
 #endif
+#define MORE 4       // that it asks for at once later
 #define SHARE 8      // the most of them, by four, of one value that a thread has where a block makes several at once
 #define FEW_RANKS 8  // up to here a thread has the whole row of B of its output, else eight threads share it
 
@@ -568,9 +572,22 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         const int four = part.place + k * part.each;
         if (four < fours) sum = dot_4(is_first ? first_A[k] : __ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
       }
+      if constexpr (IS_TIGHT) {  // few lines of a whole block: what is asked for at once takes registers of all that is held
 #pragma unroll 4
-      for (int four = part.place + AHEAD * part.each; four < fours; four += part.each)
-        sum = dot_4(__ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+        for (int four = part.place + AHEAD * part.each; four < fours; four += part.each)
+          sum = dot_4(__ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+      } else {
+#pragma unroll 1
+        for (int from = part.place + AHEAD * part.each; from < fours; from += MORE * part.each) {
+          float4 more[MORE];
+#pragma unroll
+          for (int k = 0; k < MORE; k++)
+            if (from + k * part.each < fours) more[k] = __ldg((const float4*)dot.A + from + k * part.each);
+#pragma unroll
+          for (int k = 0; k < MORE; k++)
+            if (from + k * part.each < fours) sum = dot_4(more[k], x_4(dot.i, from + k * part.each), sum);
+        }
+      }
     }
     sum = warp_sum(sum);
     float* to = dot_sums + 32 * turn_of_sums;
