@@ -865,7 +865,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #endif
 
 #if HELD
-extern "C" __global__ void __launch_bounds__(THREADS, 1) matvec_held(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2) matvec_held(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
   matvec<(ROWS <= 4)>(a, shared);
