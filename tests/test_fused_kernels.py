@@ -44,7 +44,8 @@ def on_cpu(monkeypatch):
     return chosen
 
 
-def test_adapters_by_table_serve_families_without_a_fused_step(on_cpu, replayed, tmp_path):  # noqa: F811
+@pytest.mark.parametrize("decode", ["auto", "graph"])
+def test_adapters_by_table_serve_captured_modules(on_cpu, replayed, tmp_path, decode):  # noqa: F811
     """A tiny Llama: its own modules, adapters of two ranks looked up by each row, nothing captured anew."""
     assert kernels._wrong_lora(on_cpu.matvec, torch.bfloat16) is None
     base = pico.build("llama", tmp_path / "base")
@@ -54,7 +55,7 @@ def test_adapters_by_table_serve_families_without_a_fused_step(on_cpu, replayed,
     plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu")
     asked = [("a", [5, 6, 7], {}), (None, [9, 8], {}), ("b", [4], {})]
     with trimtab.load(plan) as model:
-        eager, batch = (joined(model, way, asked, rows=4) for way in ("eager", "auto"))
+        eager, batch = (joined(model, way, asked, rows=4) for way in ("eager", decode))
         assert batch.steps.is_captured and batch.steps._slots is None
         for names in (["a", None, "b"], ["b", "a", None], [None, "b", "b"]):
             for one in (eager, batch):

@@ -95,9 +95,9 @@ class Steps:
     """The steps of one batch. mode: "auto" takes the fastest that works, the others exactly what they say.
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
-    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a CPU their
-    plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by name cannot
-    be had.
+    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
+    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by
+    name cannot be had.
     """
 
     batch: Batch
