@@ -77,8 +77,8 @@ def check(module, fences, rows, columns, n, quant, dtype):
         gate = matvec.Gate("gelu_tanh")
         matvec.matvec4(x, group, fences.put(torch.zeros(n, rows[0], dtype=dtype)), lora=lora, gate=gate, module=module)
     first = matvec.LoraArgs(*[fences.put(getattr(lora.member(0), name)) for name in names])
-    matvec.lora_shrink(x, first, module)
-    matvec.lora_add(fences.put(torch.zeros(n, rows[0], dtype=dtype)), first, module)
+    for given in (x, None):
+        matvec.lora_add(fences.put(torch.zeros(n, rows[0], dtype=dtype)), first, module, x=given)
 
 
 def main():

@@ -355,8 +355,9 @@ def test_a_step_ahead_that_fails_loses_no_token(model, replayed, monkeypatch):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="nothing is captured on a CPU")
-def test_switching_adapters_captures_nothing_anew(model):
-    batch = joined(model, "auto", [ASKED[0], ASKED[1]], rows=2)
+@pytest.mark.parametrize("decode", ["auto", "graph"])
+def test_switching_adapters_captures_nothing_anew(model, decode):
+    batch = joined(model, decode, [ASKED[0], ASKED[1]], rows=2)
     batch.step()
     captured = batch.steps.captures
     for names in (["specialist", "style"], ["style", "style"], ["specialist", None]):

@@ -84,7 +84,6 @@ def test_the_torch_path_equals_a_quantized_layer_with_an_adapter():
     ((adapter,),) = adapters_of([96], 256, [8])
     lora = matvec.lora_args([[adapter]], torch.tensor([0, -1, 0], dtype=torch.int32), 8)
     out = torch.full((3, 96), math.nan, dtype=torch.bfloat16)
-    matvec.lora_shrink(x, lora, None)
     matvec.matvec4(x, [packed], out, lora=lora, module=None)
     base = torch.nn.functional.linear(x.float(), matvec.decoded(packed)).bfloat16()
     A, B, scale = adapter
@@ -108,8 +107,7 @@ def test_the_change_of_other_layers_is_added_as_the_adapter_adds_it(round_change
     A, B, scale = adapters[0][1]
     wanted = y.clone()
     wanted[0] = LinearAdapter("text", scale, A, B).apply(Leaf(), x[0], y[0])
-    matvec.lora_shrink(x, lora, None)
-    matvec.lora_add(y, lora, None, round_change=round_change)
+    matvec.lora_add(y, lora, None, x=x, round_change=round_change)
     assert torch.equal(y, wanted)
 
 
@@ -474,7 +472,8 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
             lora.low.fill_(math.nan)
             out, wanted, plain = (torch.full((n, sum(rows)), math.nan, dtype=dtype) for _ in range(3))
             if apart:
-                matvec.lora_shrink(x, lora, module)
+                y = torch.zeros(n, rows[0], dtype=dtype)
+                matvec.lora_add(y, lora, module, x=x)
             else:
                 matvec.matvec4(x, group, out, lora=lora, module=module, cut=cut)
             matvec.lora_shrink_torch(x, reference)
@@ -488,6 +487,55 @@ def test_each_row_uses_its_own_adapter(modules, dtype, splits):
         for i, start, end in ((2, 0, 81), (5, 0, 81), (1, 48, 64), (7, 48, 64)):
             assert torch.equal(out[i, start:end], plain[i, start:end])  # no adapter: bit for bit the base's
         assert not torch.equal(out[0], plain[0])
+
+
+@needs_gxx
+@pytest.mark.parametrize("ranks", [[64, 24, 0], [8, 4, 72], [33, 6, 64]])
+@pytest.mark.parametrize(
+    "rows, cut",
+    [
+        ((80, 33), held(1, 3, 4, 1, 16, 1, 8)),
+        ((80,), held(1, 1, 5, 1, 20, 1, 5)),  # warps that no value is left for
+        ((48, 16, 17), held(4, 5, 1, 1, 8, 2, 6)),  # two blocks along K
+        ((48, 48), held(2, 4, 2, 2, 16, 1, 6)),  # with a gate
+        ((48, 48), held(8, 6, 1, 2, 8, 2, 6)),  # outputs in several rounds
+        ((48, 48), None),  # through the ring, with a gate
+    ],
+)
+def test_high_ranks_take_several_values_a_block_and_several_threads_an_output(modules, rows, cut, ranks):
+    """Against float64, for ranks on both sides of what one thread has of B, and of what a block makes at once."""
+    torch.manual_seed(16)
+    columns = 1280 if rows == (80,) else 1024
+    n = 5 if cut is None else cut.n
+    paired = rows == (48, 48)
+    group, x = group_of(rows, columns), torch.randn(n, columns).bfloat16()
+    adapters, slots = adapters_of(rows, columns, ranks), [(i + n) % 4 - 1 for i in range(n)]
+    if len(rows) > 1:
+        adapters[1][1] = None
+    for width in (72, 75):  # rows of `low` that are not aligned
+        lora = matvec.lora_args(adapters, torch.tensor(slots, dtype=torch.int32), width)
+        outs, gate = [], matvec.Gate("gelu_tanh") if paired else None
+        for module in modules:
+            outs.append(torch.full((n, 48 if paired else sum(rows)), math.nan, dtype=torch.bfloat16))
+            lora.low.fill_(math.nan)
+            matvec.matvec4(x, group, outs[-1], lora=lora, gate=gate, module=module, cut=cut)
+        assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+        wanted = exact(x, group).bfloat16().double()
+        for i, slot in enumerate(slots):
+            start = 0
+            for m, size in enumerate(rows):
+                if slot >= 0 and (adapter := adapters[m][slot]) is not None:
+                    A, B, scale = adapter
+                    change = scale * (B.double() @ (A.double() @ x[i].double()))
+                    wanted[i, start : start + size] += change.bfloat16().double()
+                    low = A.double() @ x[i].double()
+                    torch.testing.assert_close(lora.low[i, m, : len(A)].double(), low, rtol=1e-4, atol=1e-4)
+                start += size
+        if paired:
+            act = torch.nn.functional.gelu(wanted[:, :48].float().bfloat16().float(), approximate="tanh").bfloat16()
+            wanted = act.double() * wanted[:, 48:].bfloat16().double()
+        for i in range(n):
+            assert tuning.relative_error(outs[0][i], wanted[i]) < (3 if paired else 1.5) * tuning.LARGEST_ERROR
 
 
 @needs_gxx
@@ -539,21 +587,74 @@ def test_the_change_is_rounded_before_it_is_added(modules):
     assert (out == 256).all()
 
 
+OUTPUTS = (200, 64, 17)
+
+
 @needs_gxx
-@pytest.mark.parametrize("columns", [64, 100, 130])
 @pytest.mark.parametrize("round_change", [False, True])
-def test_the_change_of_a_layer_of_another_kind(modules, columns, round_change):
+@pytest.mark.parametrize(
+    "columns, ranks, slots, shifted",
+    [
+        (64, [8], [0], 0),  # one row, one rank
+        (100, [7, 0, 16], [0, 1, -1], 0),
+        (130, [7, 4], [0, 1, -1], 0),  # rows of A that are not whole groups of four
+        (64, [72, 8], [1, 0, -1, 1, 0], 0),  # more of B than a thread has ready; several rounds of values
+        (192, [8, 12], [0, 1, 1], 2),  # rows of x that are not aligned
+        (5460, [3, 64], [1, 0], 0),  # more of A than a thread has ready
+        (64, [1, 2, 3, 0, 5, 6, 7, 33], [0, 1, 2, 3, 4, 5, 6, 7], 0),
+        (64, [4], [-1, -1], 0),
+        (64, [4, 9], [i % 3 - 1 for i in range(11)], 0),  # more rows than a launch takes
+    ],
+)
+def test_the_change_of_layers_of_another_kind(modules, columns, ranks, slots, shifted, round_change):
+    """Three layers over one input: the first one's launch makes A x of all, the others only add; against float64."""
     torch.manual_seed(9)
-    adapters = adapters_of([200], columns, [7, 0])
+    n, dtype = len(slots), torch.float16 if columns == 192 else torch.bfloat16
+    adapters = adapters_of(OUTPUTS, columns, ranks)
+    if len(ranks) > 1:
+        adapters[0][1] = None  # the layer that makes it for the others has none itself
+    x = torch.randn(n, columns + shifted).to(dtype)[:, shifted:]
+    wide = torch.randn(n, sum(OUTPUTS)).to(dtype)
+    outs = []
+    for number, module in enumerate(modules):
+        lora = matvec.lora_args(adapters, torch.tensor(slots, dtype=torch.int32), max(ranks) + number)
+        lora.low.fill_(math.nan)
+        if number == 1:  # as a step has it that emptied its scratch at once
+            lora.low.view(torch.int32).fill_(matvec.EMPTY)
+            lora = dataclasses.replace(lora, is_empty=True)
+        y, before = wide.clone(), len(module.launches)
+        parts = y.split(OUTPUTS, dim=1)
+        matvec.lora_add(parts[0], lora, module, x=x, round_change=round_change)
+        for m in (1, 2):
+            matvec.lora_add(parts[m], lora.member(m), module, round_change=round_change)
+        assert module.launches[before:] == ["lora_add"] * (3 if n <= 8 else 6)
+        outs.append(y)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+    wanted, changed = wide.double(), torch.zeros(n, sum(OUTPUTS), dtype=torch.bool)
+    for i, slot in enumerate(slots):
+        start = 0
+        for m, width in enumerate(OUTPUTS):
+            if slot >= 0 and (adapter := adapters[m][slot]) is not None:
+                A, B, scale = adapter
+                change = scale * (B.double() @ (A.double() @ x[i].double()))
+                wanted[i, start : start + width] += change.to(dtype).double() if round_change else change
+                changed[i, start : start + width] = True
+            start += width
+    assert torch.equal(outs[0][~changed], wide[~changed])
+    # One rounding of the sum, and where two float32 sums lie on both sides of one, a step of the change's rounding.
+    assert (outs[0] == wanted.to(dtype)).float().mean() > 0.99
+    torch.testing.assert_close(outs[0].double(), wanted, rtol=2**-7, atol=2e-2)
+
+
+@needs_gxx
+def test_values_of_a_x_that_are_no_numbers_reach_every_output(modules):
+    """NaN with all bits set means that a value is not there yet: a value that is such a NaN must not be waited for."""
+    x = torch.zeros(1, 64).bfloat16()
+    adapters = [[(torch.full((2, 64), -1, dtype=torch.int32).view(torch.float32), torch.ones(80, 2), 1.0)]]
     for module in modules:
-        lora = matvec.lora_args(adapters, torch.tensor([0, 1, -1], dtype=torch.int32), 8)
-        x, y = torch.randn(3, columns).bfloat16(), torch.randn(3, 200).bfloat16()
-        wanted = y.clone()
-        matvec.lora_shrink(x, lora, module)
-        matvec.lora_add_torch(wanted, lora, round_change=round_change)
-        matvec.lora_add(y, lora, module, round_change=round_change)
-        assert (y == wanted).float().mean() > 0.99
-        torch.testing.assert_close(y, wanted, rtol=2**-7, atol=1e-2)
+        lora, y = matvec.lora_args(adapters, torch.zeros(1, dtype=torch.int32), 2), torch.ones(1, 80).bfloat16()
+        matvec.lora_add(y, lora, module, x=x)
+        assert y.isnan().all()
 
 
 @needs_gxx

@@ -94,10 +94,10 @@ class _Captured:
 class Steps:
     """The steps of one batch. mode: "auto" takes the fastest that works, the others exactly what they say.
 
-    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, on a GPU with fewer
-    operations for norms and adapters (`short_ops`), captured. "fused": few kernels of our own, captured; on a CPU their
-    plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by name cannot
-    be had.
+    "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
+    with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
+    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by
+    name cannot be had.
     """
 
     batch: Batch
@@ -128,6 +128,8 @@ class Steps:
         self.kernels = Kernels.none()
         if self.mode in ("auto", "fused"):
             self._choose_kernels()
+        elif self.is_captured:
+            self._take_for_adapters()
 
     # What can be had ---------------------------------------------------------------------------------------------------
 
@@ -172,14 +174,17 @@ class Steps:
         why = hf_gemma4.why_not(self.model.hf_model)
         if why is not None:
             self._fall_back("fused step", why, asked=self.mode == "fused")
-            if self.device.type == "cuda":
-                self._take(Kernels.for_adapters(self.device, self.model.dtype))
+            self._take_for_adapters()
             return
         self._is_fusable = True
         if self.device.type == "cuda":
             self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows, progress=self.model.measuring))
             # Without any of them the modules' own operations are as few as plain torch's.
             self._is_fusable = self.mode == "fused" or not self.kernels.is_empty
+
+    def _take_for_adapters(self) -> None:
+        if self.device.type == "cuda":
+            self._take(Kernels.for_adapters(self.device, self.model.dtype))
 
     def _take(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -240,6 +245,8 @@ class Steps:
     def _modules(self, count: int, *, added_masks: bool = False) -> Tensor:
         """Return the logits [count, V] of transformers' own forward pass."""
         batch, cache = self.batch, self.batch.cache
+        if (slots := self.model.route.slots) is not None:
+            slots.empty(count)
         cache.begin()
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
         if added_masks:
@@ -403,7 +410,8 @@ class Steps:
             table.reads_staged = True
         try:
             run = partial(self._finish_and_go_on, step, bucket)
-            overlap = step is self._fused and self._overlap_pays(run, slots)
+            is_ours = step is self._fused or slots is not None
+            overlap = is_ours and self._overlap_pays(run, slots)
             if step is self._fused:
                 self._refine(run, slots, bucket, overlap=overlap)
                 self._choose_chain(run, slots, bucket, overlap=overlap)

@@ -9,7 +9,7 @@ scales and sums are float32. x is exact: 64 bf16 values times a power of two are
 rounding of y. Relative error against float64 (norm of the difference over norm of y): 1.7e-3 for bf16, 2.5e-4 for float16,
 where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
-One launch does all of it: the blocks make `low` together, a value at a time, before they multiply, and take what they need
+One launch does all of it: the blocks make `low` together, a value or a few at a time, before they multiply, and take what they need
 at their end. How a launch is cut is in cuts.py; where blocks share columns, the last of them adds the parts in a fixed order.
 So the same input gives the same bits on one device; another cut sums in another order.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,9 @@ from trimtab.runtime.quant import Packed
 MAX_MEMBERS = 3
 NESTED = 256
 _TYPES = (torch.bfloat16, torch.float16)
-_SHRINK_THREADS = 256
-NAMES = ("lora_shrink", "lora_add")
+# As in the kernel for adapters of other layers: threads of a block, outputs of one.
+_LORA_THREADS, _LORA_OUTPUTS = 256, 64
+NAMES = ("lora_add",)
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
 # What `low` holds before a product makes it: all bits set, a NaN that no operation makes.
 EMPTY = -1
@@ -120,6 +121,10 @@ class LoraArgs:
             self.A_ptr[part], self.B_ptr[part], self.rank[part], self.scale[part], self.row_slots, self.low[:, part],
             adapters, self.is_empty,
         )  # fmt: skip
+
+    def rows(self, part: slice) -> LoraArgs:
+        """Return the adapters of some of the rows."""
+        return replace(self, row_slots=self.row_slots[part], low=self.low[part])
 
 
 # Torch: the same mathematics -----------------------------------------------------------------------------------------
@@ -445,44 +450,48 @@ def matvec4(
     )  # fmt: skip
 
 
-def lora_shrink(x: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, dependent: bool | None = None) -> None:
-    """Write low[i, m, :rank] = A_m x_i for every row with an adapter; other entries stay as they are. x [n, D_in]."""
-    if module is None or x.device != module.device:
-        lora_shrink_torch(x, lora)
-        return
-    _check_lora(lora, lora.low.shape[1], x.shape[0])
-    n, members, width = lora.low.shape
-    assert x.stride(1) == 1
-    groups = 2  # of warps that make a value together
-    module.launch(
-        "lora_shrink", (min(-(-lora.low.numel() // groups), 2 * module.multiprocessors),), (_SHRINK_THREADS,),
-        [
-            x, x.stride(0), n, x.shape[1], int(x.dtype == torch.float16), lora.A_ptr, lora.A_ptr.stride(0), lora.rank,
-            lora.rank.stride(0), lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), width, members,
-        ],
-        dependent=dependent,
-    )  # fmt: skip
-
-
 def lora_add(
-    y: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, round_change: bool = False, dependent: bool | None = None
-) -> None:
-    """Add scale * (B low) to y [n, D_out] of one layer in place, where the layer itself was computed elsewhere.
+    y: Tensor, lora: LoraArgs, module: nvrtc.Module | None, *, x: Tensor | None = None, round_change: bool = False,
+    dependent: bool | None = None,
+) -> None:  # fmt: skip
+    """Add scale * (B low) to y [n, D_out] in place, of the first layer of a group that was computed elsewhere.
 
-    round_change: the change is rounded before it is added, as over a quantized (int8) layer; else the sum alone is.
+    x [n, D_in]: the group's input; low[i, m, :rank] = A_m x_i is then made in the same launch for all members, and the others
+    need no x afterwards (`LoraArgs.member`). Without it `low` is there already. round_change: the change is rounded before
+    it is added, as over a quantized (int8) layer; else the sum alone is.
     """
     if module is None or y.device != module.device:
+        if x is not None:
+            lora_shrink_torch(x, lora)
         lora_add_torch(y, lora, round_change=round_change)
         return
-    _check_lora(lora, 1, y.shape[0])
-    assert y.stride(1) == 1
+    n, members, width = lora.low.shape
+    if n > MAX_ROWS:
+        for first in range(0, n, MAX_ROWS):
+            rows = slice(first, first + MAX_ROWS)
+            given = None if x is None else x[rows]
+            lora_add(y[rows], lora.rows(rows), module, x=given, round_change=round_change, dependent=dependent)
+        return
+    _check_lora(lora, members, y.shape[0])
+    assert members <= MAX_MEMBERS and y.stride(1) == 1 and (x is None or x.stride(1) == 1)
+    makers, shift = 0, 8
+    if x is not None:
+        if not lora.is_empty:
+            lora.low.view(torch.int32).fill_(EMPTY)
+        # One value a block at a time, or as many more as leave each warp one, before a second round.
+        makers = min(lora.low.numel(), module.side_by_side)
+        while shift > 5 and (makers * _LORA_THREADS >> shift) < lora.low.numel():
+            shift -= 1
+    blocks = max(-(-y.shape[1] // _LORA_OUTPUTS), -(-makers // n))
     module.launch(
-        "lora_add", (-(-y.shape[1] // 128), y.shape[0]), (128,),
+        "lora_add", (blocks, n), (_LORA_THREADS,),
         [
-            y, y.stride(0), y.shape[1], int(y.dtype == torch.float16), int(round_change), lora.B_ptr, lora.rank,
-            lora.scale, lora.row_slots, lora.low, lora.low.stride(0),
+            x, 0 if x is None else x.stride(0), n, 0 if x is None else x.shape[1], int(y.dtype == torch.float16),
+            y, y.stride(0), y.shape[1], int(round_change), lora.A_ptr, lora.A_ptr.stride(0), lora.B_ptr, lora.rank,
+            lora.rank.stride(0), lora.scale, lora.row_slots, lora.low, lora.low.stride(0), lora.low.stride(1), members,
+            makers, shift,
         ],
-        dependent=dependent,
+        shared_bytes=-(-width // 4) * 16, dependent=dependent,
     )  # fmt: skip
 
 

@@ -91,6 +91,8 @@ class AdapterSlots:
         self._seen_serial = 0
         # By size, and never given back: a captured step has their addresses.
         self._low: dict[tuple[int, int], Tensor] = {}
+        # The scratch that `empty` was last called for, and the layers whose part of it nobody has taken since.
+        self._empty: tuple[tuple[int, int], set[int]] = ((0, 0), set())
         self.largest_rank = 0
 
     def why_not(self, name: str | None) -> str | None:
@@ -223,6 +225,8 @@ class AdapterSlots:
     def empty(self, rows: int) -> None:
         """Make the scratch of a step's products what they must find; once a step, before `args(..., is_empty=True)`."""
         self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
+        self._empty = (rows, self.largest_rank), set(range(len(self._place)))
+        self._shared = None
 
     def args(self, leaves: Sequence[Leaf], rows: int, *, is_empty: bool = False) -> matvec.LoraArgs | None:
         """Return what the kernels need for layers that read one input, None if no adapter touches them.
@@ -235,6 +239,7 @@ class AdapterSlots:
         if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
             raise ValueError(f"layers {numbers} are not next to each other")
         part = slice(numbers[0], numbers[-1] + 1)
+        self._empty[1].difference_update(numbers)
         each = rows * self.largest_rank
         low = self._lows(rows)[part.start * each : part.stop * each]
         return matvec.LoraArgs(
@@ -246,22 +251,24 @@ class AdapterSlots:
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token a row."""
         rows = x.shape[0]
-        args = self._shrunk(leaf, x)
+        args, made_of = self._taken(leaf, x)
         # PEFT rounds the change over a quantized layer, and the sum over another.
-        matvec.lora_add(y.view(rows, -1), args, self.module, round_change=leaf.quant_kind != "none")
+        matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=leaf.quant_kind != "none")
         return y
 
-    def _shrunk(self, leaf: Leaf, x: Tensor) -> matvec.LoraArgs:
-        """Return a layer's adapters with A x made; for layers that are given the same tensor one after the other, at once."""
+    def _taken(self, leaf: Leaf, x: Tensor) -> tuple[matvec.LoraArgs, Tensor | None]:
+        """Return a layer's adapters and what A x is to be made of: for layers that are given the same tensor one after the
+        other the first one's launch makes all of it, and the others are told None."""
         # Whether it was changed in between is not known of a tensor that counts no versions.
         group, version = ((leaf,), 0) if x.is_inference() else (self._groups.get(leaf, (leaf,)), x._version)
         if self._shared is not None:
             seen, seen_version, of_group, args = self._shared
             if seen() is x and seen_version == version and of_group is group and group[0] is not leaf:
-                return args.member(group.index(leaf))
-        asked = group if group[0] is leaf else (leaf,)
-        found = self.args(asked, x.shape[0])
+                return args.member(group.index(leaf)), None
+        asked, rows = group if group[0] is leaf else (leaf,), x.shape[0]
+        # A layer that is called twice in a step finds what its first call made.
+        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {self._place[one] for one in asked}
+        found = self.args(asked, rows, is_empty=is_empty)
         assert found is not None
-        matvec.lora_shrink(x.reshape(x.shape[0], -1), found, self.module)
         self._shared = None if len(asked) == 1 else (weakref.ref(x), version, group, found)
-        return found.member(0)
+        return found, x.reshape(rows, -1)

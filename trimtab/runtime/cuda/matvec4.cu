@@ -32,7 +32,6 @@
 #define COLUMNS 8
 #define UB 4        // blocks of 64 weights of a row that a warp takes at once
 #define STRIDE 20   // of the sums of 16 rows: two columns side by side fall on different banks
-#define LORA_WARPS 4
 #define MOST_STAGES 32
 #define PAIR_BYTES 288  // two blocks of x, 32 bytes apart more than they need: four lanes fall on different banks
 
@@ -132,20 +131,19 @@ __device__ __forceinline__ Unit locate(const Matvec& a, int unit) {
   return found;
 }
 
-// B low of one output of one row of x, float32.
-__device__ __forceinline__ float lora_product(const float* B, const float* low, int rank) {
-  float sum = 0.f;
+// B low of one output of one row of x, float32: the share of one of 2^shift threads, from its value or group of four `first` on.
+__device__ __forceinline__ float lora_product(const float* B, const float* low, int rank, int first, int shift, float sum) {
   if ((rank & 3) == 0 && ((size_t)B & 15) == 0 && ((size_t)low & 15) == 0) {
-#pragma unroll 8
-    for (int j = 0; j < rank; j += 4) {
-      const float4 b = __ldg((const float4*)(B + j)), v = *(const float4*)(low + j);
+#pragma unroll 4
+    for (int j = first; j < rank / 4; j += 1 << shift) {
+      const float4 b = __ldg((const float4*)B + j), v = *((const float4*)low + j);
       sum = fmaf(b.x, v.x, sum);
       sum = fmaf(b.y, v.y, sum);
       sum = fmaf(b.z, v.z, sum);
       sum = fmaf(b.w, v.w, sum);
     }
   } else {
-    for (int j = 0; j < rank; j++) sum = fmaf(__ldg(B + j), low[j], sum);
+    for (int j = first; j < rank; j += 1 << shift) sum = fmaf(__ldg(B + j), low[j], sum);
   }
   return sum;
 }
@@ -159,26 +157,27 @@ __device__ __forceinline__ float lora_product(const float* B, const float* low, 
 #define EMPTY 0xffffffffu  // a NaN that no operation makes
 #if HELD
 #define A_FOURS ((BLOCKS * 16 + THREADS - 1) / THREADS)
-#define AHEAD (A_FOURS < 4 ? A_FOURS : 4)  // values of A, by four, that a thread has ready before x is
+// Values of A, by four, that a thread has ready before x is: for one value of A x a block, or for several where registers are left.
+#define IS_TIGHT (A_FOURS > 4 || (HELD * BUFFERS > 2 && THREADS > 512))
+#define AHEAD (A_FOURS > 4 || !IS_TIGHT ? 4 : A_FOURS)
 #else
+#define IS_TIGHT 0
 #define AHEAD 4
 #endif
+#define MORE 4       // that it asks for at once later
+#define SHARE 8      // the most of them, by four, of one value that a thread has where a block makes several at once
+#define FEW_RANKS 8  // up to here a thread has the whole row of B of its output, else eight threads share it
 
 // A value of A x: row i of x, member m, row j of A; A null where the row's adapter has none.
 struct Dot {
   const float* A;
   int i, m, j;
 };
+// The first value of all rows and members, then the second of all: so where ranks are less than `low_width` none is in vain.
 __device__ __forceinline__ Dot dot_at(const Matvec& a, int number) {
-  const int both = a.n * a.members, j = number / both;  // low numbers first: ranks may be less than `low_width`
+  const int both = a.n * a.members, j = number / both;
   const int i = (number - j * both) / a.members;
   return Dot{nullptr, i, number - j * both - i * a.members, j};
-}
-__device__ __forceinline__ Dot dot_in(const Matvec& a, Dot dot, int slot) {
-  const int rank = __ldcg(a.lora_rank + (size_t)dot.m * a.lora_rank_stride + slot);
-  const float* A = (const float*)__ldcg(a.lora_A + (size_t)dot.m * a.lora_A_stride + slot);
-  if (dot.j < rank) dot.A = A + (size_t)dot.j * a.columns;
-  return dot;
 }
 __device__ __forceinline__ float dot_4(float4 a, float4 x, float sum) {
   return fmaf(a.w, x.w, fmaf(a.z, x.z, fmaf(a.y, x.y, fmaf(a.x, x.x, sum))));
@@ -346,16 +345,11 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   if (tid == threads - 32) bring_ahead(a.ahead, index, gridDim.x);
   // Four chains of addresses, each step of which waits for the one before: so their steps take turns. First: the table's words,
   // codes of scales, the slots of the rows' adapters.
-  const int lora_i = tid % COLUMNS, lora_m = tid / COLUMNS;
   const int fours = a.columns / 4, all_low = a.slots ? n * a.members * a.low_width : 0, makers = min(a.makers, (int)gridDim.x);
-  const bool has_dot = index < min(all_low, makers);
-  int lora_slot = -1, dot_slot = -1;
-  Dot dot = {nullptr, 0, 0, 0};
-  if (all_low && tid < a.members * COLUMNS && lora_i < n) lora_slot = __ldcg(a.slots + lora_i);
-  if (has_dot) {
-    dot = dot_at(a, index);
-    dot_slot = __ldcg(a.slots + dot.i);
-  }
+  // Lane 8 m + i of every warp has the adapter of row i for member m.
+  const int lora_i = lane % COLUMNS, lora_m = lane / COLUMNS;
+  int lora_slot = -1;
+  if (all_low && lora_m < a.members && lora_i < n) lora_slot = __ldcg(a.slots + lora_i);
 #if NESTED && WHOLE
   int near = __ldg((const int*)a.nested_code + (tid & 255));  // all of it is in L1 when it is looked up
 #endif
@@ -422,11 +416,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   LoraEntry entry = {nullptr, nullptr, 0.f, 0};
   if (lora_slot >= 0) {
     entry.A = (const float*)__ldcg(a.lora_A + (size_t)lora_m * a.lora_A_stride + lora_slot);
-    entry.B = (const float*)__ldcg(a.lora_B + (size_t)lora_m * a.lora_B_stride + lora_slot);
-    entry.scale = __ldcg(a.lora_scale + (size_t)lora_m * a.lora_scale_stride + lora_slot);
     entry.rank = __ldcg(a.lora_rank + (size_t)lora_m * a.lora_rank_stride + lora_slot);
+    if (warp == 0) {
+      entry.B = (const float*)__ldcg(a.lora_B + (size_t)lora_m * a.lora_B_stride + lora_slot);
+      entry.scale = __ldcg(a.lora_scale + (size_t)lora_m * a.lora_scale_stride + lora_slot);
+    }
   }
-  if (dot_slot >= 0) dot = dot_in(a, dot, dot_slot);
 #pragma unroll
   for (int k = 0; k < TABLE_WORDS; k++) {
     const int i = tid + k * threads;
@@ -439,13 +434,54 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #if NESTED && WHOLE
   as_is(near);
 #endif
-  // This block's first value of A x: values of A are on their way before x is there.
+  // This block's first values of A x, one or, where there are more than blocks, `side` of them by as many groups of warps: what a
+  // thread has of A is on its way before x is there, the rest on its way to L2.
   float4 first_A[AHEAD];
   const auto is_read_by_four = [&](const float* A) { return ((size_t)A & 15) == 0; };
-  if (dot.A && is_read_by_four(dot.A))
+  int most_rank = 0, side = 1;
+  // Threads that make a value together, this one's place among them, and its first value. Warps that are left over have none.
+  struct Part {
+    int each, place, number;
+  };
+  const auto part_of = [&](int side) {
+    if (side == 1) return Part{threads, tid, index};
+    const int warps = threads / 32 / side, group = warp / warps;
+    return Part{warps * 32, tid - group * warps * 32, group < side ? index + group * makers : 1 << 20};
+  };
+  if (all_low) {
+    most_rank = entry.rank;
 #pragma unroll
-    for (int k = 0; k < AHEAD; k++)
-      if (tid + k * threads < fours) first_A[k] = __ldg((const float4*)dot.A + tid + k * threads);
+    for (int d = 1; d < 32; d *= 2)
+      if ((d < COLUMNS ? n : a.members) > 1) most_rank = max(most_rank, __shfl_xor_sync(ALL, most_rank, d));
+    most_rank = __shfl_sync(ALL, most_rank, 0);
+    const int dots = n * a.members * most_rank;
+    if (index < min(makers, dots)) {
+      if (dots > makers) {
+        const int most = min(SHARE * threads / fours, threads / 32);
+        while (side < most && side * makers < dots) side++;
+      }
+      const Part part = part_of(side);
+      const auto row_of = [&](int number) {  // what it is for lanes differs
+        const Dot dot = dot_at(a, min(number, dots - 1));
+        const u64 A = __shfl_sync(ALL, (u64)entry.A, dot.m * COLUMNS + dot.i);
+        const int rank = __shfl_sync(ALL, entry.rank, dot.m * COLUMNS + dot.i);
+        return number < dots && dot.j < rank ? (const float*)A + (size_t)dot.j * a.columns : nullptr;
+      };
+      const float* A = row_of(part.number);
+      if (A && is_read_by_four(A)) {
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+          if (part.place + k * part.each < fours) first_A[k] = __ldg((const float4*)A + part.place + k * part.each);
+        if (part.place == 0 && AHEAD * part.each < fours)
+          bring_near((const u8*)A + AHEAD * part.each * 16, (fours - AHEAD * part.each) * 16);
+      }
+      if (warp == 0)
+        for (int number = index + side * makers; number < dots; number += 32 * makers) {
+          A = row_of(number + lane * makers);
+          if (A && is_read_by_four(A)) bring_near((const u8*)A, fours * 16);
+        }
+    }
+  }
   keep_scales(tid);
   for (int from = tid + KEPT * threads; from < all_quads; from += KEPT * threads) {
     ask_scales(from);
@@ -512,42 +548,54 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     return make_float4(f * from_half((u16)v.x), f * from_half((u16)(v.x >> 16)), f * from_half((u16)v.y),
                        f * from_half((u16)(v.y >> 16)));
   };
-  int turn_of_sums = 0, most_rank = 0;
-  if (all_low)
-    for (int e = 0; e < a.members * COLUMNS; e++) most_rank = max(most_rank, lora[e].rank);
-  const int rank_step = n * a.members;  // values with the same place in their rank are neighbours
+  int turn_of_sums = 0;
+  as_is(side);
+  const Part part = part_of(side);
 #pragma unroll 1
-  for (int number = index; number < rank_step * most_rank && index < makers; number += makers) {
-    const bool is_first = number == index;
-    if (!is_first) {
-      dot = dot_at(a, number);
+  for (int from = 0; from < n * a.members * most_rank - index && index < makers; from += side * makers) {
+    const bool is_first = from == 0;
+    Dot dot = dot_at(a, part.number + from);
+    if (dot.j < most_rank) {
       const LoraEntry entry = lora[dot.m * COLUMNS + dot.i];
-      dot.A = dot.j < entry.rank ? entry.A + (size_t)dot.j * a.columns : nullptr;
+      if (dot.j < entry.rank) dot.A = entry.A + (size_t)dot.j * a.columns;
     }
-    if (!dot.A) continue;  // so for all threads of the block
     float sum = 0.f;
-    if (!is_read_by_four(dot.A)) {
-      for (int four = tid; four < fours; four += threads) {
+    if (!dot.A) {
+    } else if (!is_read_by_four(dot.A)) {
+      for (int four = part.place; four < fours; four += part.each) {
         const float* A = dot.A + four * 4;
         sum = dot_4(make_float4(__ldg(A), __ldg(A + 1), __ldg(A + 2), __ldg(A + 3)), x_4(dot.i, four), sum);
       }
     } else {
 #pragma unroll
       for (int k = 0; k < AHEAD; k++) {
-        const int four = tid + k * threads;
+        const int four = part.place + k * part.each;
         if (four < fours) sum = dot_4(is_first ? first_A[k] : __ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
       }
+      if constexpr (IS_TIGHT) {  // few lines of a whole block: what is asked for at once takes registers of all that is held
 #pragma unroll 4
-      for (int four = tid + AHEAD * threads; four < fours; four += threads)
-        sum = dot_4(__ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+        for (int four = part.place + AHEAD * part.each; four < fours; four += part.each)
+          sum = dot_4(__ldg((const float4*)dot.A + four), x_4(dot.i, four), sum);
+      } else {
+#pragma unroll 1
+        for (int from = part.place + AHEAD * part.each; from < fours; from += MORE * part.each) {
+          float4 more[MORE];
+#pragma unroll
+          for (int k = 0; k < MORE; k++)
+            if (from + k * part.each < fours) more[k] = __ldg((const float4*)dot.A + from + k * part.each);
+#pragma unroll
+          for (int k = 0; k < MORE; k++)
+            if (from + k * part.each < fours) sum = dot_4(more[k], x_4(dot.i, from + k * part.each), sum);
+        }
+      }
     }
     sum = warp_sum(sum);
     float* to = dot_sums + 32 * turn_of_sums;
     if (lane == 0) to[warp] = sum;
     __syncthreads();
     turn_of_sums ^= 1;
-    if (warp == 0) {
-      const float all = warp_sum(lane < threads / 32 ? to[lane] : 0.f);
+    if (dot.A && part.place < 32) {  // a group's first warp
+      const float all = warp_sum(lane < part.each / 32 ? to[warp + lane] : 0.f);
       if (lane == 0) {
         const u32 bits = __float_as_uint(all);
         publish((u32*)a.low + (size_t)dot.i * a.low_row + (size_t)dot.m * a.low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
@@ -556,21 +604,23 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   }
 
   // An output of this block: unit u, row r of 16 there, row i of x. PAIR: u is the first member's.
+  // Above FEW_RANKS eight lanes, and lane q of them, have one.
   const int outputs = (a.gate == PAIR ? a.units / 2 : a.units) * 16, places = outputs * n;
-#define EACH_OUTPUT                                                                        \
-  for (int e = tid; e < places; e += threads) {                                            \
+  const int shift = most_rank > FEW_RANKS ? 3 : 0, first_output = tid >> shift, q = tid & ((1 << shift) - 1);
+#define EACH_OUTPUT(first, step)                                                           \
+  for (int e = first; e < places; e += step) {                                             \
     const int i = n == 1 ? 0 : e / outputs, r = (e - i * outputs) & 15;                    \
     const int u = ((e - i * outputs) >> 4) * (a.gate == PAIR ? 2 : 1);                     \
     const Unit unit = locate(a, own * a.units + u);                                        \
     const int at = unit.row + r;                                                           \
     if (unit.member < 0 || at >= of(a.rows, unit.member)) continue;
   // B of the rows of this block, on its way to L2 until the end needs it.
-  if (a.slots && a.splits == 1) {
-    EACH_OUTPUT
+  if (a.slots) {
+    EACH_OUTPUT(tid, threads)
       for (int m = unit.member; m <= unit.member + (a.gate == PAIR); m++) {
         const LoraEntry entry = lora[m * COLUMNS + i];
         if (entry.rank && (i == 0 || lora[m * COLUMNS + i - 1].B != entry.B))
-          for (int j = 0; j < entry.rank; j += 32) prefetch(entry.B + (size_t)at * entry.rank + j);
+          for (int j = split * 32; j < entry.rank; j += a.splits * 32) prefetch(entry.B + (size_t)at * entry.rank + j);
       }
     }
   }
@@ -689,12 +739,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
 #endif
   }
-  // B of this thread's first output (ranks up to 8) and what it is multiplied by, on their way while others end.
+  // B of this thread's first output, eight values or its share of 64, and what it is multiplied by, on their way while others end.
   float4 first_B[2][2];
   float first_other = 0.f;
-  const auto is_early = [&](const LoraEntry& entry) { return entry.rank <= 8 && (entry.rank & 3) == 0 && ((size_t)entry.B & 15) == 0; };
-  if ((a.slots || a.gate == MULTIPLY) && tid < places) {
-    const int e = tid, i = n == 1 ? 0 : e / outputs, r = (e - i * outputs) & 15;
+  const auto is_early = [&](const LoraEntry& entry) { return ((entry.rank | a.low_width) & 3) == 0 && ((size_t)entry.B & 15) == 0; };
+  if ((a.slots || a.gate == MULTIPLY) && first_output < places) {
+    const int e = first_output, i = n == 1 ? 0 : e / outputs, r = (e - i * outputs) & 15;
     const int u = ((e - i * outputs) >> 4) * (a.gate == PAIR ? 2 : 1);
     const Unit unit = locate(a, own * a.units + u);
     const int at = unit.row + r;
@@ -707,8 +757,9 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         const LoraEntry entry = lora[(unit.member + m) * COLUMNS + i];
         if (!is_early(entry)) continue;
 #pragma unroll
-        for (int q = 0; q < 2; q++)
-          if (q * 4 < entry.rank) first_B[m][q] = __ldg((const float4*)(entry.B + (size_t)at * entry.rank) + q);
+        for (int k = 0; k < 2; k++)
+          if ((q + (k << shift)) * 4 < entry.rank)
+            first_B[m][k] = __ldg((const float4*)(entry.B + (size_t)at * entry.rank) + q + (k << shift));
       }
   }
   const auto take_low = [&] {
@@ -734,11 +785,11 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     for (int k = 0; k < a.k_warps; k++) y += sums[((u * a.k_warps + k) * n + i) * STRIDE + r];
     return y;
   };
-  const size_t part = (size_t)a.grid * a.units * 16 * n, here = (size_t)own * a.units;
+  const size_t part_size = (size_t)a.grid * a.units * 16 * n, here = (size_t)own * a.units;
   if (a.splits > 1) {
     for (int e = tid; e < units * 16 * n; e += threads) {
       const int i = e % n, r = e / n & 15, u = e / n >> 4;
-      a.parts[split * part + ((here + u) * 16 + r) * n + i] = own_sum(u, r, i);
+      a.parts[split * part_size + ((here + u) * 16 + r) * n + i] = own_sum(u, r, i);
     }
     // The block that arrives last adds the parts, always in the same order. Thread 0 speaks for the block: what the others wrote
     // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
@@ -748,7 +799,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   const auto finished = [&](int member, int u, int r, int at, int i, int early) {
     float y = 0.f;
     if (a.splits > 1)
-      for (int s = 0; s < a.splits; s++) y += __ldcg(a.parts + s * part + ((here + u) * 16 + r) * n + i);
+      for (int s = 0; s < a.splits; s++) y += __ldcg(a.parts + s * part_size + ((here + u) * 16 + r) * n + i);
     else
       y = own_sum(u, r, i);
     const u16* bias = of(a.bias, member);
@@ -756,30 +807,35 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     const LoraEntry entry = lora[member * COLUMNS + i];
     if (entry.rank) {
       const float* low = lows + (i * a.members + member) * a.low_width;
-      float product;
+      float product = 0.f;
       if (early >= 0 && is_early(entry)) {
         const float4* b = early ? first_B[1] : first_B[0];
-        product = dot_4(b[0], *(const float4*)low, 0.f);
-        if (entry.rank > 4) product = dot_4(b[1], *(const float4*)(low + 4), product);
+        if (q * 4 < entry.rank) product = dot_4(b[0], *((const float4*)low + q), 0.f);
+        if ((q + (1 << shift)) * 4 < entry.rank) product = dot_4(b[1], *((const float4*)low + q + (1 << shift)), product);
+        if (entry.rank > 8 << shift) product = lora_product(entry.B + (size_t)at * entry.rank, low, entry.rank, q + (2 << shift), shift, product);
       } else {
-        product = lora_product(entry.B + (size_t)at * entry.rank, low, entry.rank);
+        product = lora_product(entry.B + (size_t)at * entry.rank, low, entry.rank, q, shift, 0.f);
+      }
+      if (shift) {
+#pragma unroll
+        for (int d = 1; d < 8; d *= 2) product += __shfl_xor_sync(0xffu << (lane & 24), product, d);
       }
       const float change = entry.scale * product;
       y = rounded(y, a.half) + rounded(change, a.half);
     }
     return rounded(y, a.half);
   };
-  EACH_OUTPUT
+  EACH_OUTPUT(first_output, threads >> shift)
     float y = 0.f, up = 0.f;
-    int place = at + (unit.member > 0 ? a.rows[0] : 0) + (unit.member > 1 ? a.rows[1] : 0);
-    if (a.gate == MULTIPLY) up = e == tid ? first_other : value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
-    if (a.gate == PAIR) up = finished(unit.member + 1, u + 1, r, at, i, e == tid ? 1 : -1);
-    y = finished(unit.member, u, r, at, i, e == tid ? 0 : -1);
+    int at_out = at + (unit.member > 0 ? a.rows[0] : 0) + (unit.member > 1 ? a.rows[1] : 0);
+    if (a.gate == MULTIPLY) up = e == first_output ? first_other : value(__ldcg(a.other + (size_t)i * a.other_stride + at), a.half);
+    if (a.gate == PAIR) up = finished(unit.member + 1, u + 1, r, at, i, e == first_output ? 1 : -1);
+    y = finished(unit.member, u, r, at, i, e == first_output ? 0 : -1);
     if (a.gate) {
       y = rounded(activated(y, a.kind), a.half) * up;
-      place = at;
+      at_out = at;
     }
-    a.out[(size_t)i * a.out_stride + place] = stored(y, a.half);
+    if (q == 0) a.out[(size_t)i * a.out_stride + at_out] = stored(y, a.half);
   }
 }
 
@@ -809,7 +865,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
 #endif
 
 #if HELD
-extern "C" __global__ void __launch_bounds__(THREADS, 1) matvec_held(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 2) matvec_held(PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
   GATHER
   matvec<(ROWS <= 4)>(a, shared);
@@ -830,64 +886,144 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
 
 // Adapters of a layer that is not 4-bit --------------------------------------------------------------------------------
 
-extern "C" __global__ void lora_shrink(
-    const u16* x, int x_stride, int n, int columns, int half, const i64* lora_A, int lora_A_stride, const int* lora_rank,
-    int lora_rank_stride, const int* slots, float* low, int low_row, int low_member, int low_width, int members) {
-  __shared__ float sums[2 * LORA_WARPS];
-  const int tid = threadIdx.x % (LORA_WARPS * 32), group = threadIdx.x / (LORA_WARPS * 32), dots = n * members * low_width;
-  Matvec a = {};
-  a.n = n, a.columns = columns, a.lora_A = lora_A, a.lora_A_stride = lora_A_stride, a.lora_rank = lora_rank;
-  a.lora_rank_stride = lora_rank_stride, a.slots = slots, a.members = members;
+#define LORA_THREADS 256
+#define LORA_OUTPUTS (LORA_THREADS / 4)  // of a block: four threads have one
+#define LORA_AHEAD 8                     // values of A, by four, that a thread asks for at once, the first before x is there
+#define LORA_OWN 4                       // values of B, by four: ranks up to 64
+
+// y += scale B low of one layer, and before that, in the first `makers` blocks, low = A x of it and of the layers behind it in the
+// tables, `members` in all, over the same x. As in a product, `low` is full of EMPTY then and a value says itself that it is
+// there; 2^shift threads make one. makers 0: `low` was made by a launch in front. Grid: [blocks of outputs, n], blocks enough for
+// the makers. round_change: as over a quantized layer. What does not depend on the kernel in front is asked for before it ends.
+extern "C" __global__ void __launch_bounds__(LORA_THREADS, 2) lora_add(
+    const u16* x, int x_stride, int n, int columns, int half, u16* y, int y_stride, int rows, int round_change,
+    const i64* lora_A, int lora_A_stride, const i64* lora_B, const int* lora_rank, int lora_rank_stride, const float* lora_scale,
+    const int* slots, float* low, int low_row, int low_member, int members, int makers, int shift) {
+  extern __shared__ __align__(16) u8 shared[];  // low of this block's row
+  __shared__ float sums[2 * LORA_THREADS / 32];
+  float* lows = (float*)shared;
+  const int tid = threadIdx.x, lane = tid & 31, i = blockIdx.y, index = i * gridDim.x + blockIdx.x;
+  const int both = n * members, fours = columns / 4, group = tid >> shift, place = tid & ((1 << shift) - 1);
+  const bool makes = index < makers;
   let_next_start();
-  wait_for_previous();
-#pragma unroll 1
-  for (int from = blockIdx.x * 2; from < dots; from += gridDim.x * 2) {
-    Dot dot = {nullptr, 0, 0, 0};
-    if (from + group < dots) {
-      dot = dot_at(a, from + group);
-      const int slot = __ldcg(a.slots + dot.i);
-      if (slot >= 0) dot = dot_in(a, dot, slot);
+  // Lane 8 m + i of every warp has the adapter of row i for member m; all lanes that of this block's own row.
+  const int lane_slot = lane % COLUMNS < n ? __ldcg(slots + lane % COLUMNS) : -1, slot = __shfl_sync(ALL, lane_slot, i);
+  int rank = 0, lane_rank = 0;
+  float scale = 0.f;
+  const float* B = nullptr;
+  u64 lane_A = 0;
+  if (makes && lane_slot >= 0 && lane / COLUMNS < members) {
+    lane_rank = __ldcg(lora_rank + (size_t)(lane / COLUMNS) * lora_rank_stride + lane_slot);
+    lane_A = __ldcg((const u64*)lora_A + (size_t)(lane / COLUMNS) * lora_A_stride + lane_slot);
+  }
+  if (slot >= 0) {
+    rank = __ldcg(lora_rank + slot);
+    B = (const float*)__ldcg(lora_B + slot);
+    scale = __ldcg(lora_scale + slot);
+  }
+  int dots = lane_rank;  // one of each row and member, then the next of each: those beyond a rank are left out
+#pragma unroll
+  for (int d = 16; d; d /= 2) dots = max(dots, __shfl_xor_sync(ALL, dots, d));
+  dots *= both;
+  const float inverse = __fdividef(1.f, (float)both);
+  const auto dot_of = [&](int number) {  // the same for a warp
+    Dot dot = {nullptr, 0, 0, quotient(number, inverse)};
+    const int which = number - dot.j * both;
+    dot.m = which >= n ? which >= 2 * n ? 2 : 1 : 0;
+    dot.i = which - dot.m * n;
+    const float* A = (const float*)__shfl_sync(ALL, lane_A, dot.m * COLUMNS + dot.i);
+    const int most = __shfl_sync(ALL, lane_rank, dot.m * COLUMNS + dot.i);
+    if (dot.j < most) dot.A = A + (size_t)dot.j * columns;
+    return dot;
+  };
+  const auto is_by_four = [&](const Dot& dot) {
+    return (((size_t)dot.A & 15) | ((size_t)(x + (size_t)dot.i * x_stride) & 7) | (columns & 3)) == 0;
+  };
+  Dot dot = {nullptr, 0, 0, 0};
+  float4 some_A[LORA_AHEAD];
+  const auto ask = [&](int from) {
+#pragma unroll
+    for (int k = 0; k < LORA_AHEAD; k++)
+      if (from + (k << shift) < fours) some_A[k] = __ldg((const float4*)dot.A + from + (k << shift));
+  };
+  if (makes) {
+    dot = dot_of(index + group * makers);
+    if (dot.A && is_by_four(dot)) {
+      ask(place);
+      for (int from = place + (LORA_AHEAD << shift); from < fours; from += 1 << shift)
+        if (lane % 8 == 0) prefetch((const float4*)dot.A + from);
     }
+  }
+  const int q = tid & 3, at = blockIdx.x * LORA_OUTPUTS + tid / 4;
+  const bool is_there = rank && at < rows, has_fours = ((rank & 3) | ((size_t)B & 15)) == 0;
+  const float* own = B + (size_t)at * rank;
+  float4 own_B[LORA_OWN];
+  if (is_there && has_fours)
+#pragma unroll
+    for (int k = 0; k < LORA_OWN; k++)
+      if ((k * 4 + q) * 4 < rank) own_B[k] = __ldg((const float4*)own + k * 4 + q);
+  wait_for_previous();
+  u16* to = y + (size_t)i * y_stride + at;
+  const float before = is_there && q == 0 ? value(*to, half) : 0.f;
+  int turn_of_sums = 0;
+#pragma unroll 1
+  for (int first = index; makes && first < dots; first += makers * (LORA_THREADS >> shift)) {
+    const bool is_first = first == index;
+    if (!is_first) dot = dot_of(first + group * makers);
     float sum = 0.f;
     if (dot.A) {
-      const u16* own = x + (size_t)dot.i * x_stride;
-      if ((((size_t)dot.A & 15) | ((size_t)own & 7) | (columns & 3)) == 0) {
-#pragma unroll 8
-        for (int at = tid; at < columns / 4; at += LORA_WARPS * 32) {
-          const float4 w = __ldg((const float4*)dot.A + at);
-          const uint2 v = __ldcg((const uint2*)own + at);
-          sum = dot_4(w, make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half)), sum);
+      const u16* row = x + (size_t)dot.i * x_stride;
+      const auto x_4 = [&](uint2 v) {
+        return make_float4(low_value(v.x, half), high_value(v.x, half), low_value(v.y, half), high_value(v.y, half));
+      };
+      if (is_by_four(dot)) {
+#pragma unroll 1
+        for (int from = place; from < fours; from += LORA_AHEAD << shift) {
+          if (!is_first || from != place) ask(from);
+          uint2 v[LORA_AHEAD];
+#pragma unroll
+          for (int k = 0; k < LORA_AHEAD; k++)
+            if (from + (k << shift) < fours) v[k] = __ldcg((const uint2*)row + from + (k << shift));
+#pragma unroll
+          for (int k = 0; k < LORA_AHEAD; k++)
+            if (from + (k << shift) < fours) sum = dot_4(some_A[k], x_4(v[k]), sum);
         }
       } else {
-        for (int k = tid; k < columns; k += LORA_WARPS * 32) sum = fmaf(__ldg(dot.A + k), value(__ldcg(own + k), half), sum);
+        for (int k = place; k < columns; k += 1 << shift) sum = fmaf(__ldg(dot.A + k), value(__ldcg(row + k), half), sum);
       }
     }
     sum = warp_sum(sum);
-    if ((tid & 31) == 0) sums[threadIdx.x >> 5] = sum;
+    float* warps = sums + LORA_THREADS / 32 * turn_of_sums;
+    turn_of_sums ^= 1;
+    if (lane == 0) warps[tid >> 5] = sum;
     __syncthreads();
-    if (dot.A && tid == 0) {
+    if (dot.A && place == 0) {
       float all = 0.f;
-      for (int w = 0; w < LORA_WARPS; w++) all += sums[group * LORA_WARPS + w];
-      low[(size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j] = all;
+      for (int w = 0; w < 1 << shift >> 5; w++) all += warps[(tid >> 5) + w];
+      const u32 bits = __float_as_uint(all);
+      publish((u32*)low + (size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
     }
-    __syncthreads();
   }
-}
-
-// y += scale B low for one layer that is not 4-bit. Grid: [blocks of outputs, n]. round_change: as over a quantized layer.
-extern "C" __global__ void lora_add(
-    u16* y, int y_stride, int rows, int half, int round_change, const i64* lora_B, const int* lora_rank,
-    const float* lora_scale, const int* slots, const float* low, int low_row) {
-  const int at = blockIdx.x * blockDim.x + threadIdx.x, i = blockIdx.y;
-  let_next_start();
-  wait_for_previous();
-  const int slot = __ldcg(slots + i);
-  if (slot < 0 || at >= rows) return;
-  const int rank = __ldcg(lora_rank + slot);
-  const float scale = __ldcg(lora_scale + slot);
-  const float* B = (const float*)__ldcg(lora_B + slot) + (size_t)at * rank;
-  if (!rank) return;
-  const float change = scale * lora_product(B, low + (size_t)i * low_row, rank);
-  u16* to = y + (size_t)i * y_stride + at;
-  *to = stored(value(*to, half) + (round_change ? rounded(change, half) : change), half);
+  if (!rank || blockIdx.x * LORA_OUTPUTS >= rows) return;  // so for all threads of the block
+  for (int j = tid; j < rank; j += LORA_THREADS) {
+    const u32* from = (const u32*)low + (size_t)i * low_row + j;
+    u32 bits = look(from);
+    for (int turns = SPINS; bits == EMPTY; bits = look(from))
+      if (!turns--) __trap();
+    lows[j] = __uint_as_float(bits);
+  }
+  __syncthreads();
+  float sum = 0.f;
+  if (is_there && has_fours) {
+#pragma unroll
+    for (int k = 0; k < LORA_OWN; k++)
+      if ((k * 4 + q) * 4 < rank) sum = dot_4(own_B[k], *((const float4*)lows + k * 4 + q), sum);
+    for (int j = LORA_OWN * 4 + q; j < rank / 4; j += 4) sum = dot_4(__ldg((const float4*)own + j), *((const float4*)lows + j), sum);
+  } else if (is_there) {
+    for (int j = q; j < rank; j += 4) sum = fmaf(__ldg(own + j), lows[j], sum);
+  }
+  sum += __shfl_xor_sync(ALL, sum, 1);
+  sum += __shfl_xor_sync(ALL, sum, 2);
+  const float change = scale * sum;
+  if (is_there && q == 0) *to = stored(before + (round_change ? rounded(change, half) : change), half);
 }
