@@ -458,7 +458,8 @@ static inline uint2 look_8(const unsigned long long* p) { return cpu_load((const
 static inline void publish_8(unsigned long long* p, unsigned low, unsigned high) { *p = (unsigned long long)high << 32 | low; }
 // As on a GPU, whose first KiB of a block is the system's.
 static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - cuda_on_cpu::shared_memory) + 1024; }
-static inline unsigned shared_word(unsigned address) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + address - 1024)); }
+template <int AT>
+inline unsigned shared_word(unsigned offset) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + AT + offset)); }
 static inline void barrier(int number, int threads) { cuda_on_cpu::pause(cuda_on_cpu::PART, (unsigned)number << 16 | threads, "barrier"); }
 static inline void others_run() { cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "others_run"); }
 // A copy is there when it was waited for, not before: until then its place holds what no weight is.

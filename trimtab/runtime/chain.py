@@ -34,7 +34,6 @@ PLAIN, WORDS, PARTS = range(3)
 # As the kernel lays out its shared memory.
 _TABLE_BYTES, _STRIDE, _PIECE_BYTES, _PAIR_BYTES = 65536, 20, 1024, 288
 _STAGE_BYTES, _LOCAL_BYTES, _LORA_BYTES = 304, 64, 24
-_RESERVED = 1024  # of a block's shared memory, in front of its own
 _MOST_DEPTH = 8
 _LEAST_DEPTH = 2
 _MOST_TURNS = 32  # one for each lane
@@ -191,18 +190,12 @@ def plan(
 
 
 def _placed(sizes: dict[str, int], shared_bytes: int) -> tuple[tuple[tuple[str, int], ...], int, int]:
-    """Return where everything lies, the pieces of weights of each warp, and the bytes in all. The table's address is a multiple of
-    its size; the largest things that find room in front of it stand there."""
-    table = _TABLE_BYTES - _RESERVED
-    places, front, behind = {"TABLE": table}, 0, table + _TABLE_BYTES
-    for name, size in sorted(sizes.items(), key=lambda item: -item[1]):
-        size = -(-size // 16) * 16
-        if front + size <= table:
-            places[name], front = front, front + size
-        else:
-            places[name], behind = behind, behind + size
-    depth = min((shared_bytes - behind) // (WARPS * _PIECE_BYTES), _MOST_DEPTH)
-    return (*places.items(), ("RING", behind)), depth, behind + depth * WARPS * _PIECE_BYTES
+    """Return where everything lies, the pieces of weights of each warp, and the bytes in all."""
+    places, end = {"TABLE": 0}, _TABLE_BYTES
+    for name, size in sizes.items():
+        places[name], end = end, end + -(-size // 16) * 16
+    depth = min((shared_bytes - end) // (WARPS * _PIECE_BYTES), _MOST_DEPTH)
+    return (*places.items(), ("RING", end)), depth, end + depth * WARPS * _PIECE_BYTES
 
 
 class Stage(ctypes.Structure):
@@ -234,9 +227,14 @@ def source() -> str:
     return nvrtc.source("values.cuh") + nvrtc.source("chain.cu")
 
 
-def load(device: torch.device | str) -> nvrtc.Module:
-    """Return what the launches are compiled with, each shape where it is first used. Errors: DeviceError if that is not possible."""
-    return nvrtc.Module(source(), device=device, name="chain.cu")
+def load(products: nvrtc.Module) -> nvrtc.Module:
+    """Return what the launches are compiled with, each shape where it is first used. products: of `matvec.load`.
+
+    Errors: DeviceError if that is not possible.
+    """
+    module = nvrtc.Module(source(), device=products.device, name="chain.cu")
+    module.common = products.common
+    return module
 
 
 class Chains:

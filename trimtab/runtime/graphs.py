@@ -492,22 +492,28 @@ class Steps:
 
     def _choose_chain(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
         """Measure whether a step is faster with the products of a layer in one launch; asked once for so many rows."""
-        key, pays = (bucket, keep is not None), self.kernels.chain_pays
-        if self.device.type != "cuda" or key in pays or self._fused is None or not self._fused.may_chain(bucket):
+        key, chained = (bucket, keep is not None), self.kernels.chained
+        if self.device.type != "cuda" or key in chained or self._fused is None or not self._fused.may_chain(bucket):
             return
-        pays[key] = False
-        plain_ms, plain = self._tried(run, keep, overlap=overlap)
-        pays[key] = True
-        try:
-            ms, scores = self._tried(run, keep, overlap=overlap)
+        chained[key] = 0
+        best, plain = self._tried(run, keep, overlap=overlap)
+        found, told = 0, []
+        for count in range(2, self._fused.may_chain(bucket) + 1):
+            chained[key] = count
+            try:
+                ms, scores = self._tried(run, keep, overlap=overlap)
+            except (RuntimeError, DeviceError) as exc:
+                told.append(f"{count} products: {type(exc).__name__}: {exc}")
+                self._pool = None
+                continue
             # The same products, summed in another order.
             same = float((scores - plain).abs().max()) < _FAR * float(plain.abs().max())
-            why = f"{ms:.2f} ms a step of {bucket} against {plain_ms:.2f}" if same else "the scores of a step are others"
-            pays[key] = same and ms < plain_ms * _WORTH
-        except (RuntimeError, DeviceError) as exc:
-            why, pays[key], self._pool = f"{type(exc).__name__}: {exc}", False, None
-        if not pays[key]:
-            self._fall_back("chained products", why, asked=False)
+            told.append(f"{count} products: {ms:.2f} ms a step of {bucket}" if same else f"{count} products: other scores")
+            if same and ms < best * _WORTH:
+                best, found = ms, count
+        chained[key] = found
+        if not found:
+            self._fall_back("chained products", f"{', '.join(told)}; without: {best:.2f}", asked=False)
 
     def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""

@@ -135,6 +135,7 @@ class FusedStep:
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
         self._chains = None if kernels.chain is None else chain.Chains(kernels.chain, len(self._layers))
+        self._chained = 0  # of this step: how many products of a layer are one launch
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -156,9 +157,9 @@ class FusedStep:
         positions = self.cache.positions[:count]
         if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
             slots.empty(count)
-        chains = self._chains if self.kernels.chain_pays.get((count, slots is not None)) and self.may_chain(count) else None
-        if chains is not None:
-            chains.begin()
+        self._chained = self.kernels.chained.get((count, slots is not None), 0)
+        if self._chained and self._chains is not None:
+            self._chains.begin()
         ids = self.tokens[:count]
         h, x, own = self._rows(ids, positions)
         hidden = h[:, None]
@@ -166,85 +167,61 @@ class FusedStep:
         turns = self._turns(hidden, positions)
         norm: matvec.Norm | None = None  # of x, which is not applied yet
         shared: dict[str, tuple[Tensor, Tensor]] = {}
-        if chains is not None:
-            x, norm = self._chained(chains, h, x, extra, turns, shared)
-            return self._head(self._normed(x, norm), next_tokens)
         for number, layer in enumerate(self._layers):
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
             kind = self.config.layer_types[number]
             x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
         return self._head(self._normed(x, norm), next_tokens)
 
-    # Layers whose products are one launch ------------------------------------------------------------------------------
-
-    def may_chain(self, count: int) -> bool:
-        """Whether the products between two attentions can be one launch each, in a step of so many rows."""
+    def may_chain(self, count: int) -> int:
+        """Return how many of a layer's products from gate and up on can be one launch in a step of so many rows: 0, 2 or 3."""
         if self._chains is None or count not in (1, 2, 4):
-            return False
-        leaves = [leaf for layer in self._layers for group in _products(layer) for leaf in group]
-        route = leaves[0].route
-        if not all(isinstance(leaf, ResidentLeaf) and leaf.bias is None for leaf in leaves) or not all(
-            self._is_ours[group[0]] for layer in self._layers for group in _products(layer)
-        ):
-            return False
-        if route.slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves):
-            return False
-        extra = torch.empty(count, len(self._layers), 1, dtype=leaves[0].dtype, device="meta")
-        width = self.config.hidden_size
-        made = [self._links(number, count, extra, None) for number in range(len(self._layers))]
-        weights = [one for links in made for link in links for one in link.weights]
-        same = all(len({one.codes[name].data_ptr() for one in weights if name in one.codes}) <= 1 for name in ("code", "nested_code"))
-        return same and len({"nested_absmax" in one.parts for one in weights}) == 1 and all(self._chains.plan(links, width, count) is not None for links in made)
+            return 0
+        least = 3
+        for number, layer in enumerate(self._layers):
+            groups = _products(layer)[2:5]
+            leaves = [leaf for group in groups for leaf in group]
+            route = leaves[0].route
+            if not all(isinstance(leaf, ResidentLeaf) and leaf.bias is None for leaf in leaves):
+                return 0
+            if not all(self._is_ours[group[0]] for group in groups):
+                return 0
+            if route.slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves):
+                return 0
+            shape = (count, len(self._layers), leaves[-1].out_features)
+            extra = torch.empty(shape, dtype=leaves[0].dtype, device="meta") if len(groups) > 2 else None
+            links = self._links(number, count, extra, None)
+            least = min(least, len(links))
+            while least and not self._may_be_one(links[:least], count):
+                least = 2 if least == 3 else 0
+        return least
+
+    def _may_be_one(self, links: Sequence[chain.Product], count: int) -> bool:
+        weights = [one for link in links for one in link.weights]
+        for name in {name for one in weights for name in one.codes}:
+            if len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) > 1:
+                return False
+        return self._chains is not None and self._chains.plan(links, self.config.hidden_size, count) is not None
 
     def _links(self, number: int, count: int, extra: Tensor | None, out_h: Tensor | None) -> list[chain.Product]:
-        """Return the products behind a layer's attention, up to what the next one's reads."""
+        """Return a layer's products from gate and up on. out_h: where the residual behind the last norm of `_chained` goes."""
         layer = self._layers[number]
 
-        def link(leaves: Sequence[Leaf], gate: matvec.Gate | None = None, norm: chain.Norm | None = None) -> chain.Product:
+        def link(leaves: Sequence[Leaf], gate: matvec.Gate | None, norm: chain.Norm | None) -> chain.Product:
             slots = leaves[0].route.slots
             args = None if slots is None else slots.args(leaves, count, is_empty=True)
             return chain.Product([leaf.packed() for leaf in leaves], args, gate, norm)
 
-        def norm(post: Any, following: Any, scalar: Tensor | None = None, out_h: Tensor | None = None) -> chain.Norm:
-            return chain.Norm(post.weight, None if following is None else following.weight, post.eps, scalar, out_h)
-
-        mlp, last, is_last = layer.mlp, layer.post_feedforward_layernorm, number + 1 == len(self._layers)
-        has_own = bool(getattr(layer, "hidden_size_per_layer_input", 0)) and extra is not None
-        before = norm(layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, out_h if is_last and not has_own else None)
-        links = [link([layer.self_attn.o_proj]), link([mlp.gate_proj, mlp.up_proj], matvec.Gate(self.kind), before)]
-        links += [link([mlp.down_proj])]
-        if has_own and extra is not None:
-            gate = matvec.Gate(self.kind, extra[:, number])
-            links += [link([layer.per_layer_input_gate], gate, norm(last, None, None, out_h if is_last else None))]
-            links += [link([layer.per_layer_projection])]
-            last = layer.post_per_layer_input_norm
-        if not is_last:
-            following = self._layers[number + 1]
-            links += [
-                link(_projections(following.self_attn), None, norm(last, following.input_layernorm, layer.layer_scalar, out_h))
-            ]
+        post, following = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+        norm = chain.Norm(post.weight, following.weight, post.eps, None, out_h if self._chained == 2 else None)
+        links = [
+            link([layer.mlp.gate_proj, layer.mlp.up_proj], matvec.Gate(self.kind), norm), link([layer.mlp.down_proj], None, None)
+        ]  # fmt: skip
+        if extra is not None:
+            post = layer.post_feedforward_layernorm
+            norm = chain.Norm(post.weight, None, post.eps, None, out_h)
+            links += [link([layer.per_layer_input_gate], matvec.Gate(self.kind, extra[:, number]), norm)]
         return links
-
-    def _chained(
-        self, chains: chain.Chains, h: Tensor, x: Tensor, extra: Tensor | None, turns: dict[str, tuple[Tensor, Tensor]],
-        shared: dict[str, tuple[Tensor, Tensor]],
-    ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
-        """Return the last product's output, and the norm that makes the head's input of it."""
-        count = x.shape[0]
-        joined = self._products(_projections(self._layers[0].self_attn), x)
-        for number, layer in enumerate(self._layers):
-            kind = self.config.layer_types[number]
-            looked = self._attend(layer, number, kind, turns[kind], shared, joined)
-            after = self._buffer("after" if number % 2 == 0 else "middle", h.shape, h.dtype)
-            links = self._links(number, count, extra, after)
-            joined = self._buffer("out", (count, links[-1].width), h.dtype)
-            chains.launch(links, looked, h, joined, number)
-            h = after
-        layer = self._layers[-1]
-        last = layer.post_feedforward_layernorm if extra is None else layer.post_per_layer_input_norm
-        return joined, _norm(h, last, self.text.norm, layer.layer_scalar, self._buffer("h", h.shape, h.dtype))
-
-    # Layers product by product -----------------------------------------------------------------------------------------
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
@@ -341,22 +318,27 @@ class FusedStep:
         joined = self._products(_projections(attention), x, None, norm)
         looked = self._attend(layer, number, kind, turn, shared, joined)
         y = self._products([attention.o_proj], looked)
-        middle = self._buffer("middle", h.shape, h.dtype)
-        norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
-        down = _ahead([layer.mlp.down_proj])
-        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
-        y = self._products([layer.mlp.down_proj], gated)
+        middle, after = (self._buffer(name, h.shape, h.dtype) for name in ("middle", "after"))
+        if self._chained and self._chains is not None:
+            links = self._links(number, h.shape[0], extra, middle if self._chained == 2 else after)[: self._chained]
+            made = self._buffer("made", (h.shape[0], links[-1].width), h.dtype)
+            self._chains.launch(links, y, h, made, number)
+            y = made
+        else:
+            norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
+            down = _ahead([layer.mlp.down_proj])
+            gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
+            y = self._products([layer.mlp.down_proj], gated)
         if extra is None:
             return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
-        after = self._buffer("after", h.shape, h.dtype)
-        norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
-        # What the next layer reads first: the memory has little else to do until then.
-        after_this = self._layers[number + 1 : number + 2]
-        ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
-        mixed = self._products(
-            [layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, _ahead(ahead)
-        )
-        y = self._products([layer.per_layer_projection], mixed)
+        if self._chained < 3:
+            # What the next layer reads first: the memory has little else to do until then.
+            after_this = self._layers[number + 1 : number + 2]
+            ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
+            norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
+            gate = matvec.Gate(self.kind, extra[:, number])
+            y = self._products([layer.per_layer_input_gate], y, gate, norm, _ahead(ahead))
+        y = self._products([layer.per_layer_projection], y)
         return y, _norm(after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h)
 
     def _attend(

@@ -47,10 +47,9 @@ class Kernels:
     most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
     ends: Any = None
-    # Products of a layer in one launch; whether a whole step is faster with them, by its rows and whether it has adapters, once
-    # measured. What is not there is not used.
+    # Products of a layer in one launch: how many, by a step's rows and whether it has adapters, once whole steps were measured.
     chain: Any = None
-    chain_pays: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    chained: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
@@ -204,7 +203,7 @@ def _choose(
     )
     chosen = Kernels(small, products, left_out, measured)
     if products is not None:
-        chosen.chain = _tried(CHAINS, left_out, lambda: chain.load(device), lambda module: None)  # a step compares it
+        chosen.chain = _tried(CHAINS, left_out, lambda: chain.load(products), lambda module: None)  # a step compares it
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module: _wrong_ends(module, sizes, dtype, measured)

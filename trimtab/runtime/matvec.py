@@ -222,6 +222,9 @@ def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
     module = nvrtc.Module(source(), device=device, name="matvec4.cu")
     prepare(module)
+    base = torch.zeros(1, dtype=torch.int32, device=module.device)
+    module.launch("where_shared", (1,), (32,), [base], shared_bytes=16)
+    module.common = (f"-DSHARED_BASE={int(base)}",)
     known = cuts.read_cuts(cuts_file(module))
     module.kept |= known
     module.kept["tuned"] = set(known)

@@ -278,6 +278,7 @@ class Module:
         self.overlap = False
         # Tensors that belong to the kernels of this module and live as long as it does (scratch, tables).
         self.kept: dict[Any, Any] = {}
+        self.common: tuple[str, ...] = ()  # that every variant is compiled with, beside its own options
         self._source, self._name = source, name
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
@@ -293,8 +294,9 @@ class Module:
         key = ("variant", options)
         if key not in self.kept:
             self.kept[key] = Module(
-                self._source, device=self.device, options=options, name=self._name, _code=self._codes.pop(options, None)
-            )
+                self._source, device=self.device, options=(*options, *self.common), name=self._name,
+                _code=self._codes.pop(options, None),
+            )  # fmt: skip
         made: Module = self.kept[key]
         return made
 
@@ -310,7 +312,9 @@ class Module:
         # NVRTC compiles without Python's lock.
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
             under_way = {
-                options: pool.submit(compiled, compiler, self._source, target, options, name=self._name)
+                options: pool.submit(
+                    compiled, compiler, self._source, target, (*options, *self.common), name=self._name
+                )
                 for options in missing
             }
         for options, code in under_way.items():

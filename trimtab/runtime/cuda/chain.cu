@@ -16,8 +16,6 @@
 // (Local), and four warps of a block, the helpers, do what the product's 20 need not wait for: the next product's scales, the
 // block's values of A x, and what it needs of others'. Barriers: 0 of all threads, 1 of the product's warps, 2 of the helpers.
 //
-// The table stands where its address is a multiple of 65536, so that a PRMT gives the address of an entry and nothing is added.
-//
 // Compiled for HALF, NESTED, ROWS (1, 2 or 4), HIDDEN (blocks of 64 of the residual, a multiple of 8), WARPS, DEPTH (pieces of
 // each warp on their way), STAGES (products at most), XB (blocks of x at most in a block of threads), and where things lie in
 // shared memory (AT_..., bytes).
@@ -160,8 +158,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
 
   for (int i = tid; i < count * (int)(sizeof(Stage) / 16); i += THREADS + HELP_THREADS) ((uint4*)stages)[i] = __ldg((const uint4*)given + i);
   const u32 turn = (u32)__ldcg((const int*)epoch) * (u32)tags + (u32)number, tag = turn & 0xffff;
-  const u32 table_address = shared_address(shared + AT_TABLE);
-  if (table_address & 0xffff) __trap();
   barrier(0, THREADS + HELP_THREADS);
 
   // The helpers ----------------------------------------------------------------------------------------------------------
@@ -436,6 +432,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
     if ((lane & 15) == 0) factors[row * XB + b] = __uint_as_float((u32)(exponent - 14) << 23);
   };
 
+  // Four values as words; what is plain is there.
+  const auto look_four = [&](const Stage& a, size_t at) {
+    if (a.from_kind == WORDS) return look_16((const u32*)a.from + at);
+    const uint2 v = __ldcg((const uint2*)((const u16*)a.from + at));
+    return make_uint4(v.x << 16 | tag, (v.x & 0xffff0000u) | tag, v.y << 16 | tag, (v.y & 0xffff0000u) | tag);
+  };
+
 #pragma unroll 1
   for (int s = 0; s < count; s++) {
     const Stage& a = stages[s];
@@ -492,7 +495,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
       for (int k = 0; k < PIECES; k++) {
         post[k] = next[k] = make_uint2(0, 0);
         if (!is_there(k)) continue;
-        if (a.from_kind == WORDS) words[k] = look_16((const u32*)a.from + (tid + k * THREADS) * 4);
+        if (a.from_kind != PARTS) words[k] = look_four(a, (size_t)(tid + k * THREADS) * 4);
         post[k] = __ldg((const uint2*)a.post + quad_of(k));
         if (a.next) next[k] = __ldg((const uint2*)a.next + quad_of(k));
       }
@@ -511,7 +514,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
       for (int k = 0; k < PIECES; k++) {
         y[k] = Four{{0.f, 0.f, 0.f, 0.f}};
         if (is_there(k)) {
-          if (a.from_kind == WORDS)
+          if (a.from_kind != PARTS)
             y[k] = words_four((const u32*)a.from + (tid + k * THREADS) * 4, tag, words[k]);
           else
             y[k] = parts_four((const uint2*)a.from + (tid + k * THREADS) * 4, a.from_parts, ROWS * HIDDEN * 64, tag);
@@ -570,12 +573,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
           row[k] = ROWS == 1 ? 0 : at / fours, quad[k] = at - row[k] * fours;
           const size_t from = (size_t)row[k] * a.from_width + (own.split * fours + quad[k]) * 4;
           if (at >= all) continue;
-          if (a.from_kind == WORDS) {
-            w[k] = look_16((const u32*)a.from + from);
-          } else {
-            const uint2 v = __ldcg((const uint2*)((const u16*)a.from + from));
-            w[k] = make_uint4(v.x << 16 | tag, (v.x & 0xffff0000u) | tag, v.y << 16 | tag, (v.y & 0xffff0000u) | tag);
-          }
+          w[k] = look_four(a, from);
         }
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -590,8 +588,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + HELP_THREADS, 1) chain(
     // The product ------------------------------------------------------------------------------------------------------
     {
       const int group = (warp * a.k_inverse) >> 16, kw = warp - group * a.k_warps;
-      const u32 lane4 = lane * 4 | (table_address >> 16) << 8;
-#define TWO(w, byte) shared_word(__byte_perm(w, lane4, 0x6504 + (byte)*16))
+      const u32 lane4 = lane * 4;
+#define TWO(w, byte) shared_word<AT_TABLE>(__byte_perm(w, lane4, 0x5504 + (byte)*16))
       const bool has_x = (g >> 1) < ROWS && (t >> 1) == (g & 1);
       const int stride = own.stride, pieces = group < own.groups ? min(a.steps, own.chunk / 2 - kw * a.steps) : 0;
       uint4 xa = make_uint4(0, 0, 0, 0);

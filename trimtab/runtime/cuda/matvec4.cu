@@ -625,7 +625,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 
-#define TWO(w, byte) (*(const u32*)(shared + __byte_perm(w, lane4, 0x5504 + (byte)*16)))
+#define TWO(w, byte) shared_word<0>(__byte_perm(w, lane4, 0x5504 + (byte)*16))
   const u32 lane4 = lane * 4;
 #if !HELD
   if (warp == asks) {
@@ -883,6 +883,12 @@ extern "C" __global__ void __launch_bounds__(768, 1) matvec_8(PARAMETERS) {
 }
 #endif
 #endif
+
+// Where a block's shared memory begins, which the compiler is told next time: behind what the system keeps.
+extern "C" __global__ void where_shared(int* to) {
+  extern __shared__ __align__(16) u8 shared[];
+  if (threadIdx.x == 0) *to = (int)shared_address(shared);
+}
 
 // Adapters of a layer that is not 4-bit --------------------------------------------------------------------------------
 

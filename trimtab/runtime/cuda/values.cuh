@@ -102,11 +102,16 @@ __device__ __forceinline__ u32 count_up(u32* p, u32 last) {
 #define SPINS (1 << 22)  // seconds
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ u32 shared_word(u32 address) {
+// A word of the block's own shared memory, AT + offset bytes from its beginning on. Where that begins is known when this is
+// compiled (where_shared told the caller), so that nothing is added at run time.
+#ifdef SHARED_BASE
+template <int AT>
+__device__ __forceinline__ u32 shared_word(u32 offset) {
   u32 v;
-  asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(v) : "r"(offset), "n"(SHARED_BASE + AT));
   return v;
 }
+#endif
 
 // 16 bytes into shared memory; a thread waits for its own, until at most N of the groups that it has ended are on their way.
 __device__ __forceinline__ void copy_16(u8* to, const u8* from) {
