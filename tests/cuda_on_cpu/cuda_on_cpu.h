@@ -55,10 +55,9 @@ struct dim3 { unsigned x, y, z; };
 
 // Fibers ----------------------------------------------------------------------------------------------------------------
 namespace cuda_on_cpu {
-enum Wait { RUNS, BLOCK, WARP, TURN, PART, DONE };  // TURN: until all others have had one; PART: a barrier of some threads
+enum Wait { RUNS, BLOCK, WARP, TURN, DONE };  // TURN: until all others have had one
 constexpr size_t STACK_BYTES = 256 << 10;
 constexpr int GUARD_BYTES = 256;
-constexpr size_t LINKS = 16;  // of a chain in which every block waits for every other one, again and again
 
 struct Fiber {
   ucontext_t first;
@@ -146,16 +145,6 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
     bool any = false;
     for (Fiber& fiber : fibers)
       if (fiber.wait == TURN) fiber.wait = RUNS, any = true;
-    for (unsigned number = 0; number < 16; number++) {  // mask: the barrier's number and how many threads it is for
-      int here = 0;
-      unsigned wanted = 0;
-      for (const Fiber& fiber : fibers)
-        if (fiber.wait == PART && fiber.mask >> 16 == number) here++, wanted = fiber.mask & 0xffff;
-      if (!here || here < (int)wanted) continue;
-      if (here > (int)wanted) return error = "more threads at a barrier than it is for", false;
-      for (Fiber& fiber : fibers)
-        if (fiber.wait == PART && fiber.mask >> 16 == number) fiber.wait = RUNS, any = true;
-    }
     if (any) continue;
     int at_block = 0, done = 0;
     for (const Fiber& fiber : fibers) at_block += fiber.wait == BLOCK, done += fiber.wait == DONE;
@@ -177,8 +166,6 @@ inline bool run_block(const std::vector<int>& warp_order, const std::vector<int>
   }
 }
 
-inline void (*forget)() = nullptr;
-inline void forget_copies() { if (forget) forget(); }
 // shared_memory holds shared_bytes between two guards. Returns 0, or 1 with `error` set.
 inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes, int order) {
   error.clear();
@@ -217,7 +204,6 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     memset(shared_memory - GUARD_BYTES, 0xff, shared_bytes + 2 * GUARD_BYTES);  // not a number, until written
     mix(warp_order);
     mix(lane_order);
-    forget_copies();
     for (size_t i = 0; i < count; i++) {
       Fiber& fiber = fibers[i];
       fiber.started = false;
@@ -235,7 +221,7 @@ inline int launch(const unsigned* grid, const unsigned* block, int shared_bytes,
     if (!run_block(warp_order, lane_order)) return 1;
     if (postponed) {
       left.push_back(b);
-      if (++in_vain > blocks * LINKS) return error = "blocks wait for a value that no other makes", 1;
+      if (++in_vain > blocks) return error = "blocks wait for a value that no other makes", 1;
       continue;
     }
     in_vain = 0;
@@ -453,42 +439,9 @@ static inline unsigned look(const unsigned* p) {  // others of the block may be 
   if (*p == 0xffffffffu) cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "look");
   return cpu_load(p);
 }
-static inline uint4 look_16(const unsigned* p) { return cpu_load((const uint4*)p); }
-static inline uint2 look_8(const unsigned long long* p) { return cpu_load((const uint2*)p); }
-static inline void publish_8(unsigned long long* p, unsigned low, unsigned high) { *p = (unsigned long long)high << 32 | low; }
 // As on a GPU, whose first KiB of a block is the system's.
 static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - cuda_on_cpu::shared_memory) + 1024; }
-template <int AT>
-inline unsigned shared_word(unsigned offset) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + AT + offset)); }
-static inline void barrier(int number, int threads) { cuda_on_cpu::pause(cuda_on_cpu::PART, (unsigned)number << 16 | threads, "barrier"); }
-static inline void others_run() { cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "others_run"); }
-// A copy is there when it was waited for, not before: until then its place holds what no weight is.
-struct CpuCopies { struct One { unsigned char* to; const unsigned char* from; }; std::vector<One> open; std::vector<std::vector<One>> ended; };
-inline std::vector<CpuCopies> cpu_copies;
-static inline CpuCopies& own_copies() {
-  const size_t at = cuda_on_cpu::now - cuda_on_cpu::fibers.data();
-  cuda_on_cpu::forget = [] { cpu_copies.clear(); };
-  if (cpu_copies.size() <= at) cpu_copies.resize(cuda_on_cpu::fibers.size());
-  return cpu_copies[at];
-}
-static inline void copy_16(unsigned char* to, const unsigned char* from) {
-  if (((uintptr_t)to | (uintptr_t)from) & 15) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
-  memset(to, 0xff, 16);
-  own_copies().open.push_back({to, from});
-}
-static inline void end_of_copies() {
-  CpuCopies& own = own_copies();
-  own.ended.push_back(own.open);
-  own.open.clear();
-}
-template <int N>
-inline void copies_but() {
-  CpuCopies& own = own_copies();
-  while (own.ended.size() > N) {
-    for (const CpuCopies::One& one : own.ended.front()) memcpy(one.to, one.from, 16);
-    own.ended.erase(own.ended.begin());
-  }
-}
+static inline unsigned shared_word(unsigned offset) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + offset)); }
 template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}
 // Reads what would be brought: a page that is not there is found.

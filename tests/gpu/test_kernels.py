@@ -134,7 +134,8 @@ def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weigh
 
 
 def test_a_row_is_the_same_alone_and_among_others(module, weights):
-    """Other rows and their adapters must not leak into a row: the same way to cut it, the same bits."""
+    """Other rows and their adapters must not leak into a row: the same way to cut it, the same bits; of A x, which more rows
+    divide among other warps, the same sum in another order."""
     group = [weights["nf4-dq"].make(512, 1536)]
     slots = [
         [
@@ -157,9 +158,11 @@ def test_a_row_is_the_same_alone_and_among_others(module, weights):
     together = run(x, numbers)
     for i in range(8):
         # One row alone multiplies scale and power of two first: exact, so nothing changes.
-        assert torch.equal(run(x[i : i + 1], numbers[i : i + 1])[0], together[i])
-        pair = [i, (i + 3) % 8]
-        assert torch.equal(run(x[pair], numbers[pair])[0], together[i])
+        for rows in ([i], [i, (i + 3) % 8]):
+            found, wanted = run(x[rows], numbers[rows])[0], together[i]
+            # The change is rounded, then the sum: a step of either.
+            near = (found.float() - wanted.float()).abs() <= 2**-6 * (1 + wanted.float().abs())
+            assert torch.equal(found, wanted) if numbers[i] < 0 else near.all()
 
 
 @pytest.mark.skipif(torch.cuda.get_device_capability() < (9, 0), reason="dependent launch begins with 9.0")

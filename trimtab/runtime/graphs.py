@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_GRAPHS = 16
 # A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
 # largest are not those of this step.
-_WORTH, _FAR = 0.997, 0.1
+_WORTH, _FAR = 0.993, 0.1
 # Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
 REPLAY_TOLERANCE = 2**-6
 # Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.
@@ -414,7 +414,6 @@ class Steps:
             overlap = is_ours and self._overlap_pays(run, slots)
             if step is self._fused:
                 self._refine(run, slots, bucket, overlap=overlap)
-                self._choose_chain(run, slots, bucket, overlap=overlap)
             start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
                 found = self._captured(run, slots)
@@ -489,31 +488,6 @@ class Steps:
                 else:
                     module.kept[key] = before
         self.kernels.save_cuts()
-
-    def _choose_chain(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
-        """Measure whether a step is faster with the products of a layer in one launch; asked once for so many rows."""
-        key, chained = (bucket, keep is not None), self.kernels.chained
-        if self.device.type != "cuda" or key in chained or self._fused is None or not self._fused.may_chain(bucket):
-            return
-        chained[key] = 0
-        best, plain = self._tried(run, keep, overlap=overlap)
-        found, told = 0, []
-        for count in range(2, self._fused.may_chain(bucket) + 1):
-            chained[key] = count
-            try:
-                ms, scores = self._tried(run, keep, overlap=overlap)
-            except (RuntimeError, DeviceError) as exc:
-                told.append(f"{count} products: {type(exc).__name__}: {exc}")
-                self._pool = None
-                continue
-            # The same products, summed in another order.
-            same = float((scores - plain).abs().max()) < _FAR * float(plain.abs().max())
-            told.append(f"{count} products: {ms:.2f} ms a step of {bucket}" if same else f"{count} products: other scores")
-            if same and ms < best * _WORTH:
-                best, found = ms, count
-        chained[key] = found
-        if not found:
-            self._fall_back("chained products", f"{', '.join(told)}; without: {best:.2f}", asked=False)
 
     def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""

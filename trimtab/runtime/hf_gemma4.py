@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import chain, ends, fused, lora, matvec
+from trimtab.runtime import ends, fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tables import Table
@@ -134,8 +134,6 @@ class FusedStep:
             self._is_ours[front] = self._can_multiply([front])
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
-        self._chains = None if kernels.chain is None else chain.Chains(kernels.chain, len(self._layers))
-        self._chained = 0  # of this step: how many products of a layer are one launch
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -157,9 +155,6 @@ class FusedStep:
         positions = self.cache.positions[:count]
         if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
             slots.empty(count)
-        self._chained = self.kernels.chained.get((count, slots is not None), 0)
-        if self._chained and self._chains is not None:
-            self._chains.begin()
         ids = self.tokens[:count]
         h, x, own = self._rows(ids, positions)
         hidden = h[:, None]
@@ -172,56 +167,6 @@ class FusedStep:
             kind = self.config.layer_types[number]
             x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
         return self._head(self._normed(x, norm), next_tokens)
-
-    def may_chain(self, count: int) -> int:
-        """Return how many of a layer's products from gate and up on can be one launch in a step of so many rows: 0, 2 or 3."""
-        if self._chains is None or count not in (1, 2, 4):
-            return 0
-        least = 3
-        for number, layer in enumerate(self._layers):
-            groups = _products(layer)[2:5]
-            leaves = [leaf for group in groups for leaf in group]
-            route = leaves[0].route
-            if not all(isinstance(leaf, ResidentLeaf) and leaf.bias is None for leaf in leaves):
-                return 0
-            if not all(self._is_ours[group[0]] for group in groups):
-                return 0
-            if route.slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves):
-                return 0
-            shape = (count, len(self._layers), leaves[-1].out_features)
-            extra = torch.empty(shape, dtype=leaves[0].dtype, device="meta") if len(groups) > 2 else None
-            links = self._links(number, count, extra, None)
-            least = min(least, len(links))
-            while least and not self._may_be_one(links[:least], count):
-                least = 2 if least == 3 else 0
-        return least
-
-    def _may_be_one(self, links: Sequence[chain.Product], count: int) -> bool:
-        weights = [one for link in links for one in link.weights]
-        for name in {name for one in weights for name in one.codes}:
-            if len({one.codes[name].data_ptr() if name in one.codes else None for one in weights}) > 1:
-                return False
-        return self._chains is not None and self._chains.plan(links, self.config.hidden_size, count) is not None
-
-    def _links(self, number: int, count: int, extra: Tensor | None, out_h: Tensor | None) -> list[chain.Product]:
-        """Return a layer's products from gate and up on. out_h: where the residual behind the last norm of `_chained` goes."""
-        layer = self._layers[number]
-
-        def link(leaves: Sequence[Leaf], gate: matvec.Gate | None, norm: chain.Norm | None) -> chain.Product:
-            slots = leaves[0].route.slots
-            args = None if slots is None else slots.args(leaves, count, is_empty=True)
-            return chain.Product([leaf.packed() for leaf in leaves], args, gate, norm)
-
-        post, following = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
-        norm = chain.Norm(post.weight, following.weight, post.eps, None, out_h if self._chained == 2 else None)
-        links = [
-            link([layer.mlp.gate_proj, layer.mlp.up_proj], matvec.Gate(self.kind), norm), link([layer.mlp.down_proj], None, None)
-        ]  # fmt: skip
-        if extra is not None:
-            post = layer.post_feedforward_layernorm
-            norm = chain.Norm(post.weight, None, post.eps, None, out_h)
-            links += [link([layer.per_layer_input_gate], matvec.Gate(self.kind, extra[:, number]), norm)]
-        return links
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
@@ -315,41 +260,36 @@ class FusedStep:
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it."""
         attention = layer.self_attn
-        joined = self._products(_projections(attention), x, None, norm)
-        looked = self._attend(layer, number, kind, turn, shared, joined)
+        looked = self._attend(layer, number, kind, turn, shared, x, norm)
         y = self._products([attention.o_proj], looked)
-        middle, after = (self._buffer(name, h.shape, h.dtype) for name in ("middle", "after"))
-        if self._chained and self._chains is not None:
-            links = self._links(number, h.shape[0], extra, middle if self._chained == 2 else after)[: self._chained]
-            made = self._buffer("made", (h.shape[0], links[-1].width), h.dtype)
-            self._chains.launch(links, y, h, made, number)
-            y = made
-        else:
-            norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
-            down = _ahead([layer.mlp.down_proj])
-            gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
-            y = self._products([layer.mlp.down_proj], gated)
+        middle = self._buffer("middle", h.shape, h.dtype)
+        norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
+        down = _ahead([layer.mlp.down_proj])
+        gated = self._products([layer.mlp.gate_proj, layer.mlp.up_proj], y, matvec.Gate(self.kind), norm, down)
+        y = self._products([layer.mlp.down_proj], gated)
         if extra is None:
             return y, _norm(middle, layer.post_feedforward_layernorm, following, layer.layer_scalar, h)
-        if self._chained < 3:
-            # What the next layer reads first: the memory has little else to do until then.
-            after_this = self._layers[number + 1 : number + 2]
-            ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
-            norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
-            gate = matvec.Gate(self.kind, extra[:, number])
-            y = self._products([layer.per_layer_input_gate], y, gate, norm, _ahead(ahead))
-        y = self._products([layer.per_layer_projection], y)
+        after = self._buffer("after", h.shape, h.dtype)
+        norm = _norm(middle, layer.post_feedforward_layernorm, None, None, after)
+        # What the next layer reads first: the memory has little else to do until then.
+        after_this = self._layers[number + 1 : number + 2]
+        ahead = [leaf for one in after_this for leaf in (one.self_attn.q_proj, one.self_attn.o_proj)]
+        mixed = self._products(
+            [layer.per_layer_input_gate], y, matvec.Gate(self.kind, extra[:, number]), norm, _ahead(ahead)
+        )
+        y = self._products([layer.per_layer_projection], mixed)
         return y, _norm(after, layer.post_per_layer_input_norm, following, layer.layer_scalar, h)
 
     def _attend(
         self, layer: Any, number: int, kind: str, turn: tuple[Tensor, ...],
-        shared: dict[str, tuple[Tensor, Tensor]], joined: Tensor,
+        shared: dict[str, tuple[Tensor, Tensor]], x: Tensor, norm: matvec.Norm | None,
     ) -> Tensor:  # fmt: skip
         attention = layer.self_attn
-        count, dim = joined.shape[0], attention.head_dim
+        count, dim = x.shape[0], attention.head_dim
         cos, sin = turn
         heads = attention.q_proj.out_features // dim
-        queries = self._buffer("queries", (count, heads, dim), joined.dtype)
+        joined = self._products(_projections(attention), x, None, norm)
+        queries = self._buffer("queries", (count, heads, dim), x.dtype)
         is_ring = kind == "sliding_attention"
         places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
         mode, keys, values = "shared", None, None
@@ -362,7 +302,7 @@ class FusedStep:
         weight = None if keys is None else attention.k_norm.weight
         if keys is None or values is None:
             keys, values = shared[kind]
-        looked = self._buffer("looked", (count, heads * dim), joined.dtype)
+        looked = self._buffer("looked", (count, heads * dim), x.dtype)
         fused.turn_and_attend(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
             self.cache.positions[:count], attention.scaling, None, looked, queries, self._scratch(count, heads, dim),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import chain, cuts, ends, fused, matvec, tuning
+from trimtab.runtime import cuts, ends, fused, matvec, tuning
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 Progress = Callable[[int, int], None]
@@ -30,7 +30,6 @@ _TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
-CHAINS = "chained products"
 
 
 @dataclass(eq=False)
@@ -47,14 +46,11 @@ class Kernels:
     most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
     ends: Any = None
-    # Products of a layer in one launch: how many, by a step's rows and whether it has adapters, once whole steps were measured.
-    chain: Any = None
-    chained: dict[tuple[int, bool], int] = field(default_factory=dict)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [module for module in (self.small, self.matvec, self.ends, self.chain) if module is not None]
+        modules = [module for module in (self.small, self.matvec, self.ends) if module is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -202,8 +198,6 @@ def _choose(
         PRODUCTS, left_out, lambda: matvec.load(device), lambda module: _wrong_products(module, first, dtype, measured)
     )
     chosen = Kernels(small, products, left_out, measured)
-    if products is not None:
-        chosen.chain = _tried(CHAINS, left_out, lambda: chain.load(products), lambda module: None)  # a step compares it
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
             ENDS, left_out, lambda: ends.load(device), lambda module: _wrong_ends(module, sizes, dtype, measured)

@@ -625,7 +625,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     }
   }
 
-#define TWO(w, byte) shared_word<0>(__byte_perm(w, lane4, 0x5504 + (byte)*16))
+#define TWO(w, byte) shared_word(__byte_perm(w, lane4, 0x5504 + (byte)*16))
   const u32 lane4 = lane * 4;
 #if !HELD
   if (warp == asks) {

@@ -72,26 +72,6 @@ __device__ __forceinline__ u32 look(const u32* p) {
   return v;
 }
 __device__ __forceinline__ void publish(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-// Several values at once, each of which says itself whether it is there: 16 bytes, and 8 that are there at once.
-__device__ __forceinline__ uint4 look_16(const u32* p) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
-  return v;
-}
-__device__ __forceinline__ uint2 look_8(const u64* p) {
-  u64 v;
-  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return make_uint2((u32)v, (u32)(v >> 32));
-}
-__device__ __forceinline__ void publish_8(u64* p, u32 low, u32 high) {
-  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"((u64)high << 32 | low) : "memory");
-}
-// Of so many threads, whole warps; 0 is __syncthreads' own.
-__device__ __forceinline__ void barrier(int number, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void others_run() {}  // a thread of its own runs anyway
 // Count up, and from `last` back to zero; returns what it was. Releases what this thread wrote or saw (behind a barrier: its whole
 // block), acquires what those that counted before released.
 __device__ __forceinline__ u32 count_up(u32* p, u32 last) {
@@ -102,24 +82,15 @@ __device__ __forceinline__ u32 count_up(u32* p, u32 last) {
 #define SPINS (1 << 22)  // seconds
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-// A word of the block's own shared memory, AT + offset bytes from its beginning on. Where that begins is known when this is
-// compiled (where_shared told the caller), so that nothing is added at run time.
+// A word of the block's own shared memory, so many bytes from its beginning on. Where that begins is known when this is compiled
+// (where_shared told the caller), so that nothing is added at run time.
 #ifdef SHARED_BASE
-template <int AT>
 __device__ __forceinline__ u32 shared_word(u32 offset) {
   u32 v;
-  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(v) : "r"(offset), "n"(SHARED_BASE + AT));
+  asm("ld.shared.u32 %0, [%1 + %2];" : "=r"(v) : "r"(offset), "n"(SHARED_BASE));
   return v;
 }
 #endif
-
-// 16 bytes into shared memory; a thread waits for its own, until at most N of the groups that it has ended are on their way.
-__device__ __forceinline__ void copy_16(u8* to, const u8* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
-}
-__device__ __forceinline__ void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void copies_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
 // newer the bytes that the copy engine has brought.
