@@ -64,8 +64,8 @@ def check(module, fences, rows, columns, n, quant, dtype):
     found = {(cut.splits, cut.units % 2, cut.k_warps % 2): cut for cut in cuts.cuts(rows, columns, n, **H200)}
     for cut in found.values():
         if cut.splits > 1:
-            module.kept["parts"] = fences.put(torch.zeros(cut.splits * n * cut.grid * cut.units * 16))
-            module.kept["arrived"] = fences.put(torch.zeros(cut.grid, dtype=torch.int32))
+            count = cut.splits * n * cut.grid * cut.units * 16
+            module.kept["parts"] = fences.put(torch.full((count,), matvec.EMPTY, dtype=torch.int32))
         matvec.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
         out.fill_(math.nan)
         matvec.matvec4(x, group, out, module=module, cut=cut)

@@ -29,7 +29,6 @@ def modules():
     for order in (0, 1, 7):
         module = run.CpuModule(matvec.source(), matvec.NAMES, order=order)
         matvec.prepare(module)
-        module.kept["parts"].fill_(math.nan)
         made.append(module)
     return made
 
@@ -254,7 +253,7 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
         out = torch.full((n, sum(rows)), math.nan, dtype=dtype)
         matvec.matvec4(x, group, out, bias=bias, module=module)
         outs.append(out)
-        assert not module.kept["arrived"].any()
+        assert (module.kept["parts"] == matvec.EMPTY).all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     reference = torch.empty_like(outs[0])
     matvec.matvec4_torch(x, group, reference, bias=bias)
@@ -317,7 +316,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         for module in modules:
             outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
             matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
-            assert not module.kept["arrived"].any()
+            assert (module.kept["parts"] == matvec.EMPTY).all()
             assert module.launches[-1] == "matvec_held"
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
         wanted = exact(x, group, bias)
@@ -372,8 +371,8 @@ def test_a_ring_that_goes_round_many_times_gives_the_same_product(modules, n, gr
 
 
 @needs_gxx
-def test_splits_add_their_parts_in_the_same_order_whoever_comes_last(modules):
-    """Blocks arrive forwards, backwards and shuffled; the sum of six parts must not depend on it."""
+def test_splits_add_their_parts_in_the_same_order_whoever_runs_first(modules):
+    """Blocks run forwards, backwards and shuffled; the sum of six parts must not depend on it."""
     torch.manual_seed(5)
     group, x = group_of((48,), 1536), torch.randn(2, 1536).bfloat16()
     cut = next(cut for cut in cuts.cuts((48,), 1536, 2, **H200) if cut.splits == 6 and not cut.held)
@@ -382,7 +381,7 @@ def test_splits_add_their_parts_in_the_same_order_whoever_comes_last(modules):
         out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=module, cut=cut)
         outs.append(out)
-        assert not module.kept["arrived"].any()
+        assert (module.kept["parts"] == matvec.EMPTY).all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
@@ -569,7 +568,7 @@ def test_gate_and_product_are_one_launch(modules, n, kind, splits):
             assert (out == wanted).float().mean() > 0.98
             matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
             assert tuning.relative_error(out, wanted) < 3 * tuning.LARGEST_ERROR
-        assert not module.kept["arrived"].any()
+        assert (module.kept["parts"] == matvec.EMPTY).all()
 
 
 @needs_gxx

@@ -24,7 +24,6 @@ MAX_ROWS = 8
 MAX_WARPS = 20  # beside the one that asks for weights
 MOST_STAGES = 32
 MOST_PARTS = 2**21
-MOST_COUNTERS = 8192
 # As the kernel lays out its shared memory: table, barriers, LoRA entries; at the end sums of A x.
 _FIXED_BYTES = 65536 + 2 * MOST_STAGES * 8 + 24 * 24 + 2 * 32 * 4
 # A batch is four blocks of 64; a row of sums has four places more than it needs.
@@ -148,7 +147,7 @@ def cuts(
                 continue
             for each in _sizes(units, splits, multiprocessors, pair):
                 grid = -(-units // each)
-                if splits > 1 and (grid > MOST_COUNTERS or splits * grid * each * 16 * n > MOST_PARTS):
+                if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                     continue
                 for k_warps, groups in _warps(piece // _BATCH, each):
                     cut = _with_stages(
@@ -176,7 +175,7 @@ def _held(
             for held in (h for h in (1, 2, 3, 4, 5) if steps % h == 0 and h * min(2, steps // h) <= 6 and steps <= 40):
                 for each in (2, 4, 6, 8, 10, 12, 20) if pair else (1, 2, 3, 4, 5, 8, 10, 16, 20):
                     grid, warps = -(-units // each), k_warps * each
-                    if not 4 <= warps <= MAX_WARPS or (splits > 1 and grid > MOST_COUNTERS) or each > units:
+                    if not 4 <= warps <= MAX_WARPS or each > units:
                         continue
                     if splits > 1 and splits * grid * each * 16 * n > MOST_PARTS:
                         continue

@@ -10,7 +10,7 @@ rounding of y. Relative error against float64 (norm of the difference over norm 
 where bitsandbytes' own kernel has 3.6e-3 for bf16; `check` refuses more than 3e-3.
 
 One launch does all of it: the blocks make `low` together, a value or a few at a time, before they multiply, and take what they need
-at their end. How a launch is cut is in cuts.py; where blocks share columns, the last of them adds the parts in a fixed order.
+at their end. How a launch is cut is in cuts.py; where blocks share columns, one of them adds the parts in a fixed order.
 So the same input gives the same bits on one device; another cut sums in another order.
 
 A module serves one stream at a time (its scratch is shared by its launches). What it does not know: whether bitsandbytes
@@ -40,7 +40,7 @@ _TYPES = (torch.bfloat16, torch.float16)
 _LORA_THREADS, _LORA_OUTPUTS = 256, 64
 NAMES = ("lora_add",)
 PRODUCT_NAMES = ("matvec_4", "matvec_8")
-# What `low` holds before a product makes it: all bits set, a NaN that no operation makes.
+# What `low` and parts of sums hold before a product makes them: all bits set, a NaN that no operation makes.
 EMPTY = -1
 _TABLE_BYTES = 65536
 HELD_NAME = "matvec_held"
@@ -232,12 +232,11 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 
 def prepare(module: nvrtc.Module) -> None:
-    """Give a module the scratch of its launches: parts of sums, and counters that every launch leaves at zero."""
-    module.kept["parts"] = torch.empty(cuts.MOST_PARTS, dtype=torch.float32, device=module.device)
-    module.kept["arrived"] = torch.zeros(cuts.MOST_COUNTERS, dtype=torch.int32, device=module.device)
+    """Give a module the scratch of its launches: parts of sums, which every launch finds and leaves EMPTY."""
+    module.kept["parts"] = torch.full((cuts.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)
 
 
-def table(code: Tensor, module: nvrtc.Module) -> Tensor:
+def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
     """Return what the 256 bytes stand for: the weight of the high nibble in the low half, both as float16."""
     key = ("table", code.data_ptr())
     if key not in module.kept:
@@ -324,10 +323,10 @@ def arguments(
         *_three([packed.parts["weight"] for packed in weights]),
         *_three([packed.parts["absmax"] for packed in weights]),
         *_three([packed.parts.get("nested_absmax") for packed in weights]), *_three(offsets), *_three(bias),
-        *_three([packed.shape[0] for packed in weights], 0), table(weights[0].codes["code"], module), nested_code,
+        *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
-        module.kept["parts"], module.kept["arrived"], cut.units, cut.k_warps, cut.groups, cut.chunk,
+        module.kept["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
         cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
         *(_NO_NORM if norm is None else norm.arguments()), *fused.ahead_arguments(ahead),

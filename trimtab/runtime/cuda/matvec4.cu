@@ -94,7 +94,6 @@ struct Matvec {
   const u16* other;
   int other_stride;
   float* parts;
-  u32* arrived;
   int units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits, grid, all_units;
   // NORMED: x is what the layer in front made, and the product's own input is norm(h) next.
   const u16 *residual, *post, *next, *scalar;
@@ -154,7 +153,6 @@ __device__ __forceinline__ float lora_product(const float* B, const float* low, 
 // product's blocks make it themselves, one value a block at a time: the first `makers` blocks, which surely run at once, so that
 // whoever waits for a value waits for a block that runs. `low` is full of EMPTY before the launch; a value is there when it is
 // something else: no flag, no fence, no counter. At the end each block takes the values that it needs into shared memory.
-#define EMPTY 0xffffffffu  // a NaN that no operation makes
 #if HELD
 #define A_FOURS ((BLOCKS * 16 + THREADS - 1) / THREADS)
 // Values of A, by four, that a thread has ready before x is: for one value of A x a block, or for several where registers are left.
@@ -598,7 +596,7 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
       const float all = warp_sum(lane < part.each / 32 ? to[warp + lane] : 0.f);
       if (lane == 0) {
         const u32 bits = __float_as_uint(all);
-        publish((u32*)a.low + (size_t)dot.i * a.low_row + (size_t)dot.m * a.low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
+        publish((u32*)a.low + (size_t)dot.i * a.low_row + (size_t)dot.m * a.low_member + dot.j, not_empty(bits));
       }
     }
   }
@@ -785,23 +783,40 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
     for (int k = 0; k < a.k_warps; k++) y += sums[((u * a.k_warps + k) * n + i) * STRIDE + r];
     return y;
   };
-  const size_t part_size = (size_t)a.grid * a.units * 16 * n, here = (size_t)own * a.units;
   if (a.splits > 1) {
+    // The group's last block adds the parts, always in the same order: it waits for blocks with lower numbers, which run by then. A
+    // part says itself that it is there, as A x does; who has taken it leaves its place EMPTY for the next launch.
+    u32* parts = (u32*)a.parts + (size_t)own * a.units * 16 * n;
+    const size_t part_size = (size_t)a.grid * a.units * 16 * n;
+    const bool adds = split == a.splits - 1;
     for (int e = tid; e < units * 16 * n; e += threads) {
       const int i = e % n, r = e / n & 15, u = e / n >> 4;
-      a.parts[split * part_size + ((here + u) * 16 + r) * n + i] = own_sum(u, r, i);
+      const float mine = own_sum(u, r, i);
+      if (!adds) {
+        publish(parts + split * part_size + e, not_empty(__float_as_uint(mine)));
+        continue;
+      }
+      float all = 0.f;
+      for (int from = 0; from < split; from += 4) {
+        u32 bits[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) bits[k] = from + k < split ? look(parts + (from + k) * part_size + e) : 0;
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+          for (int turns = SPINS; bits[k] == EMPTY; bits[k] = look(parts + (from + k) * part_size + e))
+            if (!turns--) __trap();
+          all += __uint_as_float(bits[k]);
+        }
+      }
+      sums[(u * a.k_warps * n + i) * STRIDE + r] = all + mine;  // read by this thread alone until the barrier
     }
-    // The block that arrives last adds the parts, always in the same order. Thread 0 speaks for the block: what the others wrote
-    // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
+    if (!adds) return;
     __syncthreads();
-    if (!__syncthreads_or(tid == 0 && count_up(a.arrived + own, a.splits - 1) == (u32)a.splits - 1)) return;
+    for (int e = tid; e < units * 16 * n; e += threads)
+      for (int s = 0; s < split; s++) parts[s * part_size + e] = EMPTY;
   }
   const auto finished = [&](int member, int u, int r, int at, int i, int early) {
-    float y = 0.f;
-    if (a.splits > 1)
-      for (int s = 0; s < a.splits; s++) y += __ldcg(a.parts + s * part_size + ((here + u) * 16 + r) * n + i);
-    else
-      y = own_sum(u, r, i);
+    float y = a.splits > 1 ? sums[(u * a.k_warps * n + i) * STRIDE + r] : own_sum(u, r, i);
     const u16* bias = of(a.bias, member);
     if (bias) y += value(__ldg(bias + at), a.half);
     const LoraEntry entry = lora[member * COLUMNS + i];
@@ -847,14 +862,14 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   int lora_A_stride, const i64 *lora_B, int lora_B_stride, const int *lora_rank, int lora_rank_stride,            \
   const float *lora_scale, int lora_scale_stride, const int *slots, float *low, int low_row, int low_member,      \
   int low_width, int makers, int low_room, int members, int gate, int kind, const u16 *other, int other_stride,   \
-  float *parts, u32 *arrived, int units, int k_warps, int groups, int chunk_blocks, int piece_blocks,             \
+  float *parts, int units, int k_warps, int groups, int chunk_blocks, int piece_blocks,                           \
   int stages, int splits, int grid, int all_units, const u16 *residual, int residual_stride, const u16 *post,     \
   const u16 *next, const u16 *scalar, u16 *h, int h_stride, float eps, AHEAD_PARAMETERS
 #define GIVEN(n, blocks, members, gate, units, k_warps, groups, chunk_blocks, piece_blocks, stages, splits)       \
   {x, x_stride, n, blocks, blocks * 64, out, out_stride, HALF, {w0, w1, w2}, {s0, s1, s2}, {t0, t1, t2}, {f0,     \
   f1, f2}, {b0, b1, b2}, {r0, r1, r2}, table, nested_code, lora_A, lora_B, lora_A_stride, lora_B_stride,          \
   lora_rank, lora_rank_stride, lora_scale, lora_scale_stride, slots, low, low_row, low_member, low_width,         \
-  makers, low_room, members, gate, kind, other, other_stride, parts, arrived, units, k_warps, groups,             \
+  makers, low_room, members, gate, kind, other, other_stride, parts, units, k_warps, groups,                      \
   chunk_blocks, piece_blocks, stages, splits, grid, all_units, residual, post, next, scalar, residual_stride, h,  \
   h_stride, eps, AHEAD_GIVEN}
 #if HELD
@@ -1007,7 +1022,7 @@ extern "C" __global__ void __launch_bounds__(LORA_THREADS, 2) lora_add(
       float all = 0.f;
       for (int w = 0; w < 1 << shift >> 5; w++) all += warps[(tid >> 5) + w];
       const u32 bits = __float_as_uint(all);
-      publish((u32*)low + (size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j, bits == EMPTY ? EMPTY - 1 : bits);
+      publish((u32*)low + (size_t)dot.i * low_row + (size_t)dot.m * low_member + dot.j, not_empty(bits));
     }
   }
   if (!rank || blockIdx.x * LORA_OUTPUTS >= rows) return;  // so for all threads of the block

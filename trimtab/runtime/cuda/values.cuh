@@ -65,19 +65,22 @@ __device__ __forceinline__ void bring_near(const u8* p, int bytes) {
 #endif
 }
 __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// One value from a block to others: it says itself whether it is there.
+// One value from a block to others: it says itself whether it is there, being something else than EMPTY.
 __device__ __forceinline__ u32 look(const u32* p) {
   u32 v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
   return v;
 }
 __device__ __forceinline__ void publish(u32* p, u32 v) { asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
-// Count up, and from `last` back to zero; returns what it was. Releases what this thread wrote or saw (behind a barrier: its whole
-// block), acquires what those that counted before released.
-__device__ __forceinline__ u32 count_up(u32* p, u32 last) {
-  u32 was;
-  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(was) : "l"(p), "r"(last) : "memory");
-  return was;
+// Four at once, each of which says so.
+__device__ __forceinline__ uint4 look_16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p) : "memory");
+  return v;
+}
+__device__ __forceinline__ void publish_16(void* p, uint4 v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 #define SPINS (1 << 22)  // seconds
 
@@ -153,6 +156,8 @@ __device__ __forceinline__ void let_next_start() {}
 #endif
 
 #define ALL 0xffffffffu
+#define EMPTY 0xffffffffu  // what a place holds until its value is there: a NaN that no operation makes
+__device__ __forceinline__ u32 not_empty(u32 bits) { return bits == EMPTY ? EMPTY - 1 : bits; }
 #define AHEAD_BYTES 8192
 // This block's share of weights that a kernel behind this one reads, while this one leaves the memory to them: by few
 // instructions of one thread, 64 KiB each (the most is 1 MiB).
