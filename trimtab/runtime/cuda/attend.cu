@@ -46,11 +46,13 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
 }
 
 __device__ __forceinline__ bool is_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
-__device__ __forceinline__ float awaited(const float2* pair, int which) {
-  u32 bits = look((const u32*)pair + which);
-  for (int turns = SPINS; bits == EMPTY; bits = look((const u32*)pair + which))
+__device__ __forceinline__ float2 awaited(const float2* pair) {
+  u32 first = look((const u32*)pair), second = look((const u32*)pair + 1);
+  for (int turns = SPINS; first == EMPTY || second == EMPTY;) {
     if (!turns--) __trap();
-  return __uint_as_float(bits);
+    first = look((const u32*)pair), second = look((const u32*)pair + 1);
+  }
+  return make_float2(__uint_as_float(first), __uint_as_float(second));
 }
 // The factor of each split's part of one query: e^(its maximum - the largest) / the sum of all; 0 for those up to a multiple of
 // AT_ONCE. One warp; sums [splits][GROUP], read once: MOST splits a lane.
@@ -62,8 +64,7 @@ __device__ __forceinline__ void shares(const float2* sums, int head, int splits,
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
     const int s = lane + i * 32;
-    v[i] = s < splits ? make_float2(awaited(sums + s * GROUP + head, 0), awaited(sums + s * GROUP + head, 1))
-                      : make_float2(-__uint_as_float(0x7f800000), 0.f);
+    v[i] = s < splits ? awaited(sums + s * GROUP + head) : make_float2(-__uint_as_float(0x7f800000), 0.f);
   }
 #pragma unroll
   for (int i = 0; i < MOST; i++) most = fmaxf(most, v[i].x);
@@ -423,12 +424,21 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
       } else {
         TAKE_PARTS(k < left)
       }
+      // What is missing is asked for again all at once.
+      for (int turns = SPINS;;) {
+        bool misses = false;
 #pragma unroll
-      for (int k = 0; k < AT_ONCE; k++)
+        for (int k = 0; k < AT_ONCE; k++)
 #pragma unroll
-        for (int i = 0; i < EACH_ADDS; i++)
-          for (int turns = SPINS; is_empty(p[i][k]); p[i][k] = look_16(one + k * COUNT + i * THREADS))
-            if (!turns--) __trap();
+          for (int i = 0; i < EACH_ADDS; i++) misses |= is_empty(p[i][k]);
+        if (!misses) break;
+        if (!turns--) __trap();
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; k++)
+#pragma unroll
+          for (int i = 0; i < EACH_ADDS; i++)
+            if (is_empty(p[i][k])) p[i][k] = look_16(one + k * COUNT + i * THREADS);
+      }
       if (e == 0 && from == 0) {
 #pragma unroll 1
         for (int head = warp; head < GROUP; head += WARPS)

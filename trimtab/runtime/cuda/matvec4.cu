@@ -801,12 +801,15 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
         u32 bits[4];
 #pragma unroll
         for (int k = 0; k < 4; k++) bits[k] = from + k < split ? look(parts + (from + k) * part_size + e) : 0;
+        // What is missing is asked for again all at once.
+        for (int turns = SPINS; bits[0] == EMPTY || bits[1] == EMPTY || bits[2] == EMPTY || bits[3] == EMPTY;) {
+          if (!turns--) __trap();
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-          for (int turns = SPINS; bits[k] == EMPTY; bits[k] = look(parts + (from + k) * part_size + e))
-            if (!turns--) __trap();
-          all += __uint_as_float(bits[k]);
+          for (int k = 0; k < 4; k++)
+            if (bits[k] == EMPTY) bits[k] = look(parts + (from + k) * part_size + e);
         }
+#pragma unroll
+        for (int k = 0; k < 4; k++) all += __uint_as_float(bits[k]);
       }
       sums[(u * a.k_warps * n + i) * STRIDE + r] = all + mine;  // read by this thread alone until the barrier
     }
