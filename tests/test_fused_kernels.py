@@ -26,6 +26,7 @@ RANKS = {"a": 4, "b": 20}
 def on_cpu(monkeypatch):
     """The kernels of both sources, compiled by g++, in place of those of a GPU."""
     small = run.CpuModule(fused.source(), fused.NAMES)
+    fused.prepare(small)
     products = run.CpuModule(matvec.source(), matvec.NAMES)
     matvec.prepare(products)
 

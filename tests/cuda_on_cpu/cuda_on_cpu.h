@@ -442,13 +442,6 @@ static inline unsigned look(const unsigned* p) {  // others of the block may be 
 // As on a GPU, whose first KiB of a block is the system's.
 static inline unsigned shared_address(const void* p) { return (unsigned)((const unsigned char*)p - cuda_on_cpu::shared_memory) + 1024; }
 static inline unsigned shared_word(unsigned offset) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + offset)); }
-static inline uint4 look_16(const void* p) {
-  const uint4 v = cpu_load((const uint4*)p);
-  if (v.x == 0xffffffffu || v.y == 0xffffffffu || v.z == 0xffffffffu || v.w == 0xffffffffu)
-    cuda_on_cpu::pause(cuda_on_cpu::TURN, 0, "look_16");
-  return cpu_load((const uint4*)p);
-}
-static inline void publish_16(void* p, uint4 v) { cpu_load((const uint4*)p); *(uint4*)p = v; }
 template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}
 // Reads what would be brought: a page that is not there is found.
@@ -462,6 +455,7 @@ static inline uint4 streamed_8_8(const unsigned char* p) {
   const uint2 a = cpu_load((const uint2*)p), b = cpu_load((const uint2*)(p + 32));
   return {a.x, a.y, b.x, b.y};
 }
+static inline unsigned count_up(unsigned* p, unsigned last) { return atomicInc(p, last); }
 // A copy is done when it is asked for; a barrier counts how many phases are complete. Threads that wait let others go on.
 #define FILLERS 1
 struct CpuBarrier { unsigned short count, arrived; unsigned phases; };  // in the barrier's own 64 bits

@@ -32,6 +32,7 @@ def small(
     facts = {"order": order, "multiprocessors": multiprocessors}
     module = CpuModule(source or fused.source(), fused.NAMES, **facts)
     module.kept = _Kept(attend or fused.source("attend.cu"), **facts)
+    fused.prepare(module)
     return module
 
 

@@ -166,7 +166,8 @@ def _held(
     """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
     blocks, units, found = columns // BLOCK, units_of(rows, pair=pair), []
     for splits in (1, 2, 4, 8):
-        if blocks % (4 * splits):
+        # Gate and up of a wide layer fill the card by their rows; in a step their parts cost more than a product alone shows.
+        if blocks % (4 * splits) or (pair and splits > 1 and units >= 8 * multiprocessors):
             continue
         chunk = blocks // splits
         for k_warps in (k for k in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20) if chunk // 2 % k == 0):

@@ -6,7 +6,7 @@ round, and equal them bit for bit where the operations are the same (all but att
 places; only their sums run in another order, so that a value may be one step of its type away. Attention keeps scores,
 softmax and output in float32 and rounds once; its weights enter the second product as two numbers, 2^-16 (bf16) off.
 
-A module serves one stream at a time (its scratch is shared by its launches). Nothing here synchronizes or depends on
+A module serves one stream at a time (its counters are shared by its launches). Nothing here synchronizes or depends on
 positions on the host: a captured launch serves every length that the cache has places for. dependent: start before the
 kernel in front ends, as `nvrtc.Module.launch` has it (None: as the module's `overlap` says); every thread of every kernel
 waits by itself before it reads what the kernels in front made. Attention does not wait for what stands since before the step:
@@ -39,6 +39,7 @@ _MAX_SPLITS = 128
 _MAX_SHARES = 512
 # A block that combines alone reads so much in about the time that a second launch costs.
 _COMBINE_BYTES = 96 * 1024
+_COUNTERS = 4096
 _TYPES = (torch.bfloat16, torch.float16)
 NAMES = ("add_norm", "gated_1", "gated_8", "rope_write_1", "rope_write_2", "rope_write_4", "rope_write_8", "turns")
 ATTEND_NAMES = ("attend", "attend_combine")
@@ -55,7 +56,14 @@ def load(device: torch.device | str) -> nvrtc.Module:
     Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: `check`
     does it for the kinds it is given, `load_attention` for one.
     """
-    return nvrtc.Module(source(), device=device, name="fused.cu")
+    module = nvrtc.Module(source(), device=device, name="fused.cu")
+    prepare(module)
+    return module
+
+
+def prepare(module: nvrtc.Module) -> None:
+    """Give a module the counters of its launches, which every launch leaves at zero."""
+    module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
 
 
 def attention_options(
@@ -338,7 +346,7 @@ def _may_attend(
     return (
         module is not None and _runs(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
         and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
-        and all(_fits(x, q, 8) for x in (q, keys, values, out))
+        and q.shape[0] * kv_heads <= _COUNTERS and all(_fits(x, q, 8) for x in (q, keys, values, out))
     )  # fmt: skip
 
 
@@ -351,12 +359,10 @@ def _launch_attend(
     n, kv_heads, places = out.shape[0], keys.shape[1], keys.shape[2]
     splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
+    if needed and (scratch is None or scratch.numel() < needed):
+        scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
     here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
-    if needed and here:
-        scratch = _empty(module, needed)
-    elif needed and (scratch is None or scratch.numel() < needed):
-        scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn)
     own = load_attention(module, options)
     dependent = module.overlap if dependent is None else dependent
@@ -365,7 +371,7 @@ def _launch_attend(
     own.launch(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
-            *given, keys, values, positions, parts, sums, out, places, float(scaling),
+            *given, keys, values, positions, parts, sums, module.kept["arrived"], out, places, float(scaling),
             float(softcap or 0.0), int(here), *ahead_arguments(ahead),
         ],
         dependent=dependent,
@@ -376,15 +382,6 @@ def _launch_attend(
             [positions, parts, sums, out, places, splits],
             dependent=dependent,
         )  # fmt: skip
-
-
-def _empty(module: nvrtc.Module, count: int) -> Tensor:
-    """Return the parts of blocks that wait for each other, which every launch finds and leaves EMPTY: the same for each size."""
-    found: Tensor | None = module.kept.get(("parts", count))
-    if found is None:
-        found = torch.full((count,), -1, dtype=torch.int32, device=module.device).view(torch.float32)
-        module.kept["parts", count] = found
-    return found
 
 
 def _attend_torch(

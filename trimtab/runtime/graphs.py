@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 MOST_GRAPHS = 16
 # A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
 # largest are not those of this step.
-_WORTH, _FAR = 0.993, 0.1
+_WORTH, _FAR = 0.995, 0.1
 # Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
 REPLAY_TOLERANCE = 2**-6
 # Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.

@@ -4,8 +4,8 @@
 // needs, and the block whose share has the new place makes the new key and value as well, and writes them into the cache).
 //
 // A launch is a chain of waits, not of bytes. Positions and places stand since before the step, and so do keys and values of all
-// places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then three round trips to L2 are
-// left: the products and cos and sin; that the parts and sums are written; that they are read.
+// places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then four round trips to L2 are
+// left: the products and cos and sin; that the parts are written; the count of blocks; the parts and sums.
 //
 // A block looks at its share of the places of one row and one head of keys, for the group of queries that use it, in tiles
 // of 32 places. Both products are tensor core instructions m16n8k16 whose 8 columns are the queries of the group.
@@ -45,15 +45,6 @@ __device__ __forceinline__ void product(float* c, u32 a0, u32 a1, u32 a2, u32 a3
     mma_m16n8k16_bf16(c, a0, a1, a2, a3, b0, b1);
 }
 
-__device__ __forceinline__ bool is_empty(uint4 v) { return v.x == EMPTY || v.y == EMPTY || v.z == EMPTY || v.w == EMPTY; }
-__device__ __forceinline__ float2 awaited(const float2* pair) {
-  u32 first = look((const u32*)pair), second = look((const u32*)pair + 1);
-  for (int turns = SPINS; first == EMPTY || second == EMPTY;) {
-    if (!turns--) __trap();
-    first = look((const u32*)pair), second = look((const u32*)pair + 1);
-  }
-  return make_float2(__uint_as_float(first), __uint_as_float(second));
-}
 // The factor of each split's part of one query: e^(its maximum - the largest) / the sum of all; 0 for those up to a multiple of
 // AT_ONCE. One warp; sums [splits][GROUP], read once: MOST splits a lane.
 template <int MOST>
@@ -64,7 +55,7 @@ __device__ __forceinline__ void shares(const float2* sums, int head, int splits,
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
     const int s = lane + i * 32;
-    v[i] = s < splits ? awaited(sums + s * GROUP + head) : make_float2(-__uint_as_float(0x7f800000), 0.f);
+    v[i] = s < splits ? __ldcg(sums + s * GROUP + head) : make_float2(-__uint_as_float(0x7f800000), 0.f);
   }
 #pragma unroll
   for (int i = 0; i < MOST; i++) most = fmaxf(most, v[i].x);
@@ -153,7 +144,7 @@ __device__ __forceinline__ void turn_head(
 extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ? 3 : 1) attend(
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
     const u16* sin, int sin_stride, int mode, u16* keys, u16* values, const i64* positions, float* parts,
-    float2* sums, u16* out, int places, float scaling, float softcap, int combine_here,
+    float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
     AHEAD_PARAMETERS) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
@@ -367,12 +358,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   for (int j = 0; j < OWN; j++) {
     const int head = warp + j * WARPS;
     if (head >= GROUP || lane) continue;
-    if (alone) {
-      part_of[head] = total[j];
-      continue;
-    }
-    publish((u32*)(sums + own + head), not_empty(__float_as_uint(most[j])));
-    publish((u32*)(sums + own + head) + 1, not_empty(__float_as_uint(total[j])));
+    part_of[head] = total[j];
+    if (!alone) sums[own + head] = make_float2(most[j], total[j]);
   }
   if (alone) __syncthreads();
 #pragma unroll
@@ -389,21 +376,21 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
         for (int e = 0; e < 8; e++) o[e] /= whole;
         store<8>(out + (size_t)((row * kv_heads + kv) * GROUP + head) * HEAD + d_v, o, HALF);
       } else {
-        u32 bits[8];
-#pragma unroll
-        for (int e = 0; e < 8; e++) bits[e] = not_empty(__float_as_uint(o[e]));
-        float* to = parts + (size_t)(own + head) * HEAD + d_v;
-        publish_16(to, make_uint4(bits[0], bits[1], bits[2], bits[3]));
-        publish_16(to + 4, make_uint4(bits[4], bits[5], bits[6], bits[7]));
+        float4* to = (float4*)(parts + (size_t)(own + head) * HEAD + d_v);
+        __stcg(to, make_float4(o[0], o[1], o[2], o[3]));
+        __stcg(to + 1, make_float4(o[4], o[5], o[6], o[7]));
       }
     }
-  // The last split adds the parts, always in the same order: it waits for blocks with lower numbers, which run by then. A part
-  // says itself that it is there; who has taken it leaves its place EMPTY for the next launch.
-  if (alone || !combine_here || split != share.splits - 1) return;
+  if (alone || !combine_here) return;
+
+  // The block that arrives last adds the parts, always in the same order. Thread 0 speaks for the block: what the others wrote
+  // before the barrier is seen by whoever arrives later, and by all its threads behind its barrier.
+  __syncthreads();
+  if (!__syncthreads_or(tid == 0 && count_up(arrived + row * kv_heads + kv, share.splits - 1) == share.splits - 1)) return;
   constexpr int THREADS = WARPS * 32, QUADS = HEAD / 4, COUNT = GROUP * QUADS, EACH_ADDS = COUNT > THREADS ? 2 : 1;
   const size_t all = (size_t)(row * kv_heads + kv) * splits * GROUP;
   const int padded = (share.splits + AT_ONCE - 1) / AT_ONCE * AT_ONCE;
-  uint4* from_parts = (uint4*)(parts + all * HEAD) + tid;
+  const float4* from_parts = (const float4*)(parts + all * HEAD) + tid;
   out += (size_t)(row * kv_heads + kv) * GROUP * HEAD;
 #pragma unroll 1
   for (int e = 0; e < COUNT; e += EACH_ADDS * THREADS) {
@@ -411,33 +398,18 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll 1
     for (int from = 0; from < share.splits; from += AT_ONCE) {
       // All that a thread reads is asked for before anything is used: four values of up to 16 splits, twice.
-      uint4 p[EACH_ADDS][AT_ONCE];
-      const uint4* one = from_parts + from * COUNT + e;
+      float4 p[EACH_ADDS][AT_ONCE];
+      const float4* one = from_parts + from * COUNT + e;
       const int left = share.splits - from;
 #define TAKE_PARTS(condition)                                                                               \
   _Pragma("unroll") for (int k = 0; k < AT_ONCE; k++) _Pragma("unroll") for (int i = 0; i < EACH_ADDS; i++) { \
     const bool is_there = COUNT % (EACH_ADDS * THREADS) == 0 || e + i * THREADS + tid < COUNT;              \
-    p[i][k] = is_there && (condition) ? look_16(one + k * COUNT + i * THREADS) : make_uint4(0, 0, 0, 0);    \
+    p[i][k] = is_there && (condition) ? __ldcg(one + k * COUNT + i * THREADS) : make_float4(0.f, 0.f, 0.f, 0.f); \
   }
       if (left >= AT_ONCE) {
         TAKE_PARTS(true)
       } else {
         TAKE_PARTS(k < left)
-      }
-      // What is missing is asked for again all at once.
-      for (int turns = SPINS;;) {
-        bool misses = false;
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-#pragma unroll
-          for (int i = 0; i < EACH_ADDS; i++) misses |= is_empty(p[i][k]);
-        if (!misses) break;
-        if (!turns--) __trap();
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; k++)
-#pragma unroll
-          for (int i = 0; i < EACH_ADDS; i++)
-            if (is_empty(p[i][k])) p[i][k] = look_16(one + k * COUNT + i * THREADS);
       }
       if (e == 0 && from == 0) {
 #pragma unroll 1
@@ -454,8 +426,8 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll
         for (int k = 0; k < AT_ONCE; k++) {
           const float f = factors[k];
-          o[i].x = fmaf(f, __uint_as_float(p[i][k].x), o[i].x), o[i].y = fmaf(f, __uint_as_float(p[i][k].y), o[i].y);
-          o[i].z = fmaf(f, __uint_as_float(p[i][k].z), o[i].z), o[i].w = fmaf(f, __uint_as_float(p[i][k].w), o[i].w);
+          o[i].x = fmaf(f, p[i][k].x, o[i].x), o[i].y = fmaf(f, p[i][k].y, o[i].y);
+          o[i].z = fmaf(f, p[i][k].z, o[i].z), o[i].w = fmaf(f, p[i][k].w, o[i].w);
         }
       }
     }
@@ -463,10 +435,6 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     for (int i = 0; i < EACH_ADDS; i++)
       if (e + i * THREADS + tid < COUNT) store<4>(out + (e + i * THREADS + tid) * 4, &o[i].x, HALF);
   }
-  __syncthreads();
-  const uint4 empty = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
-  for (int e = tid; e < share.splits * COUNT; e += THREADS) from_parts[e - tid] = empty;
-  for (int e = tid; e < share.splits * GROUP; e += THREADS) ((uint2*)(sums + all))[e] = make_uint2(EMPTY, EMPTY);
 }
 
 // The splits of one query of one row, where `attend` does not add them itself. A block is 128 values of the head; its four
