@@ -508,3 +508,19 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
     graphs.Steps._refine(Stand(), None, None, 1, overlap=True)  # tried once
     assert len(saved) == 1
+
+
+def test_launches_never_overlap_beside_a_streamer_whatever_another_model_found():
+    """Kernels are shared by models of one shape: what paid for a resident one must not be taken for a streamed one."""
+    steps = object.__new__(graphs.Steps)
+    steps.device, steps._order = torch.device("cuda"), []
+    steps.kernels = graphs.Kernels(matvec=object(), overlap_pays=True)
+
+    def placed(tier, part):
+        steps.model = SimpleNamespace(plan=SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)]))
+        return steps._overlap_pays(None, None)
+
+    assert placed("resident", "language") and placed("stream", "vision")
+    assert not placed("stream", "language") and not placed("stream", "head")
+    steps._order = ["a layer"]
+    assert not placed("resident", "language")

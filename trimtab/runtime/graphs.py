@@ -439,12 +439,12 @@ class Steps:
 
     def _overlap_pays(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> bool:
         """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
-        if self.device.type != "cuda" or self.kernels.is_empty:
+        if self.device.type != "cuda" or self.kernels.is_empty or self._streams_decoder():
             return False
         if self.kernels.overlap_pays is None:
             plain_ms, plain = self._tried(run, keep, overlap=False)
             if self._order:
-                return False  # beside a streamer's copies an order of launches is not an order of what they read
+                return False
             try:
                 ms, scores = self._tried(run, keep, overlap=True)
                 same = torch.equal(plain, scores)
@@ -456,6 +456,12 @@ class Steps:
                 self._fall_back("overlapping launches", why, asked=False)
         return self.kernels.overlap_pays
 
+    def _streams_decoder(self) -> bool:
+        """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
+        found for another model of the same kernels."""
+        rows = self.model.plan.placements
+        return bool(self._order) or any(row.part in ("language", "text", "head") and row.tier == "stream" for row in rows)
+
     def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
         """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
 
@@ -466,7 +472,7 @@ class Steps:
         module = self.kernels.matvec
         untried = {} if module is None else module.kept.get("others", {})
         keys = [key for key in untried if key[3] == bucket]
-        if not keys or self._order:
+        if not keys or self._streams_decoder():
             return
         best, expected = self._tried(run, keep, overlap=overlap)
         largest = float(expected.abs().max())
