@@ -42,5 +42,11 @@ step tests 180 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tes
   tests/gpu/test_memory.py tests/gpu/test_matrix.py &
 step lanes 180 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
 wait
+# A memory checker over every kernel, where one is named (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
+if [ -n "${SANITIZER:-}" ]; then
+  for tool in memcheck racecheck initcheck synccheck; do
+    step "sanitizer-$tool" 150 "$SANITIZER" --tool $tool --error-exitcode 9 $py -m tests.gpu.once
+  done
+fi
 step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
 echo "== done with $((end - $(date +%s))) s left"
