@@ -1,10 +1,12 @@
 """Which cases the stock stack and trimtab answer on this machine, as a runs file and a short table.
 
     python -m bench.matrix --save bench/results/matrix_gpu.json [--cases NAME,...] [--python EXE] [--model FOLDER
-        --adapter FOLDER] [--device cuda] [--pressure 0.9] [--engines stock,trimtab] [--timeout-s 120]
+        --adapter FOLDER] [--device cuda] [--pressure 0.9] [--engines stock,trimtab] [--timeout-s 120] [--jobs 10] [--keep]
 
-The file holds what a reader needs of each run, and all that its label is decided on: scripts are left out (the case's name
-gives them), a frame that repeats is kept once. It is written after every record.
+--jobs: so many processes at once for the cases that leave the card to others; those that fill it follow one by one. --keep:
+runs of other cases that the file holds stay in it. The file holds what a reader needs of each run, and all that its label is
+decided on: scripts are left out (the case's name gives them), a frame that repeats is kept once. It is written after every
+record, with --jobs when all of them have ended.
 """
 
 from __future__ import annotations
@@ -12,10 +14,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.doctor.cases import CASE_NAMES, find_cases
 from trimtab.doctor.environment import read_environment
 from trimtab.doctor.matrix import FORMAT, matrix_text, read_runs, run_matrix
 
@@ -60,6 +67,50 @@ def write(path: Path, environment: Any, runs: list[dict[str, Any]]) -> None:
     os.replace(beside, path)
 
 
+def in_order(*lists: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of several runs in the table's order; of two of the same case and engine the later list's."""
+    found = {(run["case"], run["engine"]): run for runs in lists for run in runs}
+    return [found[key] for key in sorted(found, key=lambda key: (CASE_NAMES.index(key[0]), key[1]))]
+
+
+def shared_out(names: Sequence[str] | None, jobs: int) -> tuple[list[list[str]], list[str]]:
+    """Return the cases of each process, and those that want the card for themselves."""
+    cases = find_cases(names)
+    beside = [case.name for case in cases if case.pressure is None]
+    return [beside[start::jobs] for start in range(min(jobs, len(beside)))], [
+        case.name for case in cases if case.pressure is not None
+    ]
+
+
+def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, keep: Any) -> None:
+    """Run the cases in processes of this program, so many at once; keep(records) after each wave."""
+    groups, alone = shared_out(names, jobs)
+    with tempfile.TemporaryDirectory(prefix="trimtab-jobs-") as folder:
+        for wave in (groups, [alone]):
+            files = [Path(folder) / f"{'-'.join(group[:1])}.json" for group in wave]
+            running = [
+                subprocess.Popen(
+                    [sys.executable, "-m", "bench.matrix", *arguments, "--cases", ",".join(group), "--save", str(file)]
+                )
+                for group, file in zip(wave, files, strict=True)
+                if group
+            ]
+            try:
+                for process in running:
+                    process.wait()
+            finally:
+                for process in running:
+                    process.kill()
+                keep(
+                    [
+                        run
+                        for file in files
+                        if file.exists()
+                        for run in json.loads(file.read_text(encoding="utf-8"))["runs"]
+                    ]
+                )
+
+
 def main() -> None:
     """Run, save after every record, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,20 +123,42 @@ def main() -> None:
     parser.add_argument("--pressure", type=float)
     parser.add_argument("--engines", default="stock,trimtab")
     parser.add_argument("--timeout-s", type=float, default=120)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--keep", action="store_true")
     given = parser.parse_args()
     given.save.parent.mkdir(parents=True, exist_ok=True)
     environment = read_environment(given.python).to_json()
+    names = given.cases.split(",") if given.cases else None
     runs: list[dict[str, Any]] = []
+    if given.keep and given.save.exists():
+        runs = json.loads(given.save.read_text(encoding="utf-8"))["runs"]
+    if given.jobs > 1:
+        options = {"python": given.python, "model": given.model, "adapter": given.adapter, "pressure": given.pressure}
+        options |= {"device": given.device, "engines": given.engines, "timeout_s": given.timeout_s}
+        passed = [
+            part
+            for name, value in options.items()
+            if value is not None
+            for part in (f"--{name.replace('_', '-')}", str(value))
+        ]
+
+        def keep_wave(found: list[dict[str, Any]]) -> None:
+            runs[:] = in_order(runs, found)
+            write(given.save, environment, runs)
+
+        in_jobs(passed, names, given.jobs, keep_wave)
+        print(matrix_text(read_runs(given.save)["runs"]))
+        return
     started = time.monotonic()
 
     def keep(record: dict[str, Any]) -> None:
-        runs.append(compact(record))
+        runs[:] = in_order(runs, [compact(record)])
         write(given.save, environment, runs)
         seconds = time.monotonic() - started
         print(f"{seconds:6.0f} s  {record['case']:42} {record['engine']:8} {record['label']}", flush=True)
 
     run_matrix(
-        cases=given.cases.split(",") if given.cases else None, python=given.python, model=given.model,
+        cases=names, python=given.python, model=given.model,
         adapter=given.adapter, device=given.device, pressure=given.pressure, timeout_s=given.timeout_s,
         engines=given.engines.split(","), on_record=keep,
     )  # fmt: skip

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 22 minutes.
+# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 35 minutes.
 # Timings run alone; tests and merges share the GPU afterwards. Each step has its own time limit and log. STEPS="graphs decode"
 # runs some of them. What the stock stack imports must be there whole: PEFT needs transformers' Bloom, for one.
 out=$1; end=$(($(date +%s) + $2)); work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}
@@ -48,5 +48,8 @@ if [ -n "${SANITIZER:-}" ]; then
     step "sanitizer-$tool" 150 "$SANITIZER" --tool $tool --error-exitcode 9 $py -m tests.gpu.once
   done
 fi
+step matrix 420 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_gpu_newest.json"
+[ -n "${OLD_SITE:-}" ] && step matrix-old 420 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \
+  --save "$out/matrix_gpu_oldest.json"
 step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
 echo "== done with $((end - $(date +%s))) s left"

@@ -1,0 +1,26 @@
+"""How a matrix is shared out among processes, and how their runs come together again."""
+
+from bench import matrix
+from trimtab.doctor.cases import CASE_NAMES, CASES
+
+
+def test_every_case_is_run_once_and_those_that_fill_the_card_alone():
+    groups, alone = matrix.shared_out(None, 7)
+    assert sorted([*alone, *(name for group in groups for name in group)]) == sorted(CASE_NAMES)
+    assert len(groups) == 7 and max(map(len, groups)) - min(map(len, groups)) <= 1
+    assert {case.name for case in CASES if case.pressure is not None} == set(alone) != set()
+    assert matrix.shared_out([alone[0]], 4) == ([], [alone[0]])
+
+
+def test_later_runs_replace_earlier_ones_in_the_tables_order():
+    old = [
+        {"case": CASE_NAMES[2], "engine": "stock", "label": "OLD"},
+        {"case": CASE_NAMES[0], "engine": "trimtab", "label": "KEPT"},
+    ]
+    new = [
+        {"case": CASE_NAMES[2], "engine": "stock", "label": "NEW"},
+        {"case": CASE_NAMES[0], "engine": "stock", "label": "NEW"},
+    ]
+    found = [(run["case"], run["engine"], run["label"]) for run in matrix.in_order(old, new)]
+    first, third = CASE_NAMES[0], CASE_NAMES[2]
+    assert found == [(first, "stock", "NEW"), (first, "trimtab", "KEPT"), (third, "stock", "NEW")]
