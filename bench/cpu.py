@@ -79,6 +79,8 @@ def cases(work: Path) -> dict[str, Any]:
     return {
         "demo, nf4-dq": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
         "llama-300m, nf4-dq": LoadRequest(model=str(llama), adapters=random, device="cpu"),
+        "llama-300m, nf4-dq, repacked": LoadRequest(model=str(llama), adapters=random, device="cpu"),
+        "demo, nf4-dq, repacked": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
         "llama-300m, none": LoadRequest(model=str(llama), adapters=random, device="cpu", quant="none"),
         # What bitsandbytes' fast path for some CPUs is worth to the stock side.
         "demo, nf4-dq, without AVX512-BF16": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
@@ -99,10 +101,13 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="this case alone; may be repeated")
     given = parser.parse_args()
     found: dict[str, Any] = {"note": given.note, "reports": {}}
+    if given.only and given.save.exists():  # the other cases stay as they were measured
+        found = json.loads(given.save.read_text(encoding="utf-8"))
     for name, load in cases(given.work).items():
         asked = BenchRequest(
             load=load, adapter="adapter", runs=given.runs, new_tokens=given.new_tokens,
             prompt_tokens=given.prompt_tokens, stock_cpu_path=not name.endswith("without AVX512-BF16"),
+            decode="repacked" if name.endswith("repacked") else "auto",
         )  # fmt: skip
         if given.only and name not in given.only:
             continue

@@ -494,8 +494,10 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
         kernels = SimpleNamespace(
             most_rows=8, matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept))
         )
-        _order = ()
         model = SimpleNamespace(measuring=lambda done, of: told.append((done, of)))
+
+        def _streams_decoder(self):
+            return False
 
         def _tried(self, run, keep, *, overlap):
             if kept[key] == "fails":

@@ -18,7 +18,9 @@ QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
-DECODE_MODES = ("auto", "eager", "graph", "fused")
+# How steps are computed; and, for a whole model, "auto" over weights repacked for the CPU.
+STEP_MODES = ("auto", "eager", "graph", "fused")
+DECODE_MODES = (*STEP_MODES, "repacked")
 DTYPES = ("bfloat16", "float16", "float32")
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RequestError
-from trimtab.request import DTYPES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import DECODE_MODES, DTYPES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
 def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
@@ -55,6 +55,21 @@ def add_sampling(found: argparse.ArgumentParser) -> None:
     group.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 repeats less")
     group.add_argument("--seed", type=int, metavar="N", help="the same draws every time")
     group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated")
+
+
+def add_decode(found: Any) -> None:
+    found.add_argument(
+        "--decode", metavar="HOW", help=f"how steps are computed: {', '.join(DECODE_MODES)} (default: auto)"
+    )
+
+
+def decode_of(options: argparse.Namespace) -> str:
+    """Return what --eager and --decode say. Errors: RequestError if both say something."""
+    if options.eager and options.decode is not None:
+        raise RequestError(
+            "says how steps are computed, as --eager does", field="--decode", value=options.decode, hint="Give one"
+        )
+    return "eager" if options.eager else options.decode or "auto"
 
 
 # What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself.

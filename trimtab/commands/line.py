@@ -11,7 +11,15 @@ from typing import Any
 
 import trimtab
 from trimtab import show
-from trimtab.commands.flags import add_placement, add_sampling, given_flags, load_request, sampling_options
+from trimtab.commands.flags import (
+    add_decode,
+    add_placement,
+    add_sampling,
+    decode_of,
+    given_flags,
+    load_request,
+    sampling_options,
+)  # fmt: skip
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import RequestError
 
@@ -40,6 +48,7 @@ def add(command: Command) -> None:
     ran.add_argument(
         "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
     )
+    add_decode(ran)
     add_sampling(ran)
 
     command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
@@ -82,7 +91,7 @@ def run_run(options: argparse.Namespace) -> int:
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
     }  # fmt: skip
     with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress, decode="eager" if options.eager else "auto")
+        model = trimtab.load(plan, progress=progress, decode=decode_of(options))
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)

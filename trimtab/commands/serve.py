@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.commands.flags import add_placement, given_flags, load_request, pairs
+from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, load_request, pairs
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
 from trimtab.serve.scale import KEY_VARIABLE
@@ -42,6 +42,7 @@ def add(command: Command) -> None:
     group.add_argument(
         "--eager", action="store_true", default=None, help="launch every kernel of a step by itself, to compare with"
     )
+    add_decode(group)
     group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
     group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: 127.0.0.1)")
@@ -138,7 +139,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     path = Path(options.model)
     if path.suffix == ".toml":
         own = {"name": "--name", "rows": "--rows", "resident_adapters": "--resident-adapters", "keep": "--keep"}
-        own |= {"idle_unload": "--idle-unload", "eager": "--eager"}
+        own |= {"idle_unload": "--idle-unload", "eager": "--eager", "decode": "--decode"}
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
@@ -147,7 +148,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
-        idle_unload_s=options.idle_unload, decode="eager" if options.eager else "auto",
+        idle_unload_s=options.idle_unload, decode=decode_of(options),
     )  # fmt: skip
     return [served]
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
-from trimtab.request import DECODE_MODES, check_choice
+from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
 from trimtab.runtime.kernels import BUCKETS, Kernels
 
@@ -108,7 +108,7 @@ class Steps:
     wrote_tokens: bool = False  # whether the last step put each row's likeliest token where the next one reads it
 
     def __post_init__(self) -> None:
-        check_choice(self.mode, DECODE_MODES, field_name="decode")
+        check_choice(self.mode, STEP_MODES, field_name="decode")
         self.model = self.batch.model
         self.device: torch.device = self.model.device
         self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
@@ -460,7 +460,9 @@ class Steps:
         """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
         found for another model of the same kernels."""
         rows = self.model.plan.placements
-        return bool(self._order) or any(row.part in ("language", "text", "head") and row.tier == "stream" for row in rows)
+        return bool(self._order) or any(
+            row.part in ("language", "text", "head") and row.tier == "stream" for row in rows
+        )
 
     def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
         """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.

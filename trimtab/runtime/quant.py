@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 
 import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import QuantState, dequantize_4bit, int8_vectorwise_dequant, quantize_4bit
+from bitsandbytes.functional import (
+    QuantState,
+    dequantize_4bit,
+    dequantize_blockwise,
+    has_avx512bf16,
+    int8_vectorwise_dequant,
+    quantize_4bit,
+)  # fmt: skip
 from torch import Tensor, nn
 
 from trimtab.checkpoint.packed import PackedEntry
@@ -235,3 +242,86 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
         layer.support_avx512bf16_for_cpu = False
     layer.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
     return layer.eval()
+
+
+# Repacked for a CPU ---------------------------------------------------------------------------------------------------
+
+# Rows of a weight that bitsandbytes' AVX512-BF16 product reads side by side: 16 in the low halves of its bytes, 16 in the high.
+_SIDE_BY_SIDE = 32
+
+
+@dataclass(frozen=True)
+class Repacked:
+    """A 4-bit weight as bitsandbytes' product for CPUs with AVX512-BF16 reads it, and the way back.
+
+    codes: uint8 [D_out, D_in / 2], the weight's own bytes in another order, in its own memory. scales: bfloat16 [D_in / 64, D_out],
+    which is what that product reads: the stored ones, rounded. packed: the weight's facts and its other parts, unchanged.
+    Source: bitsandbytes 0.49.2 and 0.50.2, functional._convert_weight_packed_for_cpu, which throws the stored scales away.
+    """
+
+    packed: Packed
+    codes: Tensor
+    scales: Tensor
+
+    def restored(self) -> Packed:
+        """Return the weight as it is stored, its bytes in a copy."""
+        rows, half = self.codes.shape
+        pairs = self.codes.view(rows // _SIDE_BY_SIDE, half, _SIDE_BY_SIDE // 2, 2)
+        # [..., 16 rows, even and odd column] of the lower and the upper rows: a stored byte has the even column above.
+        low, high = pairs & 15, pairs >> 4
+        both = torch.cat((low, high), dim=2).transpose(1, 2)
+        weight = (both[..., 0] << 4 | both[..., 1]).reshape(self.packed.parts["weight"].shape)
+        return self.packed.with_parts({**self.packed.parts, "weight": weight}, self.packed.codes)
+
+
+def why_not_repacked(packed: Packed, dtype: torch.dtype) -> str | None:
+    """Return why a product over this weight cannot be that of repacked ones, None if it can."""
+    if packed.kind not in ("nf4", "fp4"):
+        return f"the weight is {packed.kind}, not 4-bit"
+    if packed.parts["weight"].device.type != "cpu":
+        return "the CPU does not compute with it"
+    if not has_avx512bf16():
+        return "this CPU, or this build of bitsandbytes, has no AVX512-BF16"
+    if dtype != torch.bfloat16:
+        return f"the model computes in {dtype}, not in bfloat16"
+    if packed.shape[0] % _SIDE_BY_SIDE or packed.shape[1] % packed.blocksize:
+        return f"a shape of {list(packed.shape)} is not whole groups of {_SIDE_BY_SIDE} rows and blocks of {packed.blocksize}"
+    return None
+
+
+def repacked_bytes(packed: Packed) -> int:
+    """Return what `repack` takes beside the weight: its rounded scales."""
+    return 2 * packed.shape[0] * packed.shape[1] // packed.blocksize
+
+
+def repack(packed: Packed) -> Repacked:
+    """Bring a weight's bytes into the other order, in place: whoever reads `packed` itself afterwards reads nonsense."""
+    rows, columns = packed.shape
+    state = quant_state(packed)
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    stored = packed.parts["weight"].view(torch.uint8).view(rows // _SIDE_BY_SIDE, 2, _SIDE_BY_SIDE // 2, columns // 2)
+    low, high = (stored[:, part].transpose(1, 2) for part in (0, 1))  # [groups, D_in / 2, 16]
+    codes = torch.stack((low >> 4 | high & 240, low & 15 | (high & 15) << 4), dim=-1)
+    own = packed.parts["weight"].view(torch.uint8).view(rows, columns // 2)
+    own.copy_(codes.reshape(rows, columns // 2))
+    return Repacked(
+        packed, own, scales.float().view(rows, columns // packed.blocksize).T.to(torch.bfloat16).contiguous()
+    )
+
+
+def repacked_shell(repacked: Repacked, bias: Tensor | None) -> Shell:
+    """Return a callable layer over a repacked weight: x [..., D_in] -> y [..., D_out], bitsandbytes' own product."""
+    packed = repacked.packed
+    state = QuantState(
+        absmax=repacked.scales, shape=torch.Size(packed.shape), code=packed.codes["code"], blocksize=packed.blocksize,
+        quant_type=packed.kind, dtype=torch.bfloat16,
+    )  # fmt: skip
+    state.packing_format_for_cpu = True
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = bnb.matmul_4bit(x.to(torch.bfloat16), repacked.codes, quant_state=state, bias=bias)
+        return y.to(x.dtype)
+
+    return product

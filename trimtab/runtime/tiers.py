@@ -23,7 +23,16 @@ from torch import Tensor, nn
 
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.runtime import lora
-from trimtab.runtime.quant import Packed, Shell, dequantize, shell
+from trimtab.runtime.quant import (
+    Packed,
+    Repacked,
+    Shell,
+    dequantize,
+    repack,
+    repacked_shell,
+    shell,
+    why_not_repacked,
+)  # fmt: skip
 from trimtab.runtime.read import HostMemory, bytes_of
 
 # One warp reads 128 bytes at a time and bitsandbytes loads 16-byte vectors; 256 keeps every part aligned for both.
@@ -468,6 +477,14 @@ class Leaf(nn.Module):
         """Return the weight in its stored form on the execution device, valid until the next call into the model."""
         raise NotImplementedError
 
+    def why_not_repacked(self) -> str | None:
+        """Return why the layer cannot compute over a repacked weight, None if it can."""
+        return "it moves to another device"
+
+    def repack(self) -> None:
+        """Compute with the CPU's faster product over the same bytes in another order (`quant.repack`)."""
+        raise NotImplementedError
+
     def dense_weight(self) -> Tensor:
         """Return the dequantized weight [D_out, D_in] on the execution device."""
         weight = dequantize(self.packed())
@@ -481,13 +498,34 @@ class Leaf(nn.Module):
         return lora.apply_linear(self, x, y) if self.adapters else y
 
 
-class ResidentLeaf(Leaf):
+class StillLeaf(Leaf):
+    """The weight stays where it is computed with."""
+
+    def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
+        self._packed, self._own_bias = packed, own_bias
+        self._repacked: Repacked | None = None
+        self.__dict__["shell"] = shell(packed, own_bias, self.dtype)
+
+    @property
+    def stored(self) -> Packed:
+        """The weight in its stored form, where it is."""
+        return self._packed if self._repacked is None else self._repacked.restored()
+
+    def why_not_repacked(self) -> str | None:
+        return why_not_repacked(self._packed, self.dtype)
+
+    def repack(self) -> None:
+        if self._repacked is None:
+            self._repacked = repack(self._packed)
+            self.__dict__["shell"] = repacked_shell(self._repacked, self._own_bias)
+
+
+class ResidentLeaf(StillLeaf):
     """The weight stays on the execution device."""
 
     def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
-        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
-        self._packed = packed
-        self.__dict__["shell"] = shell(packed, self.bias, self.dtype)
+        super().__init__(module_path, packed, kwargs["bias"], **kwargs)
 
     @property
     def weight(self) -> Tensor:
@@ -501,7 +539,7 @@ class ResidentLeaf(Leaf):
         return y
 
     def packed(self) -> Packed:
-        return self._packed
+        return self.stored
 
 
 class StagedLeaf(Leaf):
@@ -524,21 +562,19 @@ class StagedLeaf(Leaf):
         return self.staged.open()[1]
 
 
-class HostLeaf(Leaf):
+class HostLeaf(StillLeaf):
     """The weight stays in host memory and the CPU computes with it; activations move."""
 
     def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
-        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
-        self._packed = packed
-        bias = None if self.bias is None else self.bias.cpu()
-        self.__dict__["shell"] = shell(packed, bias, self.dtype)
+        bias = kwargs["bias"]
+        super().__init__(module_path, packed, None if bias is None else bias.cpu(), **kwargs)
 
     def base(self, x: Tensor) -> Tensor:
         y: Tensor = self.__dict__["shell"](x.cpu())
         return y.to(x.device)
 
     def packed(self) -> Packed:
-        return self._packed.to(self.device)
+        return self.stored.to(self.device)
 
 
 def stage_parameters(module: nn.Module, staged: Staged) -> None:
