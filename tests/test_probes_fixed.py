@@ -58,9 +58,10 @@ def test_no_second_dispatch_is_fixed(folder, bug_id):
     assert seen.state == FIXED, seen.evidence
 
 
-def test_weights_that_are_not_repacked_are_fixed(folder, monkeypatch):
+@pytest.mark.parametrize("bug_id", ["A8", "A9"])
+def test_weights_that_are_not_repacked_are_fixed(folder, monkeypatch, bug_id):
     monkeypatch.setattr("bitsandbytes.nn.modules._convert_weight_packed_for_cpu", lambda weight, state: (weight, state))
-    seen = seen_by("A8", Kit(folder))
+    seen = seen_by(bug_id, Kit(folder))
     if seen.state == NOT_APPLICABLE:
         pytest.skip(seen.evidence)
     assert seen.state == FIXED, seen.evidence

@@ -22,6 +22,7 @@ EXPECTED_A_TO_B: dict[str, tuple[str, str]] = {
     "A6": (P, P),
     "A7": (P, F),
     "A8": (f"{P} or {N}", f"{P} or {N}"),  # not applicable on CPUs without AVX512-BF16
+    "A9": (f"{P} or {N}", f"{P} or {N}"),
     "B1": (P, P),
     "B2": (P, P),
     "B3": (P, P),

@@ -16,6 +16,7 @@ FILES: tuple[str, ...] = (
     "a6_auto_map_quantizes_cpu_layers",
     "a7_int8_detach",
     "a8_cpu_packing",
+    "a9_cpu_rows",
     "b1_map_discarded",
     "b2_replan_double_count",
     "b3_peft_map_keys",
