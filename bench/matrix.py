@@ -96,8 +96,7 @@ def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, ke
                 if group
             ]
             try:
-                for process in running:
-                    process.wait()
+                ended = [process.wait() for process in running]
             finally:
                 for process in running:
                     process.kill()
@@ -108,6 +107,12 @@ def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, ke
                         if file.exists()
                         for run in json.loads(file.read_text(encoding="utf-8"))["runs"]
                     ]
+                )
+            if any(
+                ended
+            ):  # what it had is kept; the cases that are missing must not look like cases that were not asked for
+                raise SystemExit(
+                    f"{sum(map(bool, ended))} of {len(ended)} processes ended early: their cases are not all there"
                 )
 
 

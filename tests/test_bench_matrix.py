@@ -1,5 +1,7 @@
 """How a matrix is shared out among processes, and how their runs come together again."""
 
+import pytest
+
 from bench import matrix
 from trimtab.doctor.cases import CASE_NAMES, CASES
 
@@ -24,3 +26,10 @@ def test_later_runs_replace_earlier_ones_in_the_tables_order():
     found = [(run["case"], run["engine"], run["label"]) for run in matrix.in_order(old, new)]
     first, third = CASE_NAMES[0], CASE_NAMES[2]
     assert found == [(first, "stock", "NEW"), (first, "trimtab", "KEPT"), (third, "stock", "NEW")]
+
+
+def test_a_process_that_ends_early_is_no_short_table():
+    kept = []
+    with pytest.raises(SystemExit, match="1 of 1 processes ended early"):
+        matrix.in_jobs(["--engines", "nonsense"], [CASE_NAMES[0]], 2, kept.extend)
+    assert kept == []

@@ -163,7 +163,9 @@ class LoadedModel:
             )  # fmt: skip
         for leaf in chosen:
             leaf.repack()
-        kept = [reason for leaf, reason in why.items() if reason is not None and isinstance(leaf, StillLeaf)]
+        # What a GPU computes was never meant.
+        still = [leaf for leaf in leaves if isinstance(leaf, StillLeaf) and leaf.is_on_cpu]
+        kept = [reason for leaf in still if (reason := why[leaf]) is not None]
         if kept:
             from trimtab.runtime.graphs import Fallback
 

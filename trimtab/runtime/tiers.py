@@ -512,6 +512,10 @@ class StillLeaf(Leaf):
         """The weight in its stored form, where it is."""
         return self._packed if self._repacked is None else self._repacked.restored()
 
+    @property
+    def is_on_cpu(self) -> bool:
+        return self._packed.parts["weight"].device.type == "cpu"
+
     def why_not_repacked(self) -> str | None:
         return why_not_repacked(self._packed, self.dtype)
 
