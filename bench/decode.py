@@ -3,8 +3,9 @@
     python -m bench.decode --work FOLDER --save bench/results/decode.json [--models e4b,e2b] [--cases NAME,...]
 
 Each case is a process; checkpoints are bench.memory's. A row says what was decoded (`model`, `engine`, `placement`,
-`decode`, `adapter_rank`, `adapters`, `batch`, `context`) and `tok_s` of all rows together, `ms` of a step, `limit_tok_s`
-from the bytes that a token has to read and the bandwidth measured in the same process, `ttft_ms` where it was measured.
+`decode`, `adapter_rank`, `adapters` in its rows, `batch`, `context`, `loaded` adapters on the model where that was varied)
+and `tok_s` of all rows together, `ms` of a step, `limit_tok_s` from the bytes that a token has to read and the bandwidth
+measured in the same process, `ttft_ms` where it was measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ CONTEXT = 2048
 PROMPT_TOKENS = 512
 STEPS = 64
 RANKS = (8, 64)
+LOADED = (1, 4, 16, 64)
 
 
 def cases_of(size: str) -> list[dict[str, Any]]:
@@ -36,6 +38,7 @@ def cases_of(size: str) -> list[dict[str, Any]]:
         {"name": "lean", "engine": "trimtab", "place": LEAN},
         {"name": "lean+half-decoder", "engine": "trimtab", "place": half_streamed},
         {"name": "long", "engine": "trimtab", "place": LEAN, "context": 32768, "long": True},
+        {"name": "adapters", "engine": "trimtab", "place": {"*": "resident"}, "many": True},
     ]
 
 
@@ -154,8 +157,9 @@ def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
 
     size = case["model"]
     label = {"model": size, "engine": "trimtab", "placement": case["name"]}
-    adapters = {f"r{rank}": work / f"{size}-r{rank}" for rank in RANKS}
-    adapters |= {f"e{number}": work / f"{size}-r8" for number in range(8)}
+    adapters = {f"r{rank}": work / f"{size}-r{rank}" for rank in RANKS[: 1 if case.get("many") else None]}
+    if not case.get("many"):
+        adapters |= {f"e{number}": work / f"{size}-r8" for number in range(8)}
     plan = trimtab.plan(
         work / size, adapters=adapters, context=case.get("context", CONTEXT), images=1, audio_s=10.0, quant="nf4-dq",
         place=case["place"], batch=8 if case.get("full") else 1,
@@ -165,6 +169,8 @@ def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
         bench = Bench(model, label, ranks)
         if case.get("full"):
             full(bench)
+        elif case.get("many"):
+            many(bench)
         elif case.get("long"):
             for at in (1024, 4096, 16384, 32000):
                 bench.row("auto", ["r8"], at=at)
@@ -203,6 +209,17 @@ def full(bench: Bench) -> None:
         for name in ("r8", None, "r64"):
             bench.row(decode, [name])
     bench.row("graph", eight)
+
+
+def many(bench: Bench) -> None:
+    """The rows by number of adapters that are on the model, of which a step uses one."""
+    held = bench.model.read_adapter(bench.model.plan.request.adapters["r8"])
+    loaded = 1
+    for count in LOADED:
+        while loaded < count:
+            bench.model.load_adapter(f"m{loaded}", held)
+            loaded += 1
+        bench.row("auto", ["r8"], loaded=count)
 
 
 def agreement(bench: Bench) -> dict[str, Any]:

@@ -230,7 +230,7 @@ def test_each_layers_own_input_from_rows_apart_in_memory():
             exact = product.double().view(n, layers, width) * 0.02
             exact = exact * (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
             exact = (exact * (1 if weight is None else weight.double()) + own.double()) * 2**-0.5
-            assert ends.fused.relative_error(room[:n], exact) < 6e-3
+            assert ends.fused_check.relative_error(room[:n], exact) < 6e-3
         assert module.launches == ["per_layer"] * 2
 
 
@@ -265,6 +265,15 @@ def test_a_table_says_what_lies_on_the_device():
     gathered.reads_staged = True
     rows, in_order = gathered.held()
     assert in_order and torch.equal(rows[:2], random(6, 8)[[4, 2]])
+
+
+def test_a_table_that_the_device_sees_is_read_where_it_is(monkeypatch):
+    monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+    facts = {"embed_scale": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "route": lora.Route()}
+    source = random(6, 8)
+    table = tables.GatheredTable("t", (6, 8), source, 1, padding_idx=0, **facts)
+    assert table.held() == (source, False) and table.held()[0] is source
+    assert torch.equal(table(torch.tensor([[4, 2]])), source[[4, 2]][None])
 
 
 # At load -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import small as cpu_module
 from trimtab.errors import DeviceError
-from trimtab.runtime import fused, nvrtc
+from trimtab.runtime import fused, fused_check, nvrtc
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -119,10 +119,10 @@ def test_attend_in_torch_is_what_transformers_attention_gives(softcap):
     wanted, _ = gemma4.eager_attention_forward(module, q[:, :, None], keys, values, mask, scaling=0.2, softcap=softcap)
     out = poisoned(n, heads * dim)
     fused.attend(q, keys, values, positions, 0.2, softcap, out, None)
-    exact = fused.attend_exact(q, keys, values, positions, 0.2, softcap)
+    exact = fused_check.attend_exact(q, keys, values, positions, 0.2, softcap)
     # bf16 scores, weights and outputs, each 2^-9 off: transformers' eager path is that far from float64 itself.
-    assert fused.relative_error(wanted.reshape(n, -1), exact) < 1e-2
-    assert fused.relative_error(out, exact) < 1e-2
+    assert fused_check.relative_error(wanted.reshape(n, -1), exact) < 1e-2
+    assert fused_check.relative_error(out, exact) < 1e-2
 
 
 def test_a_full_ring_counts_as_a_whole():
@@ -140,7 +140,7 @@ def test_a_full_ring_counts_as_a_whole():
 @pytest.mark.parametrize("order, dtype", [(0, torch.bfloat16), (1, torch.float16), (5, torch.bfloat16)])
 def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtype):
     module = cpu_module(order)
-    assert fused.check(module, widths=(40, 264), attention=((4, 2, 32),), dtype=dtype, rows=(2,)) is None
+    assert fused_check.check(module, widths=(40, 264), attention=((4, 2, 32),), dtype=dtype, rows=(2,)) is None
     assert {"add_norm", "gated_8", "rope_write_1", "attend"} <= set(launches(module))
 
 
@@ -256,8 +256,8 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
         for scaling, softcap in ((dim**-0.5, None), (1.0, 4.0)):
             out = poisoned(n, heads * dim, dtype=dtype)
             fused.attend(q, k, v, positions, scaling, softcap, out, scratch, module)
-            exact = fused.attend_exact(q, k, v, positions, scaling, softcap)
-            worst = max(worst, fused.relative_error(out, exact))
+            exact = fused_check.attend_exact(q, k, v, positions, scaling, softcap)
+            worst = max(worst, fused_check.relative_error(out, exact))
             # Nothing but the rounding of the output is left, whose norm is about 2^-9 / sqrt(3) of it at most.
             assert worst < (2.2e-3 if dtype == torch.bfloat16 else 3e-4), (length, softcap)
     assert not module.kept["arrived"].any()
@@ -276,7 +276,7 @@ def test_attention_of_long_rows_and_few_blocks_goes_over_many_tiles():
     for position in (998, 200, 31):
         out, positions = poisoned(n, heads * dim), torch.tensor([position])
         fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
-        assert fused.relative_error(out, fused.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
+        assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
 
 
 @on_cpu
@@ -285,7 +285,7 @@ def test_large_scores_do_not_overflow():
     q, keys, values = random(1, 2, 64, spread=30), random(1, 1, 70, 64, seed=1, spread=30), random(1, 1, 70, 64, seed=2)
     out, positions = poisoned(1, 128), torch.tensor([69])
     fused.attend(q, keys, values, positions, 1.0, None, out, None, module)
-    assert fused.relative_error(out, fused.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
+    assert fused_check.relative_error(out, fused_check.attend_exact(q, keys, values, positions, 1.0, None)) < 2.2e-3
 
 
 @on_cpu
@@ -329,7 +329,7 @@ def test_measuring_runs_every_kernel_and_its_torch_path():
         runs.append(len(launches(module)))
         return float(len(runs))
 
-    found = fused.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
+    found = fused_check.measure(module, time_us, width=64, mlp=48, attention=((4, 2, 32),), n=2, places=40)
     assert list(found) == [
         "add_norm",
         "gated",
@@ -366,7 +366,7 @@ def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert source.count(right) == 1
     changed = source.replace(right, wrong)
     module = cpu_module(source=changed) if is_small else cpu_module(attend=changed, multiprocessors=3)
-    said = fused.check(module, widths=(64,), attention=((4, 2, 32),), rows=(1,))
+    said = fused_check.check(module, widths=(64,), attention=((4, 2, 32),), rows=(1,))
     assert said is not None and named in said
 
 
@@ -379,7 +379,7 @@ def test_a_missing_barrier_of_attention_is_found(barrier):
         start = source.index("__syncthreads();", start + 1)
     changed = source[:start] + source[start + len("__syncthreads();") :]
     said = [
-        fused.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,))
+        fused_check.check(cpu_module(order, attend=changed), widths=(), attention=((4, 2, 256),), rows=(1,))
         for order in (0, 1)
     ]
     assert any(said)

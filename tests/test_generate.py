@@ -108,11 +108,12 @@ def by_rows(model, inputs, count, penalty):
     return row.answer_ids
 
 
-def check_parts_only_at_a_tie(found, stock_model, inputs, penalty):
+def check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact_model=None):
     """Check that tokens are stock's greedy ones, up to a place where stock cannot tell the two tokens apart, if there is one.
 
     The noise there is stock's own: the largest difference, up to that place, between any two of its scores computed token
-    by token with a cache, in one pass, and in one pass of several rows. Each of the two tokens may be off by that much.
+    by token with a cache, in one pass, in one pass of several rows, and by the same weights in float32 (`exact_model`: on a
+    GPU the others may all agree to the bit, and still be rounded). Each of the two tokens may be off by that much.
     """
     options = {} if penalty is None else {"repetition_penalty": penalty}
     with torch.no_grad():
@@ -130,6 +131,8 @@ def check_parts_only_at_a_tie(found, stock_model, inputs, penalty):
     for rows in (1, 2, 3):
         many = {name: torch.cat([tensor] * rows) for name, tensor in given.items()}
         logits[f"{rows} rows at once"] = forced.forward(stock_model, many)[0][0, inputs.prompt_tokens - 1 :].float()
+    if exact_model is not None:
+        logits["in float32"] = forced.forward(exact_model, given)[0][0, inputs.prompt_tokens - 1 :]
     orders = {name: penalized(runs, given["input_ids"], inputs.prompt_tokens, penalty) for name, runs in logits.items()}
     floor = NoiseFloor(noise_between("parted", orders))
     apart = float(orders["token by token"][place, expected[place]] - orders["token by token"][place, found[place]])
@@ -157,30 +160,32 @@ def both(request, folder):
     plan = trimtab.plan(
         folder, quant="none", dtype=request.param, device=DEVICE, context=512, audio_s=1.0, place={"*": "stream"}
     )
+    exact = stock.load_stock(folder, device=DEVICE, dtype=torch.float32)
+    rounded = stock.load_stock(folder, device=DEVICE) if request.param == "bfloat16" else exact
     with trimtab.load(plan, decode="auto") as loaded:
-        yield request.param, loaded, stock.load_stock(folder, device=DEVICE, dtype=getattr(torch, request.param))
+        yield request.param, loaded, rounded, exact
 
 
 @pytest.mark.parametrize("name", QUESTIONS)
 def test_rows_part_from_stock_only_where_two_tokens_are_a_tie(both, name):
-    dtype, model, stock_model = both
+    dtype, model, stock_model, exact = both
     text, media, penalty = QUESTIONS[name]
     inputs = model.prepare(text, **media)
     found = by_rows(model, inputs, 16, penalty)
-    place = check_parts_only_at_a_tie(found, stock_model, inputs, penalty)
+    place = check_parts_only_at_a_tie(found, stock_model, inputs, penalty, exact)
     assert place is None or dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("place", [0, 9])
 def test_a_wrong_token_is_no_tie(both, place):
     """The check above has to be able to fail: another token than the likeliest is planted at one place."""
-    _, model, stock_model = both
+    _, model, stock_model, exact = both
     inputs = model.prepare("Hello")
     found = stock_tokens(stock_model, inputs, 16)
     given = forced.extended(inputs.tensors, found[:place])
     found[place] = int(stock.logits(stock_model, given)[0, -1].topk(100).indices[-1])
     with pytest.raises(AssertionError, match=f"token {place}"):
-        check_parts_only_at_a_tie(found, stock_model, inputs, None)
+        check_parts_only_at_a_tie(found, stock_model, inputs, None, exact)
 
 
 def test_an_end_token_of_the_list_ends_the_answer_and_is_not_printed(model, stock_model):

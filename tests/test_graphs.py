@@ -18,7 +18,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs
+from trimtab.runtime import graphs, tables
 from trimtab.runtime.batch import Batch
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -302,8 +302,34 @@ def test_a_drawn_picture_token_is_embedded_as_transformers_does(model, decode):
     assert torch.equal(found["eager"], found[decode])
 
 
+@pytest.fixture
+def in_place(monkeypatch):
+    """A lean model whose tables the device reads in host memory, as a GPU does; a CPU needs no page locks for that."""
+    if not ON_GPU:
+        monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+    with demo("lean") as loaded:
+        yield loaded
+
+
+@pytest.mark.parametrize("decode", MODES)
+def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
+    found = [one for one in in_place.hf_model.modules() if isinstance(one, tables.GatheredTable)]
+    assert found and all(one.seen.device.type == in_place.device.type for one in found)
+    assert all(torch.equal(one.seen.cpu(), one.source) for one in found)
+    for one in found:
+        one.stage = one._gather = None  # nothing is fetched by the host
+    expected = answers(joined(in_place, "eager", ASKED[:4]))
+    batch = joined(in_place, decode, ASKED[:4])
+    assert batch.steps._tables == [] and answers(batch) == expected
+
+
+@pytest.mark.parametrize("place", ["resident", "lean"])
 @pytest.mark.parametrize("decode", ["graph", "fused"])
-def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(model, decode, replayed, monkeypatch):
+def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
+    request, place, decode, replayed, monkeypatch
+):
+    model = request.getfixturevalue("model" if place == "resident" else "in_place")
+
     def story(look_ahead):
         batch, said, ahead = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), [], []
         if not look_ahead:
@@ -519,7 +545,8 @@ def test_launches_never_overlap_beside_a_streamer_whatever_another_model_found()
     steps.kernels = graphs.Kernels(matvec=object(), overlap_pays=True)
 
     def placed(tier, part):
-        steps.model = SimpleNamespace(plan=SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)]))
+        plan = SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)])
+        steps._has_streamed_layers = graphs.streams_layers(plan)
         return steps._overlap_pays(None, None)
 
     assert placed("resident", "language") and placed("stream", "vision")

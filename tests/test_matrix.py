@@ -378,3 +378,31 @@ def test_an_emulated_card_leaves_room_for_what_a_process_needs_beside_its_tensor
     case = next(case for case in CASES if case.name == "SPLIT_4BIT_ADAPTER_FULL_CARD")
     run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
     assert run.budget("model", {"adapters": {}})["gpu_memory"] == int(1000 / 0.9) + 600
+
+
+@pytest.mark.parametrize(
+    ("asked", "kept"),
+    [({"": "cpu"}, True), ({"model.layers": "cpu"}, True), ({"model.head": "cpu"}, False), ({"": 0}, True)],
+)
+def test_a_catch_all_asks_of_what_can_leave(asked, kept):
+    """A head that is tied cannot leave: a catch-all entry does not ask it to, a key of its own does."""
+    from types import SimpleNamespace
+
+    from trimtab.doctor import line_case
+
+    rows = [
+        SimpleNamespace(block_path="model.layers", tier="stream", reason="asked for: device_map"),
+        SimpleNamespace(block_path="model.head", tier="resident", reason="its weight is the embedding's too"),
+    ]
+    plan = SimpleNamespace(
+        placements=rows, tiers=lambda: {row.block_path: row.tier for row in rows}, gpu_peak_bytes=3
+    )  # fmt: skip
+    told: dict[str, object] = {}
+    case = next(case for case in CASES if case.name == "NOTHING_QUANTIZED")
+    run = line_case._Run(case, {"device": "cuda", "pressure": None}, lambda found: None, None)
+    run.facts = lambda **found: told.update(found)
+    run.look(plan, SimpleNamespace(memory=lambda: {"gpu_bytes": 1, "gpu_peak_bytes": 2}), asked)
+    assert told["placement_kept"] is kept
+    rows[0].tier = "resident"  # asked off the GPU, and there
+    run.look(plan, SimpleNamespace(memory=lambda: {"gpu_bytes": 1, "gpu_peak_bytes": 2}), {"": "cpu"})
+    assert told["placement_kept"] is False

@@ -18,6 +18,6 @@ def test_every_kernel_runs_and_is_right(monkeypatch):
 
 def test_a_wrong_kernel_is_named(monkeypatch):
     monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[3:])
-    monkeypatch.setattr(once.fused, "check", lambda *args, **kwargs: "attention is wrong")
+    monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: "attention is wrong")
     said = list(once.findings(modules.products(), modules.small(), modules.step_ends(), rows=(1,), limit=1))
     assert said == ["attention is wrong"]

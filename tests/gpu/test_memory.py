@@ -14,9 +14,9 @@ import trimtab
 from tests import pico, stock
 from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
-from trimtab.runtime import lora, tiers
+from trimtab.runtime import fused, fused_check, kernels, lora, matvec, tiers, tuning
 from trimtab.runtime.quant import Packed
-from trimtab.runtime.read import HostMemory
+from trimtab.runtime.read import HostMemory, seen_by
 
 GPU = torch.device("cuda:0")
 
@@ -101,3 +101,40 @@ def test_a_host_leaf_moves_activations_and_not_weights():
     assert y.device == GPU and torch.equal(y, x)
     del y
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("attention", [(8, 2, 512), (8, 2, 256), (4, 2, 32)])
+def test_checks_of_attention_take_what_is_counted_for_them(attention):
+    """At the sizes of real models and of the demo: memory for them is taken from a device that a model may fill."""
+    module = fused.load(GPU)
+    fused_check.check(module, widths=(64,), attention=(attention,), rows=(1,))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert fused_check.check(module, widths=(2560, 10240), attention=(attention,)) is None
+    counted = kernels.check_bytes([attention], torch.bfloat16)
+    assert torch.cuda.max_memory_allocated() - before <= counted
+
+
+def test_checks_of_products_take_what_is_counted_for_them():
+    module = matvec.load(GPU)
+    group = [tuning.RandomWeights(GPU).make(10240, 2560)]
+    tuning.check(group, module, rows=(1,))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert tuning.check(group, module) is None
+    assert torch.cuda.max_memory_allocated() - before <= kernels.check_bytes([], torch.bfloat16)
+
+
+def test_host_memory_is_seen_as_a_tensor_of_the_device_and_unlocked_with_it():
+    source = torch.randn(3000, 257).bfloat16()
+    for _ in range(2):  # what is still locked could not be locked again
+        seen = seen_by(source, GPU)
+        assert seen is not None and seen.device == GPU and seen.data_ptr() == source.data_ptr()
+        before = torch.cuda.memory_allocated()
+        ids = torch.randint(0, 3000, (64,), device=GPU)
+        assert torch.equal(torch.nn.functional.embedding(ids, seen).cpu(), source[ids.cpu()])
+        assert torch.cuda.memory_allocated() <= before + 2**20
+        assert seen_by(source, GPU) is None  # it is locked
+        torch.zeros(1, device=GPU).item()  # and the refusal is not reported again
+        del seen
+    assert seen_by(source.T, GPU) is None

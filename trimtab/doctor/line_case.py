@@ -124,13 +124,17 @@ class _Run:
         return str(out), {**kept, "quant": "none"}
 
     def look(self, plan: Any, model: Any, asked: Mapping[str, Any] | str) -> None:
-        """Tell where everything is: the tiers by count, and whether what was asked off the GPU is off it."""
+        """Tell where everything is: the tiers by count, and whether what was asked off the GPU is off it.
+
+        A catch-all entry asks it of everything that can leave; the plan says of the others why they cannot.
+        """
         tiers = plan.tiers()
+        fixed = {row.block_path for row in plan.placements if not row.reason.startswith("asked for")}
         off = [] if isinstance(asked, str) else [key for key, place in asked.items() if isinstance(place, str)]
         under = {
             path: tier
             for path, tier in tiers.items()
-            if any(not key or path == key or path.startswith(f"{key}.") for key in off)
+            if any(path not in fixed if not key else path == key or path.startswith(f"{key}.") for key in off)
         }
         counts = {tier: list(tiers.values()).count(tier) for tier in dict.fromkeys(tiers.values())}
         self.facts(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.runtime import fused, nvrtc
+from trimtab.runtime import fused, fused_check, nvrtc
 
 MAX_LAYER = 256  # values of one layer's own input
 NAMES = ("rows", "per_layer", "likeliest_8", "likeliest_1")
@@ -290,13 +290,13 @@ def _wrong_front(module: nvrtc.Module, inputs: _Inputs, sizes: Sizes, n: int) ->
         wanted = [one.out for one in lookups] + [inputs.places]
         if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
             return f"rows of {[one.table.shape[1] for one in lookups]} values: not what the table holds"
-        if (error := fused.relative_error(normed, inputs.normed)) > fused.LARGEST_DIFFERENCE[normed.dtype]:
+        if (error := fused_check.relative_error(normed, inputs.normed)) > fused_check.LARGEST_DIFFERENCE[normed.dtype]:
             return f"rows of {sizes.width} values: relative error {error:.1e} of their norm"
     if sizes.per_layer:
         inputs.per_layer(module)
         mixed = inputs.mixed.clone()
         inputs.per_layer(None)
-        if (error := fused.relative_error(mixed, inputs.mixed)) > fused.LARGEST_DIFFERENCE[mixed.dtype]:
+        if (error := fused_check.relative_error(mixed, inputs.mixed)) > fused_check.LARGEST_DIFFERENCE[mixed.dtype]:
             return f"per_layer of {sizes.layers} x {sizes.per_layer}: relative error {error:.1e}"
     return None
 
@@ -321,8 +321,8 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         finite = wanted[0].isfinite()
         if not torch.equal(finite, scores.isfinite()) or not torch.equal(wanted[0].isnan(), scores.isnan()):
             return f"{what}: not the scores of torch"
-        error = fused.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
-        if error > fused.LARGEST_DIFFERENCE[logits.dtype]:
+        error = fused_check.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
+        if error > fused_check.LARGEST_DIFFERENCE[logits.dtype]:
             return f"{what}: relative error {error:.1e}"
         # One value of many counts for nothing in a norm.
         steps = 4 * torch.finfo(logits.dtype).eps

@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
+from trimtab.plan import Plan
 from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
-from trimtab.runtime.kernels import BUCKETS, Kernels
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.kernels import BUCKETS, Kernels, check_bytes
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4, lora
@@ -74,13 +76,27 @@ def extra_bytes(model: Any, rows: int) -> int:
 
     Scores in the model's dtype, the softcap's three temporaries and float32 copies; buckets share one pool, so the
     largest counts. The driver keeps the nodes, a few KiB each. A plan for one row counts its keys and values once, here
-    a prompt has a cache of its own beside them.
+    a prompt has a cache of its own beside them. What choosing kernels takes for a while may be in the place of a prompt's
+    activations, and is gone before a step is captured.
     """
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     planned = model.plan.request.batch
     counted = planned + 1 if planned > 1 else 1
     row_bytes = model.plan.gpu.get("kv_cache", 0) // counted
-    return NODES_BYTES + rows * vocabulary * 16 + max(rows + 1 - counted, 0) * row_bytes
+    steps = NODES_BYTES + rows * vocabulary * 16 + max(rows + 1 - counted, 0) * row_bytes
+    return max(steps, _check_bytes(model) - model.plan.gpu.get("activations", 0))
+
+
+def _check_bytes(model: Any) -> int:
+    from trimtab.runtime import hf_gemma4
+
+    kinds = hf_gemma4.attention_kinds(model.hf_model) if hf_gemma4.why_not(model.hf_model) is None else []
+    return check_bytes(kinds, model.dtype)
+
+
+def streams_layers(plan: Plan) -> bool:
+    """Whether a step copies weights to the device: layers or the head, not towers, which steps do not enter."""
+    return any(row.part in ("language", "text", "head") and row.tier == "stream" for row in plan.placements)
 
 
 @dataclass(eq=False)
@@ -122,7 +138,11 @@ class Steps:
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
         self._order: list[tiers.Group] = []
-        self._tables = [module for module in self.model.hf_model.modules() if isinstance(module, tables.GatheredTable)]
+        self._has_streamed_layers = streams_layers(self.model.plan)
+        self._tables = [
+            module for module in self.model.hf_model.modules()
+            if isinstance(module, tables.GatheredTable) and module.seen is None
+        ]  # fmt: skip
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         self.is_captured = self.mode != "eager" and self._may_capture()
         self.kernels = Kernels.none()
@@ -196,7 +216,7 @@ class Steps:
     def may_look_ahead(self) -> bool:
         """Whether the step after the last one can be queued before its tokens are known here: they are where it reads them,
         and nothing else of it is the host's to bring."""
-        return self.wrote_tokens and not self._tables and self.model.streamer is None
+        return self.wrote_tokens and not self._tables and not self._streams_decoder()
 
     def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of the active rows, and each row's likeliest token [count],
@@ -459,10 +479,7 @@ class Steps:
     def _streams_decoder(self) -> bool:
         """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
         found for another model of the same kernels."""
-        rows = self.model.plan.placements
-        return bool(self._order) or any(
-            row.part in ("language", "text", "head") and row.tier == "stream" for row in rows
-        )
+        return bool(self._order) or self._has_streamed_layers
 
     def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
         """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
@@ -515,30 +532,29 @@ class Steps:
         return best, one.outputs[0].clone()
 
     def _captured(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> _Captured:
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
-        with torch.cuda.stream(side), self._pass(()):
-            before = self.batch.tokens.clone()
-            expected = run()[0].clone()
-            self.batch.tokens.copy_(before)
-        torch.cuda.current_stream(self.device).wait_stream(side)
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        if self._pool is None or not self._graphs:
-            # A pool ends with the last graph that was captured into it.
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(side):
-            # Other threads (a reader of the disk) may use the device meanwhile.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                with self._pass(self._order):
-                    outputs = run()
-            except BaseException:
-                with suppress(Exception):
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with side_stream(self.device) as side:
+            # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
+            with torch.cuda.stream(side), self._pass(()):
+                before = self.batch.tokens.clone()
+                expected = run()[0].clone()
+                self.batch.tokens.copy_(before)
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None or not self._graphs:
+                # A pool ends with the last graph that was captured into it.
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.stream(side):
+                # Other threads (a reader of the disk) may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    with self._pass(self._order):
+                        outputs = run()
+                except BaseException:
+                    with suppress(Exception):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
         with self._streamed():
             graph.replay()
         self.batch.tokens.copy_(before)

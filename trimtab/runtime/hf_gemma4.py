@@ -54,17 +54,25 @@ def choose_kernels(hf_model: Any, rows: int, *, progress: Callable[[int, int], N
     from trimtab.runtime.kernels import Kernels
 
     groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
-    attention: dict[tuple[int, int, int], None] = {}
     for layer in text_model(hf_model).layers:
         for group in _products(layer):
             groups.setdefault((group[0].in_features, *(leaf.out_features for leaf in group)), []).append(group)
-        own = layer.self_attn
-        heads = own.q_proj.out_features // own.head_dim
-        attention[heads, heads // own.num_key_value_groups, own.head_dim] = None
     front = getattr(text_model(hf_model), "per_layer_model_projection", None)
     if isinstance(front, Leaf):
         groups.setdefault((front.in_features, front.out_features), []).append([front])
-    return Kernels.choose(list(groups.values()), list(attention), rows=rows, sizes=_sizes(hf_model), progress=progress)
+    return Kernels.choose(
+        list(groups.values()), attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
+    )
+
+
+def attention_kinds(hf_model: Any) -> list[tuple[int, int, int]]:
+    """Return (heads, kv heads, head size) of each kind of layer."""
+    found: dict[tuple[int, int, int], None] = {}
+    for layer in text_model(hf_model).layers:
+        own = layer.self_attn
+        heads = own.q_proj.out_features // own.head_dim
+        found[heads, heads // own.num_key_value_groups, own.head_dim] = None
+    return list(found)
 
 
 def _sizes(hf_model: Any) -> ends.Sizes:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, ends, fused, matvec, tuning
+from trimtab.runtime import cuts, ends, fused, fused_check, matvec, tuning
 from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 Progress = Callable[[int, int], None]
@@ -28,6 +28,8 @@ _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
 _TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
+# What checks and timings of products and of both ends take on the device for a while (measured: 45 MiB at most).
+_CHECK_BYTES = 64 * 2**20
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
 
@@ -168,6 +170,11 @@ class Kernels:
         return ours <= theirs * 1.1 + 2.0
 
 
+def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
+    """Return how many bytes of the device choosing kernels takes for a while. attention: as for `Kernels.choose`."""
+    return max(_CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
+
+
 def pair_kind(group: Sequence[Leaf]) -> str | None:
     """Return the activation that a timing of this group ends with: two layers of one size are gate and up."""
     return "gelu_tanh" if len(group) == 2 and group[0].out_features == group[1].out_features else None
@@ -232,9 +239,9 @@ def _wrong_small(
     for shape in attention:
         if (why := fused.why_not(*shape, dtype)) is not None:
             return why
-    if (why := fused.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
+    if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
         return why
-    found = fused.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    found = fused_check.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
     measured.update(found)
     ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"

@@ -38,7 +38,9 @@ OPTIONS = ("--std=c++17", "-default-device")
 # cuda.h: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
 _MAX_DYNAMIC_SHARED = 8
 _PROGRAMMATIC = 6
-_SHARED_PER_BLOCK = 97  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
+# cuda.h: CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, ..._CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM.
+_SHARED_PER_BLOCK = 97
+_HOST_POINTERS = 91
 LIBRARY_VARIABLE = "TRIMTAB_NVRTC"
 
 
@@ -220,6 +222,30 @@ def _check(code: int, what: str, device: torch.device) -> None:
         raise DeviceError(f"{what} failed: {said} (CUDA error {code})", device=str(device))
 
 
+def _number(device: torch.device) -> ctypes.c_int:
+    found = ctypes.c_int()
+    _check(_driver().cuInit(0), "starting the driver", device)
+    _check(_driver().cuDeviceGet(ctypes.byref(found), device.index or 0), "finding the device", device)
+    return found
+
+
+def _attribute(which: int, device: torch.device) -> int:
+    found = ctypes.c_int()
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), which, _number(device))
+    _check(code, f"asking for attribute {which} of the device", device)
+    return found.value
+
+
+def reads_registered_memory(device: torch.device) -> bool:
+    """Whether a kernel can read page-locked memory of the host at the host's own address."""
+    if torch.version.hip is not None:
+        return False
+    try:
+        return bool(_attribute(_HOST_POINTERS, device))
+    except (DeviceError, OSError):  # no driver of NVIDIA's
+        return False
+
+
 def why_not(device: torch.device | str) -> str | None:
     """Return why kernels cannot be compiled for and run on this device, or None if they can."""
     device = torch.device(device)
@@ -322,17 +348,11 @@ class Module:
                 self._codes[options] = code.result()
 
     def _device(self) -> ctypes.c_int:
-        device = ctypes.c_int()
-        _check(_driver().cuInit(0), "starting the driver", self.device)
-        _check(_driver().cuDeviceGet(ctypes.byref(device), self.device.index), "finding the device", self.device)
-        return device
+        return _number(self.device)
 
     def _block_shared_bytes(self) -> int:
         """Return the shared memory that one block may have (torch has this property only in newer releases)."""
-        found = ctypes.c_int()
-        code = _driver().cuDeviceGetAttribute(ctypes.byref(found), _SHARED_PER_BLOCK, self._device())
-        _check(code, "asking for shared memory", self.device)
-        return found.value
+        return _attribute(_SHARED_PER_BLOCK, self.device)
 
     def _enter_context(self) -> ctypes.c_void_p:
         """Make torch's context of the device this thread's own: a thread that has called no CUDA function has none."""

@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.errors import CheckpointError
+from trimtab.runtime import nvrtc
 
 PIECE_BYTES = 8 * 2**20
 RING_PIECES = 16
@@ -99,7 +101,7 @@ class HostMemory:
         self._registered = 0
         if pinned and byte_count >= self.REGISTER_FROM_BYTES:
             self.tensor = torch.empty(byte_count, dtype=torch.uint8)
-            if int(torch.cuda.cudart().cudaHostRegister(self.tensor.data_ptr(), byte_count, 0)) == 0:
+            if _register(self.tensor):
                 self._registered = self.tensor.data_ptr()
                 return
         self.tensor = torch.empty(byte_count, dtype=torch.uint8, pin_memory=pinned)
@@ -114,6 +116,44 @@ class HostMemory:
     def __del__(self) -> None:
         if getattr(self, "_registered", 0):
             self.close()
+
+
+def _register(tensor: Tensor) -> bool:
+    """Page-lock the tensor's memory; False if the driver will not."""
+    if int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)) == 0:
+        return True
+    with suppress(RuntimeError):  # the refusal would be reported again by whatever kernel is launched next
+        torch.zeros(1, device="cuda")
+    return False
+
+
+class _SeenMemory:
+    """A tensor's memory, page-locked as long as this is there, described so that torch makes a tensor of the device of it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.__cuda_array_interface__ = {
+            "shape": (tensor.nbytes,), "typestr": "|u1", "data": (tensor.data_ptr(), False), "strides": None, "version": 2,
+        }  # fmt: skip
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # at the end of the process the driver may be gone
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+
+
+def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
+    """Return host memory as a tensor of a device, which reads it over the link when a kernel asks for it.
+
+    None where that cannot be had: not a GPU, or its driver needs other addresses than the host's. The memory is page-locked
+    while the returned tensor is there.
+    """
+    if device.type != "cuda" or not tensor.is_contiguous() or not nvrtc.reads_registered_memory(device):
+        return None
+    with torch.cuda.device(device):
+        if not _register(tensor):
+            return None
+        found = torch.as_tensor(_SeenMemory(tensor), device=device)
+    return found.view(tensor.dtype).view(tensor.shape)
 
 
 @dataclass(frozen=True)

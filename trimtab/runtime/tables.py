@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.runtime import lora
-from trimtab.runtime.read import PositionedFile, bytes_of
+from trimtab.runtime.read import PositionedFile, bytes_of, seen_by
 
 
 class Table(nn.Module):
@@ -67,7 +67,8 @@ class GatheredTable(Table):
     """The table stays in host memory or in the checkpoint file; only the rows asked for are fetched.
 
     source: the table [V, D] on the CPU, or a file and the offset of its first row. `weight` is the first few rows on the
-    execution device: Gemma4Model.forward reads the padding row of its token table on every call.
+    execution device: Gemma4Model.forward reads the padding row of its token table on every call. `seen` is the table in host
+    memory as the device itself reads it, None where that cannot be had: then the host has to fetch the rows of every step.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class GatheredTable(Table):
     ):
         super().__init__(module_path, shape, **kwargs)
         self.source = source
+        self.seen: Tensor | None
         cuda = self.device.type == "cuda"
         self._pinned = cuda
         # While `reads_staged`, rows are those that `stage` put on the device: a captured step cannot ask the host.
@@ -82,6 +84,7 @@ class GatheredTable(Table):
         # By places: a captured step goes on reading the buffer of its own batch's size, so none is ever given up.
         self._buffers_of: dict[int, Tensor] = {}
         self._staged: Tensor | None = None
+        self.__dict__["seen"] = seen_by(source, self.device) if isinstance(source, Tensor) else None
         ids = torch.arange(min(first_rows, shape[0]))
         self.__dict__["weight"] = self._gather(ids).to(self.device)
 
@@ -101,6 +104,8 @@ class GatheredTable(Table):
         self._staged[: ids.numel()].copy_(self._gather(ids), non_blocking=True)
 
     def rows(self, ids: Tensor) -> Tensor:
+        if self.seen is not None:
+            return nn.functional.embedding(ids, self.seen)
         if self.reads_staged:
             assert self._staged is not None
             return self._staged[: ids.numel()].view(*ids.shape, self.embedding_dim)
@@ -109,6 +114,8 @@ class GatheredTable(Table):
         return rows.view(*ids.shape, self.embedding_dim)
 
     def held(self) -> tuple[Tensor, bool] | None:
+        if self.seen is not None:
+            return self.seen, False
         return (self._staged, True) if self.reads_staged and self._staged is not None else None
 
 

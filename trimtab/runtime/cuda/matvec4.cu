@@ -330,9 +330,12 @@ __device__ __forceinline__ void matvec(const Matvec& a, u8* shared) {
   };
   const int asks = a.k_warps * a.groups;  // the warp that asks
   if (warp == asks) {
-    if (lane < a.stages) {
-      barrier_init(filled + lane, FILLERS);
-      barrier_init(emptied + lane, a.k_warps);
+    if (lane == 0) {  // one after the other: checkers take an instruction that is off for some lanes for theirs as well
+#pragma unroll 1
+      for (int stage = 0; stage < a.stages; stage++) {
+        barrier_init(filled + stage, FILLERS);
+        barrier_init(emptied + stage, a.k_warps);
+      }
     }
     barriers_are_made();
     __syncwarp();

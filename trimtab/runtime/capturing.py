@@ -1,0 +1,26 @@
+"""The stream that CUDA graphs are captured on: one for each device, for the life of the process.
+
+cuBLAS keeps a workspace for every stream that it was ever called on (32 MiB on a GPU of compute capability 9.0), and torch hands
+out 32 streams in turn: a stream for each capture would cost 1 GiB that no plan counts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+_lock = threading.RLock()
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+@contextmanager
+def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """Give the stream, which waits for what is queued on the current one; one thread at a time has it."""
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        _streams[device].wait_stream(torch.cuda.current_stream(device))
+        yield _streams[device]
