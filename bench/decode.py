@@ -26,6 +26,10 @@ PROMPT_TOKENS = 512
 STEPS = 64
 RANKS = (8, 64)
 LOADED = (1, 4, 16, 64)
+DRAWS: tuple[dict[str, Any], ...] = (
+    {}, {"temperature": 0.7, "seed": 1}, {"temperature": 0.7, "top_p": 0.95, "seed": 1},
+    {"temperature": 0.7, "top_k": 50, "repetition_penalty": 1.1, "seed": 1},
+)  # fmt: skip
 
 
 def cases_of(size: str) -> list[dict[str, Any]]:
@@ -39,6 +43,7 @@ def cases_of(size: str) -> list[dict[str, Any]]:
         {"name": "lean+half-decoder", "engine": "trimtab", "place": half_streamed},
         {"name": "long", "engine": "trimtab", "place": LEAN, "context": 32768, "long": True},
         {"name": "adapters", "engine": "trimtab", "place": {"*": "resident"}, "many": True},
+        {"name": "drawn", "engine": "trimtab", "place": {"*": "resident"}, "draws": True},
     ]
 
 
@@ -94,13 +99,13 @@ class Bench:
         self.bytes = token_bytes(model)
         self.prompt = text_inputs(self.config, PROMPT_TOKENS, device="cuda")["input_ids"][0].tolist()
 
-    def batch(self, decode: str, rows: int, adapters: list[str | None]) -> Any:
-        """Return a batch whose rows have read the prompt."""
+    def batch(self, decode: str, rows: int, adapters: list[str | None], draws: dict[str, Any] | None = None) -> Any:
+        """Return a batch whose rows have read the prompt. draws: how tokens are drawn."""
         from trimtab.request import GenerateRequest
         from trimtab.runtime.batch import Batch
 
         batch = Batch(self.model, rows=rows, decode=decode)
-        request = GenerateRequest(max_new_tokens=self.model.context_tokens - len(self.prompt) - 8)
+        request = GenerateRequest(max_new_tokens=self.model.context_tokens - len(self.prompt) - 8, **(draws or {}))
         batch.ends = frozenset()  # random weights may draw an end token at once
         for name in adapters:
             prompt = batch.begin(self.model.prepare(self.prompt), request, adapter=name)
@@ -109,8 +114,12 @@ class Bench:
             batch.join(prompt)
         return batch
 
-    def row(self, decode: str, adapters: list[str | None], *, at: int | None = None, **more: Any) -> dict[str, Any]:
-        """Time steps and add a row. at: the position that the rows are moved to (what they hold there does not matter)."""
+    def row(
+        self, decode: str, adapters: list[str | None], *, at: int | None = None, draws: dict[str, Any] | None = None,
+        waits: bool = False, **more: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Time steps and add a row. at: the position that the rows are moved to (what they hold there does not matter).
+        draws: how tokens are drawn. waits: no step is queued before the host has the token in front of it."""
         import torch
 
         gc.collect()  # a batch and its steps know each other: the one before is still there
@@ -118,10 +127,13 @@ class Bench:
         found: dict[str, Any] = {
             **self.label, "decode": decode, "batch": len(adapters), "adapter_rank": rank,
             "adapters": len({name for name in adapters if name is not None}), "context": at or PROMPT_TOKENS, **more,
+            **({"draws": draws} if draws is not None else {}), **({"waits": True} if waits else {}),
         }  # fmt: skip
         self.rows.append(found)
         try:
-            batch = self.batch(decode, len(adapters), adapters)
+            batch = self.batch(decode, len(adapters), adapters, draws)
+            if waits:
+                batch.steps.may_look_ahead = lambda: False
             if at is not None:
                 for row in batch.active:
                     row.token_ids += [7] * (at - len(row.token_ids))
@@ -162,13 +174,15 @@ def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
         adapters |= {f"e{number}": work / f"{size}-r8" for number in range(8)}
     plan = trimtab.plan(
         work / size, adapters=adapters, context=case.get("context", CONTEXT), images=1, audio_s=10.0, quant="nf4-dq",
-        place=case["place"], batch=8 if case.get("full") else 1,
+        place=case["place"], batch=8 if case.get("full") or case.get("draws") else 1,
     )  # fmt: skip
     ranks = dict.fromkeys(adapters, 8) | {"r64": 64}
     with trimtab.load(plan, decode="eager") as model:
         bench = Bench(model, label, ranks)
         if case.get("full"):
             full(bench)
+        elif case.get("draws"):
+            drawn(bench)
         elif case.get("many"):
             many(bench)
         elif case.get("long"):
@@ -220,6 +234,14 @@ def many(bench: Bench) -> None:
             bench.model.load_adapter(f"m{loaded}", held)
             loaded += 1
         bench.row("auto", ["r8"], loaded=count)
+
+
+def drawn(bench: Bench) -> None:
+    """The rows by how tokens are drawn: with steps queued ahead, and waiting for each token."""
+    for draws in DRAWS:
+        for waits in (False, True):
+            bench.row("auto", ["r8"], draws=draws, waits=waits)
+    bench.row("auto", [f"e{number}" for number in range(8)], draws=DRAWS[2])
 
 
 def agreement(bench: Bench) -> dict[str, Any]:

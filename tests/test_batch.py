@@ -13,7 +13,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import hf_slots
+from trimtab.runtime import hf_generate, hf_slots
 from trimtab.runtime.batch import Batch
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -139,6 +139,51 @@ def test_a_seed_draws_what_it_draws_alone(model, options):
     noise = through(batch, model.prepare("Hi"), GenerateRequest(max_new_tokens=16, temperature=2.0)).row
     row = through(batch, model.prepare("Hello"), request).row
     assert to_the_end(batch, [noise, row])[1] == alone
+
+
+SAMPLERS = [
+    {"temperature": 0.7}, {"temperature": 1.0, "top_k": 3}, {"temperature": 1.5, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.8, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", SAMPLERS)
+def test_a_token_that_nobody_waits_for_is_the_one_of_multinomial(options):
+    """The same generator draws the same token from transformers' scores, whatever was said before."""
+    request = GenerateRequest(seed=11 if options.get("temperature") else None, **options)
+    sampler, reference = hf_generate.Sampler(request, torch.device(DEVICE)), torch.Generator(DEVICE).manual_seed(11)
+    processors = hf_generate.Sampler(request, torch.device(DEVICE))._processors
+    said = [3, 5]
+    for step in range(200):
+        logits = torch.randn(500, generator=torch.Generator().manual_seed(step)).mul(3).to(DEVICE)
+        scores = processors(torch.tensor([said], device=DEVICE), logits[None].clone())
+        expected = scores.argmax()
+        if options.get("temperature"):
+            expected = torch.multinomial(torch.softmax(scores, -1), 1, generator=reference)
+        found = sampler.queue(said, logits)
+        assert found.shape == () and found.device.type == torch.device(DEVICE).type and int(found) == int(expected)
+        said.append(int(found))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_no_token_is_drawn_from_what_is_no_distribution(value):
+    sampler = hf_generate.Sampler(GenerateRequest(temperature=1.0, seed=1), torch.device(DEVICE))
+    logits = torch.full((8,), value, device=DEVICE)
+    assert int(sampler.queue([1], logits)) == -1
+    with pytest.raises(DeviceError, match="no token has a probability"):
+        sampler.draw([1], logits)
+
+
+def test_a_row_that_cannot_be_drawn_for_stops_no_other(model, monkeypatch):
+    request = GenerateRequest(max_new_tokens=4, temperature=0.7, seed=3)
+    alone = model.answer("Hello", max_new_tokens=4, temperature=0.7, seed=3).token_ids
+    batch = Batch(model, rows=2)
+    bad, good = (through(batch, model.prepare("Hello"), request).row for _ in range(2))
+    monkeypatch.setattr(bad.sampler, "queue", lambda *_: (_ for _ in ()).throw(RuntimeError("broken")))
+    drawn = batch.step()
+    assert [found.row for found in drawn] == [good] and bad.finish == "error" and str(bad.error) == "broken"
+    batch.leave(bad)
+    assert to_the_end(batch, [good]) == [alone]
 
 
 def test_logprobs_are_the_models_own_before_temperature(model):

@@ -364,6 +364,35 @@ def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
     assert not any(never) and sum(ahead) >= 6
 
 
+DRAWS = [
+    {"temperature": 1.0, "seed": 1, "top_p": 0.9}, {"temperature": 0.7, "seed": 2, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.5}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_rows_that_draw_are_queued_ahead_too_and_say_the_same(model, decode, replayed, monkeypatch):
+    def story(look_ahead):
+        batch, rows, ahead, told = Batch(model, rows=4, decode=decode), [], [], []
+        if not look_ahead:
+            monkeypatch.setattr(batch.steps, "may_look_ahead", lambda: False)
+        run, tell = batch.steps.run, batch.tell_tokens
+        monkeypatch.setattr(batch.steps, "run", lambda **more: ahead.append(bool(more.get("ahead"))) or run(**more))
+        monkeypatch.setattr(batch, "tell_tokens", lambda: told.append(True) or tell())
+        for options in DRAWS:
+            request = GenerateRequest(max_new_tokens=24, **options)
+            rows.append(through(batch, model.prepare("Hello"), request, adapter="style"))
+        told.clear()
+        for _ in range(20):
+            batch.step()
+        return [row.answer_ids for row in rows], ahead, told
+
+    expected, never, _ = story(False)
+    found, ahead, told = story(True)
+    assert found == expected and len({tuple(ids) for ids in found}) > 2  # they do not all say the same
+    assert not any(never) and all(ahead[1:]) and told == []  # from the second step on, and no token goes by the host
+
+
 def test_a_step_ahead_that_fails_loses_no_token(model, replayed, monkeypatch):
     expected = answers(joined(model, "graph", [ASKED[3]], tokens=8))
     batch = joined(model, "graph", [ASKED[3]], tokens=8)

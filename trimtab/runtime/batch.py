@@ -211,7 +211,10 @@ class Batch:
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
-            found = self._draw(row, prompt.logits, int(with_likeliest(prompt.logits)[1]))
+            token = int(with_likeliest(prompt.logits)[1])
+            if token >= 0 and row.constraint is None and not row.sampler.is_greedy:
+                token = row.sampler.draw(row.token_ids, prompt.logits)
+            found = self._draw(row, prompt.logits, token)
         except BaseException:
             self.leave(row)  # without a token it could not take part in a step
             raise
@@ -252,24 +255,50 @@ class Batch:
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
         wrote_tokens = self.steps.wrote_tokens and not moved
-        likeliest, tried = self._read_tokens(greedy, going, look_ahead=not moved)
+        greedy = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
+        tokens, tried = self._read_tokens(greedy, going, look_ahead=not moved)
         found = []
         for row in going:
             try:
-                found.append(self._draw(row, logits[places[row]], likeliest[places[row]]))
+                if row.error is not None:
+                    raise row.error
+                found.append(self._draw(row, logits[places[row]], tokens[places[row]]))
             except Exception as exc:
                 row.error, row.finish = exc, "error"
         for drawn in found:
             self._commit(drawn)
         if self._ahead is None and (
-            tried or not wrote_tokens or any(d.token_id != likeliest[places[d.row]] for d in found)
+            tried or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in found)
         ):
             self.tell_tokens()
         return found
 
+    def _queue_draws(
+        self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
+    ) -> Tensor:  # fmt: skip
+        """Return each row's token on the device, [count] int64: the likeliest, or one that is drawn; -1 where there is none.
+
+        Nothing waits for them: where a captured step has put the likeliest for the next one (`write`), they take its place.
+        A row that cannot be drawn for gets its `error`.
+        """
+        drawing = [row for row in going if row.constraint is None and not row.sampler.is_greedy]
+        if not drawing:
+            return greedy
+        found = greedy.clone()
+        for row in drawing:
+            at = places[row]
+            try:
+                token = row.sampler.queue(row.token_ids, logits[at])
+                found[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
+            except Exception as exc:
+                row.error = exc
+        if write:
+            self.tokens[: found.shape[0], 0].copy_(found.clamp_min(0))
+        return found
+
     def _read_tokens(self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool) -> tuple[list[int], bool]:
-        """Return each row's likeliest token, and whether the next step was queued or tried to be: the step's one wait for the
-        device, during which it may do the next step."""
+        """Return each row's token, and whether the next step was queued or tried to be: the step's one wait for the device,
+        during which it may do the next step. Scores are gone then: only rows that need no more of them look ahead."""
         count = greedy.shape[0]
         self._read[:count].copy_(greedy, non_blocking=True)
         read = None
@@ -299,8 +328,8 @@ class Batch:
         return found, tries
 
     def _will_go_on(self, going: Sequence[Row]) -> bool:
-        """Whether the next step's tokens are the likeliest ones, and some row will want them."""
-        plain = all(row.constraint is None and row.sampler.is_greedy and self._top[row] is None for row in going)
+        """Whether the next step's tokens are where it reads them, and some row will want them."""
+        plain = all(row.constraint is None and row.error is None and self._top[row] is None for row in going)
         return plain and any(len(row.answer_ids) + 1 < row.request.max_new_tokens for row in going)
 
     def _is_right(self, ahead: _Ahead) -> bool:
@@ -333,18 +362,15 @@ class Batch:
         # A row that has finished and not left yet goes on writing into its last place.
         self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
 
-    def _draw(self, row: Row, logits: Tensor, likeliest: int) -> Drawn:
-        if likeliest < 0:
+    def _draw(self, row: Row, logits: Tensor, token: int) -> Drawn:
+        if token < 0:
             # A GPU that samples from such a row is lost for all of them.
             raise DeviceError(
                 "the model's scores are not numbers", device=str(self.model.device),
                 hint=f"Check the weights of adapter {row.adapter!r}" if row.adapter else "Check the model's weights",
             )  # fmt: skip
-        if row.constraint is None and row.sampler.is_greedy:
-            token = likeliest
-        else:
-            scores = logits if row.constraint is None else row.constraint(row.token_ids, logits)
-            token = row.sampler.draw(row.token_ids, scores)
+        if row.constraint is not None:
+            token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
         asked = self._top[row]
         if asked is None:
             return Drawn(row, token)

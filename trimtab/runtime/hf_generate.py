@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
 
 
@@ -38,6 +39,9 @@ class Sampler:
 
     def __init__(self, request: GenerateRequest, device: torch.device) -> None:
         self._processors = transformers.LogitsProcessorList()
+        self._looks_back = request.repetition_penalty is not None
+        self._ids: Tensor | None = None  # [1, n], the first `_known` of them what is known of the request's tokens
+        self._known = 0
         if request.repetition_penalty is not None:
             penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty=request.repetition_penalty)
             self._processors.append(penalty)
@@ -64,14 +68,41 @@ class Sampler:
         return not self._processors and self._generator is None
 
     def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:
-        """Return the next token. token_ids: prompt and answer so far. logits: [V] float32."""
+        """Return the next token. token_ids: prompt and answer so far. logits: [V] float32. Errors: DeviceError if there is
+        none to draw."""
+        token = int(self.queue(token_ids, logits))
+        if token < 0:
+            raise DeviceError("no token has a probability", device=str(logits.device), hint="Check the model's weights")
+        return token
+
+    def queue(self, token_ids: Sequence[int], logits: Tensor) -> Tensor:
+        """Return the next token as `draw` does, [] int64 on the scores' device: nothing here waits for it. -1: there is none.
+
+        Draws as torch.multinomial does for one token (the same generator, the same token), which waits twice for the device
+        to check what it is given.
+        """
         if self.is_greedy:
-            return int(logits.argmax())
-        ids = torch.tensor([list(token_ids)], device=logits.device)
-        scores = self._processors(ids, logits[None].clone())
+            return logits.argmax()
+        scores = self._processors(self._history(token_ids, logits.device), logits[None].clone())[0]
         if self._generator is None:
-            return int(scores[0].argmax())
-        return int(torch.multinomial(torch.softmax(scores, dim=-1), 1, generator=self._generator))
+            return scores.argmax()
+        weights = torch.softmax(scores, dim=-1)
+        noise = torch.empty_like(weights).exponential_(1, generator=self._generator)
+        token = weights.div(noise).argmax()
+        return torch.where(weights.sum() > 0, token, -1)  # no number is larger than nothing
+
+    def _history(self, token_ids: Sequence[int], device: torch.device) -> Tensor:
+        """Return the tokens so far [1, n] on the device, to which only new ones are copied; none if nothing asks for them."""
+        if not self._looks_back:
+            return torch.empty(1, 0, dtype=torch.long, device=device)
+        count = len(token_ids)
+        if self._ids is None or not self._known <= count <= self._ids.shape[1]:
+            self._ids, self._known = torch.zeros(1, 2 * count + 64, dtype=torch.long, device=device), 0
+        if count > self._known:
+            new = torch.tensor(token_ids[self._known :])
+            self._ids[0, self._known : count].copy_(new, non_blocking=True)
+            self._known = count
+        return self._ids[:, :count]
 
 
 def generate(
