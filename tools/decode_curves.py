@@ -43,10 +43,12 @@ def panels(rows: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str, f
         if r["batch"] > 1 or (way(r) == "fused" and r["adapter_rank"] == 8)
     ]  # fmt: skip
     long = [bar(f"{way(r)}, {r['context']:,} places", r) for r in timed if r["placement"] == "long"]
+    loaded = [bar(f"{way(r)}, {r['loaded']} loaded", r) for r in timed if "loaded" in r]
     return [
         ("One row, by adapter", "tokens a second", one),
         ("Rows with adapters of rank 8", "tokens a second of all rows", many),
         ("Length of the context, one row, rank 8", "tokens a second", long),
+        ("Adapters on the model, one row with one of them", "tokens a second", loaded),
     ]
 
 

@@ -44,9 +44,14 @@ step lanes 180 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes
 wait
 # A memory checker over every kernel, where one is named (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
 if [ -n "${SANITIZER:-}" ]; then
-  for tool in memcheck racecheck initcheck synccheck; do
-    step "sanitizer-$tool" 150 "$SANITIZER" --tool $tool --error-exitcode 9 $py -m tests.gpu.once
+  for tool in memcheck initcheck synccheck; do
+    step "sanitizer-$tool" 270 "$SANITIZER" --tool $tool --error-exitcode 9 $py -m tests.gpu.once &
   done
+  own=(); for name in native cub gemm cutlass; do own+=(--kernel-name-exclude "kns=$name"); done  # torch's kernels
+  for part in 1 2 3 4 5 6 7 8 9 10; do
+    step "sanitizer-racecheck-$part" 270 "$SANITIZER" --tool racecheck "${own[@]}" --error-exitcode 9 $py -m tests.gpu.once $part 10 &
+  done
+  wait
 fi
 step matrix 420 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_gpu_newest.json"
 [ -n "${OLD_SITE:-}" ] && step matrix-old 420 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \

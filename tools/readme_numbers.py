@@ -88,7 +88,7 @@ def decode(results: Mapping[str, Any]) -> str:
     for row in results["rows"]:
         if "ms" in row:
             lines.append([
-                row["model"].upper(), row["engine"], row["placement"], _way(row), str(row["adapter_rank"] or "-"),
+                row["model"].upper(), row["engine"], _where(row), _way(row), str(row["adapter_rank"] or "-"),
                 str(row["adapters"] or "-"), str(row["batch"]), f"{row['tok_s']:.1f}", f"{row['ms']:.2f}",
                 f"{100 * row['share']:.1f} %" if "share" in row else "-", f"{row['context']:,}", str(row.get("run", "-")),
             ])  # fmt: skip
@@ -103,6 +103,16 @@ def decode(results: Mapping[str, Any]) -> str:
     notes = [f"- {note}" for note in results.get("notes", ())]
     closing = f"{where['gpu']}, Python {where['python']}, {packages}; a prompt of 512 tokens."
     return "\n\n".join(part for part in (table, closing, "\n".join([*said, *failed, *notes])) if part) + "\n"
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    """Return the placement, and what else was varied."""
+    if "loaded" in row:
+        return f"resident, {row['loaded']} adapters loaded"
+    if "draws" not in row:
+        return str(row["placement"])
+    given = ", ".join(f"{name} {value}" for name, value in row["draws"].items() if name != "seed") or "likeliest"
+    return f"resident, {given}{', not ahead' if row.get('waits') else ''}"
 
 
 def _way(row: Mapping[str, Any]) -> str:
