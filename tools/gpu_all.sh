@@ -14,6 +14,8 @@ step() { # NAME SECONDS COMMAND...: run within its time, and within what is left
   echo "== $name: exit $? after $(($(date +%s) - start)) s: $(grep -v '^$' "$out/$name.log" | tail -1 | cut -c1-300)"
 }
 size=${SIZE:-e4b}
+# Several processes for the tests where pytest-xdist is there: most of their time is compiling.
+several() { $py -c "import xdist" 2> /dev/null && echo "-n $1 --dist worksteal"; }
 step make 90 $py -c "
 from pathlib import Path
 from bench.checkpoints import write_adapter, write_checkpoint
@@ -26,8 +28,8 @@ talking = work / '$size-talking'
 shutil.copytree(folder, talking, copy_function=os.link)
 give_voice(talking)
 sized('$size', work, 8, device='cuda')" &
-step kernels 240 $py -m pytest -q -p no:cacheprovider tests/gpu/test_kernels.py tests/gpu/test_ends.py --maxfail=12 &
-step graphs 240 $py -m pytest -q -p no:cacheprovider tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
+step kernels 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_kernels.py tests/gpu/test_ends.py --maxfail=12 &
+step graphs 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
 wait
 step decode 420 $py -m bench.decode --work "$work" --models $size --timeout-s 200 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
@@ -38,8 +40,10 @@ step bridge 120 $py -m bench.bridge --work "$work" --size $size --save "$out/bri
   --save "$out/bridge.json"
 step load 180 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 5 \
   --max-tokens 32 --rates 4 --save "$out/load.json"
-step tests 180 $py -m pytest -q -p no:cacheprovider tests/gpu/test_bridge.py tests/gpu/test_verify.py tests/gpu/test_merge.py \
-  tests/gpu/test_memory.py tests/gpu/test_matrix.py &
+step memory 60 $py -m pytest -q -p no:cacheprovider tests/gpu/test_memory.py tests/gpu/test_devices.py  # alone: they measure
+step tests 400 $py -m pytest -q -p no:cacheprovider $(several 10) tests/gpu/test_bridge.py tests/gpu/test_verify.py \
+  tests/gpu/test_merge.py tests/gpu/test_generate.py tests/gpu/test_batch.py tests/gpu/test_chat.py tests/gpu/test_load.py \
+  tests/gpu/test_matrix.py &
 step lanes 180 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
 wait
 # A memory checker over every kernel, where one is named (NVIDIA's compute-sanitizer, from a toolkit or its wheel).

@@ -513,6 +513,7 @@ class Steps:
                 else:
                     module.kept[key] = before
         self.kernels.save_cuts()
+        torch.cuda.empty_cache()  # every try had a pool of memory of its own
 
     def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
         """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
