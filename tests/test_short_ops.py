@@ -421,8 +421,8 @@ def test_answers_of_mixed_rows_are_the_modules(model, allowed):
 
 
 def test_captured_short_steps_answer_as_the_modules_and_leave_nothing_behind(replayed, allowed, model):  # noqa: F811
+    expected = answers(joined(model, "eager", ASKED))  # some modules keep something of their first pass
     before = {module: set(vars(module)) for module in model.hf_model.modules()}
-    expected = answers(joined(model, "eager", ASKED))
     batch = joined(model, "graph", ASKED)
     assert answers(batch) == expected and batch.steps.captures == len(replayed) > 0
     assert {module: set(vars(module)) for module in model.hf_model.modules()} == before
