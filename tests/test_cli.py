@@ -474,8 +474,10 @@ def test_ctrl_c_ends_a_running_process_with_its_answer_so_far(world):
     ]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [*command, "Hello"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True
-    )
+        [*command, "Hello"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, start_new_session=True,
+        # A shell starts what runs in its background with this signal ignored, and every child of it inherits that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
     first = process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     start = time.monotonic()
