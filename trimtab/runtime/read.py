@@ -152,8 +152,13 @@ def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
     with torch.cuda.device(device):
         if not _register(tensor):
             return None
-        found = torch.as_tensor(_SeenMemory(tensor), device=device)
-    return found.view(tensor.dtype).view(tensor.shape)
+        memory = _SeenMemory(tensor)  # unlocks it again, whatever comes of this
+        try:
+            found = torch.as_tensor(memory, device=device)
+        except (RuntimeError, TypeError, ValueError):  # a torch that makes no tensor of a host's address
+            return None
+    # A copy would be as right and take the device memory that a gathered table is there to save.
+    return found.view(tensor.dtype).view(tensor.shape) if found.data_ptr() == tensor.data_ptr() else None
 
 
 @dataclass(frozen=True)
