@@ -41,9 +41,9 @@ def cases_of(size: str) -> list[dict[str, Any]]:
         {"name": "resident", "engine": "stock"},
         {"name": "lean", "engine": "trimtab", "place": LEAN},
         {"name": "lean+half-decoder", "engine": "trimtab", "place": half_streamed},
-        {"name": "long", "engine": "trimtab", "place": LEAN, "context": 32768, "long": True},
-        {"name": "adapters", "engine": "trimtab", "place": {"*": "resident"}, "many": True},
-        {"name": "drawn", "engine": "trimtab", "place": {"*": "resident"}, "draws": True},
+        {"name": "long", "placement": "lean", "engine": "trimtab", "place": LEAN, "context": 32768, "long": True},
+        {"name": "adapters", "placement": "resident", "engine": "trimtab", "place": {"*": "resident"}, "many": True},
+        {"name": "drawn", "placement": "resident", "engine": "trimtab", "place": {"*": "resident"}, "draws": True},
     ]
 
 
@@ -73,7 +73,7 @@ def timed(call: Any) -> float:
 def token_bytes(model: Any) -> int:
     """Return the bytes that one token has to read: the decoder's and the head's weights as they are packed."""
     from trimtab.runtime.hf_gemma4 import text_model
-    from trimtab.runtime.tiers import Leaf
+    from trimtab.runtime.leaves import Leaf
 
     inside = {id(module) for module in text_model(model.hf_model).modules()} | {id(model.hf_model.lm_head)}
     leaves = [module for module in model.hf_model.modules() if isinstance(module, Leaf) and id(module) in inside]
@@ -168,7 +168,7 @@ def run_trimtab(case: dict[str, Any], work: Path) -> list[dict[str, Any]]:
     import trimtab
 
     size = case["model"]
-    label = {"model": size, "engine": "trimtab", "placement": case["name"]}
+    label = {"model": size, "engine": "trimtab", "placement": case.get("placement", case["name"])}
     adapters = {f"r{rank}": work / f"{size}-r{rank}" for rank in RANKS[: 1 if case.get("many") else None]}
     if not case.get("many"):
         adapters |= {f"e{number}": work / f"{size}-r8" for number in range(8)}

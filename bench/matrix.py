@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,17 +101,10 @@ def in_jobs(arguments: Sequence[str], names: Sequence[str] | None, jobs: int, ke
             finally:
                 for process in running:
                     process.kill()
-                keep(
-                    [
-                        run
-                        for file in files
-                        if file.exists()
-                        for run in json.loads(file.read_text(encoding="utf-8"))["runs"]
-                    ]
-                )
-            if any(
-                ended
-            ):  # what it had is kept; the cases that are missing must not look like cases that were not asked for
+                there = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
+                keep([run for one in there for run in one["runs"]])
+            # What it had is kept; the cases that are missing must not look like cases that were not asked for.
+            if any(ended):
                 raise SystemExit(
                     f"{sum(map(bool, ended))} of {len(ended)} processes ended early: their cases are not all there"
                 )
@@ -151,6 +145,8 @@ def main() -> None:
             runs[:] = in_order(runs, found)
             write(given.save, environment, runs)
 
+        # `timeout` and a person's kill end the run, not what it has found.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         in_jobs(passed, names, given.jobs, keep_wave)
         print(matrix_text(read_runs(given.save)["runs"]))
         return

@@ -1,5 +1,7 @@
 """How a matrix is shared out among processes, and how their runs come together again."""
 
+from pathlib import Path
+
 import pytest
 
 from bench import matrix
@@ -33,3 +35,24 @@ def test_a_process_that_ends_early_is_no_short_table():
     with pytest.raises(SystemExit, match="1 of 1 processes ended early"):
         matrix.in_jobs(["--engines", "nonsense"], [CASE_NAMES[0]], 2, kept.extend)
     assert kept == []
+
+
+def test_what_was_found_is_kept_when_the_run_is_ended_from_outside(monkeypatch):
+    """SIGTERM becomes SystemExit while a process is waited for; those that still run are ended."""
+    killed, kept = [], []
+
+    class Process:
+        def __init__(self, command):
+            matrix.write(Path(command[-1]), {}, [{"case": CASE_NAMES[0], "engine": "stock", "label": "PASS"}])
+
+        def wait(self):
+            raise SystemExit(143)
+
+        def kill(self):
+            killed.append(self)
+
+    monkeypatch.setattr(matrix.subprocess, "Popen", Process)
+    with pytest.raises(SystemExit) as ended:
+        matrix.in_jobs([], [CASE_NAMES[0]], 2, kept.extend)
+    assert ended.value.code == 143 and len(killed) == 1
+    assert [run["label"] for run in kept] == ["PASS"]

@@ -576,3 +576,10 @@ def test_compare_is_zero_only_for_the_same_bits(dtype):
     other = one.clone()
     other[0] = float("nan")
     assert line.compare([one], [other]) == line.compare([other], [other]) == math.inf
+
+
+def test_an_adapter_without_a_name_is_told_what_to_write(capsys):
+    assert cli.main(["plan", "model", "--adapter", "adapters/medical"]) == 2
+    assert capsys.readouterr().err.strip().endswith("Put a name in front: medical=adapters/medical")
+    assert cli.main(["plan", "model", "--adapter", "=adapters/medical"]) == 2
+    assert "Put a name" not in capsys.readouterr().err

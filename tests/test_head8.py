@@ -18,9 +18,9 @@ from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_CHUNK_VALUES, buffer_bytes, packed_parts
 from trimtab.request import LoadRequest
 from trimtab.runtime import head8, hf, nvrtc
+from trimtab.runtime.leaves import HostLeaf, ResidentLeaf, StagedLeaf
 from trimtab.runtime.read import read_small
 from trimtab.runtime.tables import GatheredTable
-from trimtab.runtime.tiers import HostLeaf, ResidentLeaf, StagedLeaf
 
 DEMO = Path(trimtab.__file__).parent / "demo"
 ASKED = [[2, 5, 9, 17, 4], [2, 40, 41]]

@@ -169,11 +169,11 @@ def test_a_table_file_that_changes_under_us_is_named(tmp_path):
 
 
 def test_a_failed_load_gives_everything_back(built, monkeypatch):
-    from trimtab.runtime import tiers
+    from trimtab.runtime import leaves, tiers
 
     plan = plan_of(built("llama"), quant="nf4", place={"*": "stream"})
     gc.collect()
-    before = sum(isinstance(item, tiers.Leaf) for item in gc.get_objects())
+    before = sum(isinstance(item, leaves.Leaf) for item in gc.get_objects())
     calls = []
 
     def fail(self, *, pinned, spill=None):
@@ -184,7 +184,7 @@ def test_a_failed_load_gives_everything_back(built, monkeypatch):
     with pytest.raises(RuntimeError, match="planted"):
         trimtab.load(plan)
     gc.collect()
-    assert calls and sum(isinstance(item, tiers.Leaf) for item in gc.get_objects()) == before
+    assert calls and sum(isinstance(item, leaves.Leaf) for item in gc.get_objects()) == before
 
 
 def test_config_only_can_be_planned_and_not_loaded(built, tmp_path):

@@ -21,3 +21,28 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: "attention is wrong")
     said = list(once.findings(modules.products(), modules.small(), modules.step_ends(), rows=(1,), limit=1))
     assert said == ["attention is wrong"]
+
+
+def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
+    """Only what would be run is looked at: which cut of which product, and who does the rest."""
+    monkeypatch.setattr(once, "PRODUCTS", once.PRODUCTS[:2])
+    asked, rest = [], []
+    monkeypatch.setattr(
+        once.tuning, "check", lambda group, module, **how: asked.append((len(group), how["rows"], how["cut"]))
+    )
+    monkeypatch.setattr(
+        once.matvec, "matvec4", lambda x, group, out, **how: (asked.append((len(group), how["cut"])), out.zero_())
+    )
+    monkeypatch.setattr(once.fused_check, "check", lambda *args, **kwargs: rest.append("small"))
+    monkeypatch.setattr(once.ends, "check", lambda *args, **kwargs: rest.append("ends"))
+
+    def run(**part):
+        asked.clear(), rest.clear()
+        assert list(once.findings(modules.products(), None, None, limit=3, **part)) == []
+        return list(asked), list(rest)
+
+    whole, everything = run()
+    parts = [run(part=number, parts=4) for number in (1, 2, 3, 4)]
+    assert sorted(map(str, whole)) == sorted(str(one) for found, _ in parts for one in found)
+    assert [found for _, found in parts] == [[], [], [], everything] and everything == ["small", "ends"]
+    assert all(found for found, _ in parts)

@@ -14,7 +14,7 @@ import trimtab
 from trimtab.cli import parser
 from trimtab.commands.flags import decode_of
 from trimtab.errors import RequestError
-from trimtab.runtime import lora, quant, tiers
+from trimtab.runtime import leaves, lora, quant
 
 DEMO = Path(trimtab.__file__).parent / "demo"
 needs_product = pytest.mark.skipif(not stock.has_avx512bf16(), reason="this CPU has no AVX512-BF16")
@@ -73,7 +73,7 @@ def test_the_product_is_stocks(count, with_bias):
 def test_a_leaf_keeps_its_weight_for_whoever_asks(kind):
     packed, cpu = packed_of(64, 128), torch.device("cpu")
     common = {"bias": None, "device": cpu, "dtype": torch.bfloat16, "route": lora.Route()}
-    made = tiers.ResidentLeaf if kind == "resident" else tiers.HostLeaf
+    made = leaves.ResidentLeaf if kind == "resident" else leaves.HostLeaf
     plain, leaf = (made("a", one, **common).eval() for one in (copied(packed), packed))
     x = torch.randn(3, 128).bfloat16()
     leaf.repack()
@@ -91,8 +91,8 @@ def test_a_model_answers_with_repacked_layers():
     for decode in ("auto", "repacked"):
         with trimtab.load(plan, decode=decode) as model:
             assert model.decode == "auto"
-            leaves = [module for module in model.hf_model.modules() if isinstance(module, tiers.StillLeaf)]
-            changed = [leaf for leaf in leaves if leaf._repacked is not None]
+            still = [module for module in model.hf_model.modules() if isinstance(module, leaves.StillLeaf)]
+            changed = [leaf for leaf in still if leaf._repacked is not None]
             assert bool(changed) == (decode == "repacked")
             said[decode] = [
                 model.answer("Who are you?", adapter=name, max_new_tokens=12).text for name in (None, "specialist")
@@ -104,13 +104,13 @@ def test_a_model_answers_with_repacked_layers():
 def test_layers_of_other_shapes_keep_theirs_by_name(monkeypatch):
     real = quant.why_not_repacked
     monkeypatch.setattr(
-        tiers, "why_not_repacked", lambda packed, dtype: "odd" if packed.shape[0] < 128 else real(packed, dtype)
+        leaves, "why_not_repacked", lambda packed, dtype: "odd" if packed.shape[0] < 128 else real(packed, dtype)
     )
     plan = trimtab.plan(DEMO / "base", quant="nf4", **OPTIONS)
     with trimtab.load(plan, decode="repacked") as model:
         found = [one for one in model.fallbacks if one.what == "repacked products"]
         assert len(found) == 1 and found[0].why.endswith("layers: odd")
-    monkeypatch.setattr(tiers.StillLeaf, "is_on_cpu", False)  # as beside a GPU: what that computes is nobody's loss
+    monkeypatch.setattr(leaves.StillLeaf, "is_on_cpu", False)  # as beside a GPU: what that computes is nobody's loss
     with trimtab.load(plan, decode="repacked") as model:
         assert not [one for one in model.fallbacks if one.what == "repacked products"]
 

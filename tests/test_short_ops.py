@@ -19,9 +19,9 @@ from tests import pico
 from tests.test_graphs import ASKED, answers, demo, joined, replayed  # noqa: F401 - a fixture
 from tests.toy_lora import Toy, make_adapter, ours, put_on
 from trimtab.runtime import graphs, lora, short_ops
+from trimtab.runtime.leaves import ResidentLeaf
 from trimtab.runtime.lora import Route
 from trimtab.runtime.short_ops import ShortAdapters, ShortOps
-from trimtab.runtime.tiers import ResidentLeaf
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

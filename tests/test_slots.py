@@ -10,8 +10,8 @@ from tests.adapters import pair, write_adapter
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.runtime import lora
+from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.slots import RANK_STEP, AdapterSlots
-from trimtab.runtime.tiers import Leaf
 
 
 @pytest.fixture(scope="module")

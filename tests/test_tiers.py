@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.runtime import lora, tiers
+from trimtab.runtime import leaves, lora, tiers
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
 
 CPU = torch.device("cpu")
@@ -33,8 +33,8 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
             staged.append(
                 tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts))
             )
-            staged_leaves.append(tiers.StagedLeaf(path, staged[-1], **common).eval())
-            resident.append(tiers.ResidentLeaf(path, packed, **common).eval())
+            staged_leaves.append(leaves.StagedLeaf(path, staged[-1], **common).eval())
+            resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(pinned=False, spill=spill))
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
     streamer.poison = True
@@ -43,7 +43,7 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
     return staged_leaves, resident, streamer
 
 
-def inputs_for(leaf: tiers.Leaf, rows: int = 3) -> torch.Tensor:
+def inputs_for(leaf: leaves.Leaf, rows: int = 3) -> torch.Tensor:
     generator = torch.Generator().manual_seed(leaf.in_features)
     return torch.randn(1, rows, leaf.in_features, generator=generator).to(torch.bfloat16)
 
@@ -136,8 +136,8 @@ def test_a_host_leaf_equals_the_resident_one_on_the_same_device(quant):
         "route": lora.Route(),
     }
     x = torch.randn(2, 5, 128, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    host = tiers.HostLeaf("a", packed, **common).eval()
-    assert torch.equal(host(x), tiers.ResidentLeaf("a", packed, **common).eval()(x))
+    host = leaves.HostLeaf("a", packed, **common).eval()
+    assert torch.equal(host(x), leaves.ResidentLeaf("a", packed, **common).eval()(x))
 
 
 @pytest.mark.parametrize("quant", QUANTS)

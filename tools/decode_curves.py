@@ -15,6 +15,7 @@ from trimtab.plan.picture import INK, MARGIN, QUIET, WIDTH, Box, Label, Shape, s
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "docs" / "images" / "decode.svg"
+SHORT_PLACES = 512  # what the other rows' prompts have
 LEFT, BAR, GAP = MARGIN + 210, 18, 6
 COLORS = {"fused": "#2f6690", "graph": "#9fc5e8", "eager": "#cfd5db", "stock": "#d98e32"}
 
@@ -29,7 +30,7 @@ def way(row: dict[str, Any]) -> str:
 def panels(rows: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str, float, str]]]]:
     """Return (title, unit, bars) with (label, value, colour) a bar."""
     timed = [row for row in rows if "ms" in row and row["model"] == "e4b"]
-    resident = [row for row in timed if row["placement"] == "resident"]
+    resident = [row for row in timed if row["placement"] == "resident" and not row.keys() & {"loaded", "draws"}]
 
     def bar(label: str, row: dict[str, Any]) -> tuple[str, float, str]:
         return f"{label}, run {row['run']}", row["tok_s"], COLORS[way(row)]
@@ -42,7 +43,7 @@ def panels(rows: list[dict[str, Any]]) -> list[tuple[str, str, list[tuple[str, f
         bar(f"{way(r)}, {r['batch']} rows, {r['adapters'] or 'no'} adapters", r) for r in resident
         if r["batch"] > 1 or (way(r) == "fused" and r["adapter_rank"] == 8)
     ]  # fmt: skip
-    long = [bar(f"{way(r)}, {r['context']:,} places", r) for r in timed if r["placement"] == "long"]
+    long = [bar(f"{way(r)}, {r['context']:,} places", r) for r in timed if r["context"] > SHORT_PLACES]
     loaded = [bar(f"{way(r)}, {r['loaded']} loaded", r) for r in timed if "loaded" in r]
     return [
         ("One row, by adapter", "tokens a second", one),

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one, about 35 minutes.
+# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one. All of it may take an hour.
 # Timings run alone; tests and merges share the GPU afterwards. Each step has its own time limit and log. STEPS="graphs decode"
 # runs some of them. What the stock stack imports must be there whole: PEFT needs transformers' Bloom, for one.
 out=$1; end=$(($(date +%s) + $2)); work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}
@@ -31,7 +31,7 @@ sized('$size', work, 8, device='cuda')" &
 step kernels 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_kernels.py tests/gpu/test_ends.py --maxfail=12 &
 step graphs 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
 wait
-step decode 420 $py -m bench.decode --work "$work" --models $size --timeout-s 200 --save "$out/decode.json"
+step decode 600 $py -m bench.decode --work "$work" --models $size --timeout-s 200 --save "$out/decode.json"
 # The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
 step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
 step bridge 120 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
@@ -57,8 +57,8 @@ if [ -n "${SANITIZER:-}" ]; then
   done
   wait
 fi
-step matrix 420 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_gpu_newest.json"
-[ -n "${OLD_SITE:-}" ] && step matrix-old 420 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \
+step matrix 560 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_gpu_newest.json"
+[ -n "${OLD_SITE:-}" ] && step matrix-old 560 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \
   --save "$out/matrix_gpu_oldest.json"
 step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
 echo "== done with $((end - $(date +%s))) s left"

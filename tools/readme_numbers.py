@@ -108,11 +108,11 @@ def decode(results: Mapping[str, Any]) -> str:
 def _where(row: Mapping[str, Any]) -> str:
     """Return the placement, and what else was varied."""
     if "loaded" in row:
-        return f"resident, {row['loaded']} adapters loaded"
+        return f"{row['placement']}, adapters loaded: {row['loaded']}"
     if "draws" not in row:
         return str(row["placement"])
     given = ", ".join(f"{name} {value}" for name, value in row["draws"].items() if name != "seed") or "likeliest"
-    return f"resident, {given}{', not ahead' if row.get('waits') else ''}"
+    return f"{row['placement']}, {given}{', not ahead' if row.get('waits') else ''}"
 
 
 def _way(row: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import trimtab
 from tests import pico, stock
 from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
-from trimtab.runtime import fused, fused_check, kernels, lora, matvec, tiers, tuning
+from trimtab.runtime import fused, fused_check, kernels, leaves, lora, matvec, tiers, tuning
 from trimtab.runtime.quant import Packed
 from trimtab.runtime.read import HostMemory, seen_by
 
@@ -94,7 +94,7 @@ def test_registered_host_memory_is_exact_and_pinned():
 
 def test_a_host_leaf_moves_activations_and_not_weights():
     packed = Packed("none", (64, 64), torch.bfloat16, {"weight": torch.eye(64, dtype=torch.bfloat16)}, {})
-    leaf = tiers.HostLeaf("a", packed, bias=None, device=GPU, dtype=torch.bfloat16, route=lora.Route()).eval()
+    leaf = leaves.HostLeaf("a", packed, bias=None, device=GPU, dtype=torch.bfloat16, route=lora.Route()).eval()
     x = torch.randn(1, 3, 64, device=GPU, dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
     y = leaf(x)

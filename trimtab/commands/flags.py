@@ -110,7 +110,9 @@ def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[st
     for text in texts:
         name, equals, value = text.partition("=") if first else text.rpartition("=")
         if not (name and equals and value):
-            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,))
+            is_bare_path = not equals and form == "NAME=PATH"
+            hint = f"Put a name in front: {Path(text).name or 'NAME'}={text}" if is_bare_path else ""
+            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,), hint=hint)
         if name in found:
             raise RequestError(f"{name} is given twice", field=flag, value=text)
         found[name] = value

@@ -255,18 +255,18 @@ class Batch:
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
         wrote_tokens = self.steps.wrote_tokens and not moved
-        greedy = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
-        tokens, tried = self._read_tokens(greedy, going, look_ahead=not moved)
+        drawn, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
+        tokens, tried = self._read_tokens(drawn, going, look_ahead=not moved and not failed)
         found = []
         for row in going:
             try:
-                if row.error is not None:
-                    raise row.error
+                if row in failed:
+                    raise failed[row]
                 found.append(self._draw(row, logits[places[row]], tokens[places[row]]))
             except Exception as exc:
                 row.error, row.finish = exc, "error"
-        for drawn in found:
-            self._commit(drawn)
+        for one in found:
+            self._commit(one)
         if self._ahead is None and (
             tried or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in found)
         ):
@@ -275,15 +275,16 @@ class Batch:
 
     def _queue_draws(
         self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
-    ) -> Tensor:  # fmt: skip
-        """Return each row's token on the device, [count] int64: the likeliest, or one that is drawn; -1 where there is none.
+    ) -> tuple[Tensor, dict[Row, Exception]]:  # fmt: skip
+        """Return each row's token on the device, [count] int64, and why some rows cannot be drawn for.
 
-        Nothing waits for them: where a captured step has put the likeliest for the next one (`write`), they take its place.
-        A row that cannot be drawn for gets its `error`.
+        The likeliest, or one that is drawn; -1 where there is none. Nothing waits for them: where a captured step has put the
+        likeliest for the next one (`write`), they take its place.
         """
         drawing = [row for row in going if row.constraint is None and not row.sampler.is_greedy]
+        failed: dict[Row, Exception] = {}
         if not drawing:
-            return greedy
+            return greedy, failed
         found = greedy.clone()
         for row in drawing:
             at = places[row]
@@ -291,10 +292,10 @@ class Batch:
                 token = row.sampler.queue(row.token_ids, logits[at])
                 found[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
             except Exception as exc:
-                row.error = exc
+                failed[row] = exc
         if write:
             self.tokens[: found.shape[0], 0].copy_(found.clamp_min(0))
-        return found
+        return found, failed
 
     def _read_tokens(self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool) -> tuple[list[int], bool]:
         """Return each row's token, and whether the next step was queued or tried to be: the step's one wait for the device,
@@ -329,7 +330,7 @@ class Batch:
 
     def _will_go_on(self, going: Sequence[Row]) -> bool:
         """Whether the next step's tokens are where it reads them, and some row will want them."""
-        plain = all(row.constraint is None and row.error is None and self._top[row] is None for row in going)
+        plain = all(row.constraint is None and self._top[row] is None for row in going)
         return plain and any(len(row.answer_ids) + 1 < row.request.max_new_tokens for row in going)
 
     def _is_right(self, ahead: _Ahead) -> bool:

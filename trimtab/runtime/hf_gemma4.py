@@ -16,9 +16,9 @@ from torch import Tensor
 
 from trimtab.runtime import ends, fused, lora, matvec
 from trimtab.runtime.hf_slots import SlotCache
+from trimtab.runtime.leaves import Leaf, ResidentLeaf
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tables import Table
-from trimtab.runtime.tiers import Leaf, ResidentLeaf
 
 if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels

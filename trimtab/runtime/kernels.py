@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.runtime import cuts, ends, fused, fused_check, matvec, tuning
-from trimtab.runtime.tiers import Leaf, ResidentLeaf
+from trimtab.runtime.leaves import Leaf, ResidentLeaf
 
 Progress = Callable[[int, int], None]
 # The matrix-vector kernels decode each weight once for up to so many rows.
@@ -28,7 +28,7 @@ _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
 _TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
-# What checks and timings of products and of both ends take on the device for a while (measured: 45 MiB at most).
+# What checks and timings of products and of both ends take on the device for a while (E4B's size: 23 MiB).
 _CHECK_BYTES = 64 * 2**20
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"

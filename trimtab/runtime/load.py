@@ -23,7 +23,7 @@ from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
-from trimtab.runtime import head8, hf, lora, tables, tiers
+from trimtab.runtime import head8, hf, leaves, lora, tables, tiers
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -110,7 +110,7 @@ class _Filler:
         self.uses: Counter[str] = Counter()
         self.held: dict[str, Tensor] = {}
         self.reader: Reader | None = None
-        self.head: tiers.Leaf | None = None
+        self.head: leaves.Leaf | None = None
         undo.callback(self._give_back)
 
     def _give_back(self) -> None:
@@ -297,18 +297,18 @@ class _Filler:
         self._fill_fixed(row, module, others)
         bias = None if module.bias is None else module.bias.data
         common = {"bias": bias, "device": self.device, "dtype": self.dtype, "route": self.route}
-        leaf: tiers.Leaf
+        leaf: leaves.Leaf
         if tier == "resident" or tied:
             packed = self.arena.hold(packed) if row.quantized else packed
-            leaf = tiers.ResidentLeaf(row.module_path, packed, **common)
+            leaf = leaves.ResidentLeaf(row.module_path, packed, **common)
             if packed.kind == "none" and not tied:
                 self.owners[weight.tensor_path] = nn.Parameter(packed.parts["weight"], requires_grad=False)
         elif tier == "host":
             host = packed.with_parts({k: v.cpu() for k, v in packed.parts.items()}, self.codes.on(packed, CPU))
-            leaf = tiers.HostLeaf(row.module_path, host, **common)
+            leaf = leaves.HostLeaf(row.module_path, host, **common)
         else:
             assert writer is not None
-            leaf = tiers.StagedLeaf(row.module_path, self._stage(packed, packed.parts, writer), **common)
+            leaf = leaves.StagedLeaf(row.module_path, self._stage(packed, packed.parts, writer), **common)
         self.probe.model.set_submodule(row.module_path, leaf.eval())
 
     def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
@@ -339,12 +339,12 @@ class _Filler:
             "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "route": self.route,
         }  # fmt: skip
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
-        leaf: tiers.Leaf
+        leaf: leaves.Leaf
         if places is not None:
             assert writer is not None
-            leaf = tiers.StagedLeaf(row.module_path, self._staged(packed, places, writer), **common)
+            leaf = leaves.StagedLeaf(row.module_path, self._staged(packed, places, writer), **common)
         else:
-            leaf = (tiers.HostLeaf if tier == "host" else tiers.ResidentLeaf)(row.module_path, packed, **common)
+            leaf = (leaves.HostLeaf if tier == "host" else leaves.ResidentLeaf)(row.module_path, packed, **common)
         self.probe.model.set_submodule(row.module_path, leaf.eval())
         self.head = None if tier == "host" else leaf
 
@@ -405,12 +405,12 @@ class _Filler:
             for name, tensor in found.items():
                 module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
             module.to("cpu")
-            tiers.compute_on_host(module)
+            leaves.compute_on_host(module)
             return
         assert writer is not None
         first = next(iter(found.values()))
         packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
-        tiers.stage_parameters(module, self._stage(packed, found, writer))
+        leaves.stage_parameters(module, self._stage(packed, found, writer))
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
         weight = row.weight

@@ -28,10 +28,11 @@ from trimtab.plan import Plan
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import hf, hf_processor, lora
 from trimtab.runtime.devices import peak_host_bytes
+from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import HostMemory, read_small
-from trimtab.runtime.tiers import Leaf, Part, StillLeaf, aligned
+from trimtab.runtime.tiers import Part, aligned
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import RequestError
 from trimtab.runtime import lora, matvec
-from trimtab.runtime.tiers import Leaf
+from trimtab.runtime.leaves import Leaf
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.

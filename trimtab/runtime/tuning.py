@@ -47,7 +47,7 @@ def check(
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels over these weights on this device, or None; outputs are poisoned first.
 
-    Random inputs with and without adapters, against float64. Needs about 40 MiB beside the weights.
+    Random inputs with and without adapters, against float64. Needs about 25 MiB beside the weights.
     """
     device = module.device
     generator = torch.Generator(device=device).manual_seed(1)

@@ -1,0 +1,194 @@
+"""The layers that stand in the module tree where Linears were: each computes with a weight that a tier holds (tiers.py).
+
+Leaves compute, blocks schedule. A weight stays where it is computed with (resident, or on the host), or is opened in its
+block's buffer. A leaf whose block is not staged fetches it, so the answer never depends on the order of calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.runtime import lora
+from trimtab.runtime.quant import (
+    Packed,
+    Repacked,
+    Shell,
+    dequantize,
+    repack,
+    repacked_shell,
+    shell,
+    why_not_repacked,
+)  # fmt: skip
+from trimtab.runtime.tiers import Staged
+
+
+class Leaf(nn.Module):
+    """A linear layer whose weight lives in a tier, with its adapters: x [..., D_in] -> y [..., D_out].
+
+    Stands at the module path of the Linear it replaces. `weight` is the real tensor when it is resident and unquantized,
+    otherwise a tensor without data of the weight's shape in the computing dtype, so that code which only asks for a shape
+    or a dtype is right (transformers 5.6.2 casts pixels to the dtype it finds there) and code that would read it fails.
+    """
+
+    def __init__(
+        self, module_path: str, shape: tuple[int, int], *, quant_kind: str, bias: Tensor | None, device: torch.device,
+        dtype: torch.dtype, route: lora.Route,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.module_path, self.quant_kind, self.device, self.dtype = module_path, quant_kind, device, dtype
+        self.out_features, self.in_features = shape
+        self.route = route
+        self.adapters: dict[str, lora.LinearAdapter] = {}
+        # Not a Parameter: nothing may move, cast or save it behind the tier's back.
+        self.bias: Tensor | None
+        self.__dict__["bias"] = bias
+        self.__dict__["ghost"] = torch.empty(shape, dtype=dtype, device="meta")
+
+    @property
+    def weight(self) -> Tensor:
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        """Return the layer's output without any adapter."""
+        raise NotImplementedError
+
+    def packed(self) -> Packed:
+        """Return the weight in its stored form on the execution device, valid until the next call into the model."""
+        raise NotImplementedError
+
+    def why_not_repacked(self) -> str | None:
+        """Return why the layer cannot compute over a repacked weight, None if it can."""
+        return "it moves to another device"
+
+    def repack(self) -> None:
+        """Compute with the CPU's faster product over the same bytes in another order (`quant.repack`)."""
+        raise NotImplementedError
+
+    def dense_weight(self) -> Tensor:
+        """Return the dequantized weight [D_out, D_in] on the execution device."""
+        weight = dequantize(self.packed())
+        return weight.clone() if self.quant_kind == "none" else weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        slots = self.route.slots
+        if slots is not None and slots.covers(self):
+            return slots.add(self, x, y)
+        return lora.apply_linear(self, x, y) if self.adapters else y
+
+
+class StillLeaf(Leaf):
+    """The weight stays where it is computed with."""
+
+    def __init__(self, module_path: str, packed: Packed, own_bias: Tensor | None, **kwargs: Any) -> None:
+        super().__init__(module_path, (packed.shape[0], packed.shape[1]), quant_kind=packed.kind, **kwargs)
+        self._packed, self._own_bias = packed, own_bias
+        self._repacked: Repacked | None = None
+        self.__dict__["shell"] = shell(packed, own_bias, self.dtype)
+
+    @property
+    def stored(self) -> Packed:
+        """The weight in its stored form, where it is."""
+        return self._packed if self._repacked is None else self._repacked.restored()
+
+    @property
+    def is_on_cpu(self) -> bool:
+        return self._packed.parts["weight"].device.type == "cpu"
+
+    def why_not_repacked(self) -> str | None:
+        return why_not_repacked(self._packed, self.dtype)
+
+    def repack(self) -> None:
+        if self._repacked is None:
+            self._repacked = repack(self._packed)
+            self.__dict__["shell"] = repacked_shell(self._repacked, self._own_bias)
+
+
+class ResidentLeaf(StillLeaf):
+    """The weight stays on the execution device."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        super().__init__(module_path, packed, kwargs["bias"], **kwargs)
+
+    @property
+    def weight(self) -> Tensor:
+        if self.quant_kind == "none":
+            return self._packed.parts["weight"]
+        ghost: Tensor = self.__dict__["ghost"]
+        return ghost
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x)
+        return y
+
+    def packed(self) -> Packed:
+        return self.stored
+
+
+class StagedLeaf(Leaf):
+    """The weight is in host memory or on disk and is copied to the execution device block by block."""
+
+    def __init__(self, module_path: str, staged: Staged, **kwargs: Any) -> None:
+        shape = staged.packed.shape
+        super().__init__(module_path, (shape[0], shape[1]), quant_kind=staged.packed.kind, **kwargs)
+        self.staged = staged
+        self._shells: dict[int, Shell] = {}
+
+    def base(self, x: Tensor) -> Tensor:
+        index, packed = self.staged.open()
+        layer = self._shells.get(index)
+        if layer is None:
+            layer = self._shells[index] = shell(packed, self.bias, self.dtype)
+        return layer(x)
+
+    def packed(self) -> Packed:
+        return self.staged.open()[1]
+
+
+class HostLeaf(StillLeaf):
+    """The weight stays in host memory and the CPU computes with it; activations move."""
+
+    def __init__(self, module_path: str, packed: Packed, **kwargs: Any) -> None:
+        bias = kwargs["bias"]
+        super().__init__(module_path, packed, None if bias is None else bias.cpu(), **kwargs)
+
+    def base(self, x: Tensor) -> Tensor:
+        y: Tensor = self.__dict__["shell"](x.cpu())
+        return y.to(x.device)
+
+    def packed(self) -> Packed:
+        return self.stored.to(self.device)
+
+
+def stage_parameters(module: nn.Module, staged: Staged) -> None:
+    """Make the named parameters of a module (fused experts, [E, D_out, D_in]) views of their staged block.
+
+    The module keeps its path, class name and forward; only reading such a parameter enters the block.
+    """
+
+    def reader(name: str) -> property:
+        return property(lambda self: self.__dict__["staged"].open()[1].parts[name])
+
+    for name in staged.places:
+        del module._parameters[name]
+    module.__dict__["staged"] = staged
+    original = type(module)
+    module.__class__ = type(original.__name__, (original,), {name: reader(name) for name in staged.places})
+
+
+def compute_on_host(module: nn.Module) -> None:
+    """Make a module whose tensors are on the CPU (fused experts) compute there; its inputs and output move."""
+    inner: Callable[..., Tensor] = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        moved = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        named = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
+        return inner(*moved, **named).to(device)
+
+    module.forward = forward  # type: ignore[method-assign]
