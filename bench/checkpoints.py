@@ -1,4 +1,4 @@
-"""Random checkpoints and adapters of real sizes, made on the GPU: E2B- and E4B-size Gemma 4 with vision and audio.
+"""Random checkpoints and adapters of real sizes, made on the GPU: Gemma 4 E2B and E4B with vision and audio, Qwen3-8B, Qwen3-VL-4B.
 
 The weights mean nothing. Their scales are chosen so that a rounding is not amplified from layer to layer: with unit
 query and key norms attention is nearly one-hot and two routes that are equal on paper differ by several percent.
@@ -19,10 +19,21 @@ LANGUAGE = r"language_model\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down
 VISION = r"vision_tower\.encoder\.layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj\.linear"
 AUDIO = r"audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
 TARGETS = rf".*({LANGUAGE}|{VISION}|{AUDIO})"
+# Qwen3 has no "language_model" in its paths; Qwen3-VL has, and its tower's linears have names of their own.
+QWEN_TARGETS = (
+    r"(model\.)?(language_model\.)?layers\.\d+\.(self_attn|mlp)\.(q|k|v|o|gate|up|down)_proj"
+    r"|model\.visual\.blocks\.\d+\.(attn\.(qkv|proj)|mlp\.linear_fc[12])"
+)
+CLASSES = {
+    "e2b": "Gemma4ForConditionalGeneration", "e4b": "Gemma4ForConditionalGeneration", "qwen3-8b": "Qwen3ForCausalLM",
+    "qwen3-vl-4b": "Qwen3VLForConditionalGeneration",
+}  # fmt: skip
 
 
 def config_of(size: str) -> Any:
-    """Return the Gemma 4 config of "e2b" or "e4b" (sizes of the released models)."""
+    """Return the config of "e2b", "e4b" (Gemma 4), "qwen3-8b" or "qwen3-vl-4b" (sizes of the released models)."""
+    if size.startswith("qwen"):
+        return _qwen_config(size)
     from transformers import Gemma4Config
 
     e2b = size == "e2b"
@@ -39,13 +50,36 @@ def config_of(size: str) -> Any:
     )
 
 
-def empty_model(config: Any) -> Any:
-    from transformers import Gemma4ForConditionalGeneration
+def _qwen_config(size: str) -> Any:
+    from transformers import Qwen3Config, Qwen3VLConfig
+
+    if size == "qwen3-8b":
+        return Qwen3Config(
+            vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+            num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=False,
+            rope_theta=1000000.0,
+        )  # fmt: skip
+    return Qwen3VLConfig(
+        text_config={
+            "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 262144,
+            "tie_word_embeddings": True,
+        },
+        vision_config={
+            "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "out_hidden_size": 2560,
+            "deepstack_visual_indexes": [5, 11, 17],
+        },
+        tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def empty_model(config: Any, size: str = "e4b") -> Any:
+    import transformers
 
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            return Gemma4ForConditionalGeneration(config)
+            return getattr(transformers, CLASSES[size])(config)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -54,14 +88,15 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     """Write the checkpoint as shards with an index, made tensor by tensor on the device."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(size)
-    config.dtype, config.architectures = torch.bfloat16, ["Gemma4ForConditionalGeneration"]
-    model = empty_model(config)
-    depth = config.text_config.num_hidden_layers
+    config.dtype, config.architectures = torch.bfloat16, [CLASSES[size]]
+    model = empty_model(config, size)
+    depth = config.get_text_config().num_hidden_layers
+    tied = config.get_text_config().tie_word_embeddings
     generator = torch.Generator(device=device).manual_seed(0)
     shards: list[dict[str, torch.Tensor]] = [{}]
     held = 0
     for name, empty in model.state_dict().items():
-        if name == "lm_head.weight":
+        if name == "lm_head.weight" and tied:
             continue
         tensor = _value(name, empty, depth, generator, device)
         if held + tensor.nbytes > SHARD_BYTES and shards[-1]:
@@ -76,7 +111,8 @@ def write_checkpoint(size: str, folder: Path, *, device: str = "cuda") -> Path:
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     config.save_pretrained(folder)
-    _write_for_every_release(folder / "config.json")
+    if not size.startswith("qwen"):
+        _write_for_every_release(folder / "config.json")
     return folder
 
 
@@ -101,7 +137,7 @@ def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generato
     if empty.dim() < 2 or name.endswith("bias"):
         return torch.zeros(empty.shape, dtype=empty.dtype, device=device)
     scale = empty.shape[-1] ** -0.5
-    if re.search(r"(o_proj|down_proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name):
+    if re.search(r"(o_proj|down_proj|linear_fc2|attn\.proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name):
         scale /= (2 * depth) ** 0.5
     if "embed_tokens" in name or "position_embedding" in name:
         scale = 0.02
@@ -118,30 +154,33 @@ def write_adapter(checkpoint: Path, folder: Path, rank: int, *, seed: int = 1) -
     from transformers import AutoConfig
 
     folder.mkdir(parents=True, exist_ok=True)
-    model = empty_model(AutoConfig.from_pretrained(checkpoint))
+    config = AutoConfig.from_pretrained(checkpoint)
+    size = next(size for size, name in CLASSES.items() if name in config.architectures)
+    model, targets = empty_model(config, size), QWEN_TARGETS if size.startswith("qwen") else TARGETS
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for path, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and re.fullmatch(TARGETS, path):
+        if isinstance(module, torch.nn.Linear) and re.fullmatch(targets, path):
             key = f"base_model.model.{path}"
             a = torch.randn(rank, module.in_features, generator=generator) / module.in_features**0.5
             b = torch.randn(module.out_features, rank, generator=generator) * 0.02 / rank**0.5
             tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"] = a, b
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = {
+    peft_config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "r": rank, "lora_alpha": rank,
-        "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS, "inference_mode": True,
+        "lora_dropout": 0.0, "bias": "none", "target_modules": targets, "inference_mode": True,
     }  # fmt: skip
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    (folder / "adapter_config.json").write_text(json.dumps(peft_config, indent=1))
     return folder
 
 
 def text_inputs(config: Any, tokens: int, *, device: str, seed: int = 3) -> dict[str, torch.Tensor]:
     """Return input_ids and mask [1, tokens] of ordinary tokens."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1000, 200000, (1, tokens), generator=generator).to(device)
+    ids = torch.randint(1000, 150000, (1, tokens), generator=generator).to(device)
     return {
-        "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": torch.zeros_like(ids),
+        "input_ids": ids, "attention_mask": torch.ones_like(ids),
+        **({"mm_token_type_ids": torch.zeros_like(ids)} if config.model_type.startswith("gemma4") else {}),
     }  # fmt: skip
 
 
