@@ -137,7 +137,9 @@ def _value(name: str, empty: torch.Tensor, depth: int, generator: torch.Generato
     if empty.dim() < 2 or name.endswith("bias"):
         return torch.zeros(empty.shape, dtype=empty.dtype, device=device)
     scale = empty.shape[-1] ** -0.5
-    if re.search(r"(o_proj|down_proj|linear_fc2|attn\.proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name):
+    if re.search(
+        r"(o_proj|down_proj|linear_fc2|attn\.proj|per_layer_projection|lconv1d\.linear_end|ffw_layer_2)", name
+    ):
         scale /= (2 * depth) ** 0.5
     if "embed_tokens" in name or "position_embedding" in name:
         scale = 0.02
