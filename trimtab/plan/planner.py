@@ -31,6 +31,7 @@ from trimtab.plan.cost import (
 )
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import Placement, Plan, Unquantized
+from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
@@ -193,7 +194,7 @@ class _Planner:
             "process": self.machine.process_bytes, **host_weights,
             "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
         }  # fmt: skip
-        reasons = _Reasons(self.blocks, self.asked, limits, self.machine.execution_device)
+        reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
         return Plan(
             request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,
             placements=tuple(
@@ -334,39 +335,3 @@ def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], mach
     if request.device_map is not None:
         return resolve_device_map(request.device_map, blocks, anatomy, execution_device=machine.execution_device)
     return resolve_place(request.place, blocks, anatomy)
-
-
-class _Reasons:
-    """Why each block is where it is, in one sentence with bytes; the same for blocks placed for the same reason."""
-
-    def __init__(self, blocks: Sequence[Block], asked: Mapping[str, Asked], limits: Limits, device: str) -> None:
-        self.asked = asked
-        movable = sum(block.movable_allocated_bytes for block in blocks)
-        over = limits.device_need(limits.run_bytes + movable) - limits.device_budget_bytes
-        self.all_fits = over <= 0
-        # What has to leave although running fits, leaves for loading: that peaks higher.
-        too_high = "loading would peak too high"
-        self.leaves = f"leaves, {gib(over)} too many for {device}" if over > 0 else f"leaves, {too_high}"
-        self.host = f"the host budget is {gib(limits.host_budget_bytes)}"
-
-    def of(self, block: Block, choice: Choice) -> str:
-        asked = self.asked.get(block.block_path)
-        if asked is not None:
-            return f"asked for: {asked.asked}"
-        if block.movable_bytes == 0:
-            return block.refused["stream"]
-        if choice.tier == "resident":
-            return "fits" if self.all_fits else f"stays: {_PAID[block.paid]}"
-        if choice.tier == "gather":
-            why = f"{self.leaves}: only looked up, {gib(block.row_bytes)} a token"
-            return why if choice.home == "host" else f"{why}, from the checkpoint file, for {self.host}"
-        why = f"{self.leaves}: {_PAID[block.paid]}"
-        return f"{why}; {self.host}" if choice.tier == "disk" else why
-
-
-_PAID = {
-    "token": "read at every token",
-    "image": "read once a picture",
-    "audio": "read once a sound",
-    "request": "read once a request",
-}

@@ -1,0 +1,100 @@
+"""Why a block is where it is: each wording in a plan of which it is true, and not in one of which it is not."""
+
+from dataclasses import replace
+
+from tests.anatomies import e_series, small
+from tests.test_planner import CPU, GIB, MIB, TABLE, plan
+from trimtab.errors import gib
+from trimtab.plan import Rates
+from trimtab.plan.cost import allocator_reserve_bytes
+
+E2B = e_series("E2B")
+# Loading peaks above running: next to nothing is computed, and one weight to be packed is as large as the rest.
+HIGH_LOAD = small([(8192, 4096), (64, 64)], quantized=True, table=(4096, 8192))
+SHORT = {"context_tokens": 16, "images": 0, "audio_s": 0.0}
+
+
+def reason(made, path=TABLE):
+    return next(row.reason for row in made.placements if row.block_path == path)
+
+
+def reasons(made):
+    return {row.reason for row in made.placements if row.tier != "resident"}
+
+
+def needed(peak_bytes, made):
+    return peak_bytes + allocator_reserve_bytes(peak_bytes) + made.gpu["cuda_context"]
+
+
+def test_bytes_that_are_too_many_are_those_that_a_larger_budget_would_need():
+    whole = plan()
+    running = needed(whole.gpu_peak_bytes, whole)
+    made = plan(gpu=6)
+    assert reason(made) == f"leaves, {gib(running - 6 * GIB)} too many for cuda:0: only looked up, 17.5 KiB a token"
+    assert reasons(plan(gpu=running / GIB)) == set() and reason(plan(gpu=running / GIB)) == "fits"
+
+
+def test_blocks_placed_by_hand_are_no_part_of_what_is_too_many():
+    asked = {"place": {"vision": "stream", "audio": "stream"}}
+    whole = plan(**asked)
+    made = plan(gpu=5.8, **asked)
+    over = needed(whole.gpu_peak_bytes, whole) - made.gpu_budget_bytes
+    assert over > 0 and reason(made).startswith(f"leaves, {gib(over)} too many for cuda:0")
+
+
+def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
+    whole = plan(HIGH_LOAD, **SHORT)
+    running, loading = needed(whole.gpu_peak_bytes, whole), needed(whole.gpu_load_peak_bytes, whole)
+    budget = loading - 16 * MIB
+    assert running < budget
+    made = plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
+    assert reason(made) == ("leaves, loading would peak 16.0 MiB too high for cuda:0: only looked up, 16.0 KiB a token")
+    assert reason(plan(HIGH_LOAD, gpu=loading / GIB, **SHORT)) == "fits"
+
+
+def test_what_is_as_fast_elsewhere_leaves_although_everything_fits():
+    quick_host = Rates(device_Bps=1e9, host_Bps=1e10, transfer_s=1e-7)
+    made = plan(HIGH_LOAD, machine=CPU, rates=quick_host, **SHORT)
+    assert reasons(made) == {"fits, but is as fast there: only looked up, 16.0 KiB a token"}
+    assert reason(made, "model.language_model.layers.0") == "fits"
+    slow_host = Rates(device_Bps=1e9, host_Bps=1e9, transfer_s=1e-3)
+    assert reasons(plan(HIGH_LOAD, machine=CPU, rates=slow_host, **SHORT)) == set()
+
+
+def test_a_memory_that_device_and_host_share_is_named_where_neither_budget_is_short():
+    whole = plan(machine=CPU)
+    needed_bytes = whole.gpu_needed_bytes + whole.host_peak_bytes
+    machine = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes - GIB)
+    made = plan(machine=machine)
+    over = gib(GIB)
+    assert whole.gpu_needed_bytes < made.gpu_budget_bytes
+    assert reason(made).startswith(f"leaves, {over} too many for the machine's memory: only looked up")
+    # In host memory, the table would be in the same memory.
+    assert reason(made).endswith(f"from the checkpoint file; {over} too many for the machine's memory")
+    enough = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes)
+    assert reasons(plan(machine=enough)) == set()
+
+
+def test_the_host_budget_is_named_only_for_what_it_keeps_off_the_host():
+    made = plan(e_series("E4B"), gpu=3.5, host=1.5)
+    by_tier = {}
+    for row in made.placements:
+        by_tier.setdefault((row.tier, row.home), set()).add(row.reason.endswith("; the host budget is 1.50 GiB"))
+    assert by_tier == {
+        ("resident", "device"): {False}, ("stream", "host"): {False}, ("disk", "disk"): {True}, ("gather", "file"): {True}
+    }  # fmt: skip
+    roomy = plan(e_series("E4B"), gpu=3.5, host=16)
+    assert not any("host budget" in row.reason for row in roomy.placements)
+
+
+def test_what_stays_says_when_it_is_read_only_where_something_had_to_leave():
+    made = plan(gpu=2.5)
+    assert reason(made, "model.language_model.layers.0") == "stays: read at every token"
+    assert "read once a picture" in reason(made, "model.vision_tower")
+    assert reason(plan(), "model.vision_tower") == "fits"
+
+
+def test_a_place_given_by_hand_is_the_reason():
+    made = plan(gpu=2.5, place={"audio": "host"})
+    assert reason(made, "model.audio_tower") == "asked for: place audio=host"
+    assert reason(made, "model.vision_tower").startswith("leaves, ")
