@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import tempfile
 
 import pytest
 
@@ -46,6 +49,24 @@ def test_every_prompt_is_answered_exactly(quant):
 @pytest.mark.parametrize("quant", QUANTS)
 def test_every_tier_answers_exactly(quant, place):
     assert wrong_answers(first_of_each_kind(), quant=quant, place=place) == []
+
+
+def test_the_demos_files_can_be_named():
+    code = (
+        "import sys, trimtab.demo as demo\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert (demo.BASE / 'config.json').is_file()\n"
+        "assert all((path / 'adapter_config.json').is_file() for path in demo.ADAPTERS.values()), demo.ADAPTERS\n"
+        "assert len([*demo.IMAGES, *demo.SOUNDS]) == 12 and all(path.is_file() for path in (*demo.IMAGES, *demo.SOUNDS))\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_each_run_draws_into_a_file_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    drawn = {line.new_picture() for _ in range(2)}
+    assert len(drawn) == 2 and drawn == set(tmp_path.iterdir())
+    assert all(path.suffix == ".svg" for path in drawn)
 
 
 def test_the_adapters_really_change_the_answer():

@@ -128,7 +128,40 @@ def test_the_map_of_rooms_is_the_tree():
     known = rooms.known_words(rooms.BLOCK.search(text).group(1))
     shown = {f"{folder}/{name}" if folder else name for folder, names in rooms.shown_files().items() for name in names}
     assert shown <= set(known)
-    assert [name for name, words in known.items() if not words] == []
+    assert rooms.problems(rooms.BLOCK.search(text).group(1)) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["", "x", "slow", "pOST /api/verify", "what can go wrong, as one tree:", "how a module of this package runs ..."],
+)
+def test_a_line_of_the_map_that_says_nothing_is_refused_and_made_anew(words):
+    text = rooms.GUIDE.read_text("utf-8")
+    line = next(line for line in text.splitlines() if line.strip().startswith("case_script.py "))
+    spoiled = text.replace(line, f"    {'case_script.py':<24}{words}".rstrip())
+    assert [why.partition(":")[0] for why in rooms.problems(rooms.BLOCK.search(spoiled).group(1))] == [
+        "doctor/case_script.py"
+    ]
+    assert rooms.filled(spoiled) == text
+
+
+def test_two_lines_of_the_map_with_the_same_words_are_refused():
+    block = "trimtab/\n  api.py                    plan and load\n  cli.py                    plan and load\n"
+    assert [why.partition(":")[0] for why in rooms.problems(block)] == ["api.py", "cli.py"]
+
+
+@pytest.mark.parametrize(
+    ("docstring", "words"),
+    [
+        ("POST /api/verify: whether it holds.", "POST /api/verify"),
+        ("How a plan reads: as a table.", "how a plan reads"),
+        (f"How a module runs, {'also elsewhere ' * 9}.", "how a module runs"),
+        ("CUDA graphs.", "CUDA graphs"),
+    ],
+)
+def test_words_of_the_map_are_the_docstrings_own(tmp_path, docstring, words):
+    (tmp_path / "a.py").write_text(f'"""{docstring}"""\n')
+    assert rooms.first_words(tmp_path / "a.py") == words
 
 
 # Docs -----------------------------------------------------------------------------------------------------------------

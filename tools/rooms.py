@@ -3,7 +3,7 @@
     python tools/rooms.py            rewrites the picture
     python tools/rooms.py --check    exit code 1 if it would change
 
-A line's words are kept as they are, so that they can be made better by hand.
+A line's words are kept as they are, so that they can be made better by hand; words that say nothing are made anew.
 """
 
 from __future__ import annotations
@@ -49,9 +49,31 @@ def shown_files() -> dict[str, list[str]]:
 def first_words(file: Path) -> str:
     """Return the beginning of a file's docstring, short enough for one line."""
     text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0].replace("\n", " ")
-    text = re.split(r"(?<=[a-z)])[.:;] ", text)[0].rstrip(".")
-    words = text[:1].lower() + text[1:]
-    return words if len(words) <= LONGEST else words[:LONGEST].rsplit(" ", 1)[0].rstrip(",") + " ..."
+    text = re.split(r"(?<=[a-z)`])[.:;](?: |$)", text)[0].rstrip(".")
+    # "POST /api" stays as it is, "What" and "A" become small.
+    words = text if re.match(r"[A-Z][A-Z0-9]", text) else text[:1].lower() + text[1:]
+    if len(words) <= LONGEST:
+        return words
+    return words[:LONGEST].rpartition(", ")[0] or words
+
+
+def problem(words: str) -> str:
+    """Return what is wrong with the words of one line, "" if they can stand: a few whole words in their own spelling."""
+    if len(words.split()) < 2 or len(words) < 8:
+        return "says nothing"
+    if re.match(r"[a-z][A-Z]", words):
+        return "its first word is misspelled"
+    if len(words) > LONGEST + 30:
+        return "is too long"
+    return "is not the end of a sentence" if words.endswith((":", ",", " ...")) else ""
+
+
+def problems(block: str) -> list[str]:
+    """Return what is wrong with a picture, line by line; two lines with the same words say too little as well."""
+    known = known_words(block)
+    shown = list(known.values())
+    found = [f"{path}: {words!r} {why}" for path, words in known.items() if (why := problem(words))]
+    return found + [f"{path}: {words!r} stands twice" for path, words in known.items() if shown.count(words) > 1]
 
 
 def known_words(block: str) -> dict[str, str]:
@@ -75,7 +97,9 @@ def picture(block: str) -> str:
             lines.append(f"  {folder + '/':<{WIDTH - 2}}{TITLES.get(folder, '')}".rstrip())
         for name in names:
             path = f"{folder}/{name}" if folder else name
-            words = known.get(path) or first_words(ROOT / "trimtab" / path)
+            words = known.get(path, "")
+            if problem(words):
+                words = first_words(ROOT / "trimtab" / path)
             lead = "    " if folder else "  "
             lines.append(f"{lead}{name:<{WIDTH - len(lead)}}{words}".rstrip())
         for closed in CLOSED:
@@ -94,10 +118,14 @@ def filled(text: str) -> str:
 def main() -> int:
     text = GUIDE.read_text(encoding="utf-8")
     new = filled(text)
+    block = BLOCK.search(new)
+    wrong = problems(block.group(1)) if block is not None else []
+    for line in wrong:
+        print(f"CONTRIBUTING.md: {line}: make the first sentence of the file's docstring better", file=sys.stderr)
     if "--check" in sys.argv[1:]:
-        return int(new != text)
+        return int(new != text or bool(wrong))
     GUIDE.write_text(new, encoding="utf-8")
-    return 0
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

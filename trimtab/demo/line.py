@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import trimtab
-from trimtab import show
+from trimtab import demo, show
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.plan.picture import draw
 
 Say = Callable[[str], None]
-FOLDER = Path(__file__).parent
-ADAPTERS = ("rslora-dora", "specialist", "style")
+ADAPTERS = tuple(demo.ADAPTERS)
+FOLDER = demo.FOLDER
 GET_IT_BACK = "Install trimtab again, in a source tree run `git checkout -- trimtab/demo`, or make it anew with tools/train_demo.py"
 CONTEXT_TOKENS = 512
 NEW_TOKENS = 48
@@ -75,7 +76,8 @@ def _run(say: Say) -> dict[str, Any]:
         "images": 1, "audio_s": 1.0,
     }  # fmt: skip
     asks = read_asks(list(options["adapters"]))
-    say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.\n")
+    say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.")
+    say(f"files: {FOLDER}\n")
     whole = trimtab.plan(FOLDER / "base", place={"*": "resident"}, **options)
     split = _split_plan(whole, options)
     peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
@@ -83,7 +85,7 @@ def _run(say: Say) -> dict[str, Any]:
         f"1. plan: with every weight resident {whole.execution_device} holds {peaks[0]} at its peak, split {peaks[1]}\n"
     )
     say(str(split))
-    picture = Path(tempfile.gettempdir()) / "trimtab-demo-plan.svg"
+    picture = new_picture()
     draw(split, picture)
     say(f"\npicture of the plan: {picture}\n")
     say("2. load, and ask the base and each adapter")
@@ -102,10 +104,18 @@ def _run(say: Say) -> dict[str, Any]:
     say("   same")
     tiers = list(split.tiers().values())
     return {
-        "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes, "split_peak_bytes": split.gpu_peak_bytes,
+        "folder": str(FOLDER), "picture": str(picture), "resident_peak_bytes": whole.gpu_peak_bytes,
+        "split_peak_bytes": split.gpu_peak_bytes,
         "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
         "answers": answers, "positions": positions, "max_abs": largest, "same": True,
     }  # fmt: skip
+
+
+def new_picture() -> Path:
+    """Return an empty file of this run alone, for the picture of its plan: other users and other runs have theirs."""
+    handle, path = tempfile.mkstemp(prefix="trimtab-demo-plan-", suffix=".svg")
+    os.close(handle)
+    return Path(path)
 
 
 def read_asks(adapters: Sequence[str]) -> list[Ask]:
