@@ -21,7 +21,7 @@ import pytest
 from tests.serving import MockPool, client, failed, forever, token, words
 from trimtab import errors
 from trimtab.errors import DeviceError, RequestError, TrimtabError
-from trimtab.serve import answers, faults, scheduler, supervisor
+from trimtab.serve import answers, body, faults, scheduler, supervisor
 from trimtab.serve.app import make_app
 from trimtab.serve.faults import ERRORS, UnknownModelError
 from trimtab.serve.job import Event
@@ -266,7 +266,7 @@ def test_every_error_has_its_status_and_openais_shape(name):
 def test_every_error_class_of_ours_is_in_the_table():
     known = {
         kind.__name__
-        for module in (errors, scheduler, supervisor, faults)
+        for module in (errors, scheduler, supervisor, faults, body)
         for kind in vars(module).values()
         if isinstance(kind, type) and issubclass(kind, TrimtabError)
     }
@@ -492,7 +492,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch):
 
 @pytest.mark.parametrize("keys", [(), ("key",)])
 def test_a_body_above_the_limit_is_refused_with_and_without_a_length(keys):
-    found = client(MockPool(), api_keys=keys, limits=Limits(body_bytes=1000))
+    found = client(MockPool(), api_keys=keys, limits=Limits(body_bytes=1000, media_body_bytes=1000))
     headers = {"authorization": "Bearer key", "content-type": "application/json"}
     body = json.dumps({**CHAT, "user": "x" * 2000}).encode()
     assert error_of(found.post("/v1/chat/completions", content=body, headers=headers), 413)["code"] == "body_too_large"

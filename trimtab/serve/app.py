@@ -24,6 +24,7 @@ from starlette.routing import BaseRoute, Route
 from trimtab.errors import TrimtabError
 from trimtab.serve import asking, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
+from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door
 from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
 from trimtab.serve.fetch import Fetcher
@@ -33,6 +34,7 @@ from trimtab.serve.openapi import description
 from trimtab.serve.settings import Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ON_THE_WAY = ("loading", "restarting")
 
 
@@ -110,7 +112,7 @@ def make_app(
         finally:
             await pool.drain(settings.grace_s)
 
-    middleware = [Middleware(Door, settings=settings)]
+    middleware = [Middleware(Door, settings=settings, body_limits=api.body_limits)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
@@ -132,7 +134,20 @@ def make_app(
 class _Api:
     def __init__(self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str]) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
-        self.fetcher = Fetcher(settings)
+        self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits)
+        models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
+        self._takes_media = any(len(pool.takes(model)) > 1 for model in models)
+        self._context_tokens = max((pool.context_tokens(model) for model in models), default=0)
+
+    def body_limits(self, path: str) -> BodyLimits:
+        """Return what the body of a path may hold, whatever model it names."""
+        limits = self.settings.limits
+        most_bytes, most_values = limits.body_bytes, limits.json_values
+        if path == CHAT and self._takes_media:
+            most_bytes = max(most_bytes, limits.media_body_bytes)
+        if path == COMPLETIONS:  # every prompt may be token ids
+            most_values += limits.n * self._context_tokens
+        return BodyLimits(most_bytes, limits.body_bytes, most_values, limits.json_depth)
 
     def routes(self) -> list[BaseRoute]:
         def post(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
@@ -142,8 +157,8 @@ class _Api:
             Route("/health", self.health), Route("/ready", self.ready), Route("/metrics", self.prometheus),
             Route("/openapi.json", self.openapi),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
-            Route("/api/status", self.status), post("/v1/chat/completions", self.chat),
-            post("/v1/completions", self.completions), post("/v1/load_lora_adapter", self.load_adapter),
+            Route("/api/status", self.status), post(CHAT, self.chat),
+            post(COMPLETIONS, self.completions), post("/v1/load_lora_adapter", self.load_adapter),
             post("/v1/unload_lora_adapter", self.unload_adapter),
         ]  # fmt: skip
 
@@ -184,13 +199,13 @@ class _Api:
         return JSONResponse({**found, "id": name})
 
     async def load_adapter(self, request: Request) -> Response:
-        asked = wire.read(wire.LoadAdapterRequest, await request.body())
+        asked, _ = await self.reader.read(wire.LoadAdapterRequest, request)
         path = self.settings.adapter_path(asked.lora_path)
         await self.pool.load_adapter(asked.model, asked.lora_name, str(path))
         return JSONResponse({"status": "loaded", "lora_name": asked.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
-        asked = wire.read(wire.UnloadAdapterRequest, await request.body())
+        asked, _ = await self.reader.read(wire.UnloadAdapterRequest, request)
         await self.pool.unload_adapter(asked.model, asked.lora_name)
         self.metrics.forget(asked.lora_name, asked.model)
         return JSONResponse({"status": "unloaded", "lora_name": asked.lora_name})
@@ -198,17 +213,21 @@ class _Api:
     # Answers ----------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        asked = wire.read(wire.ChatRequest, await request.body())
+        asked, size = await self.reader.read(wire.ChatRequest, request)
         asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
         limits = self.settings.limits
         asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
+        if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
+            raise BodyTooLargeError(limits.body_bytes, hint="This model takes text alone")
         fetched = await self.fetcher.get_all(asking.urls_of(asked))
-        messages = asking.messages_of(asked, limits=limits, fetched=fetched)
+        messages = await self.reader.run(size, lambda: asking.messages_of(asked, limits=limits, fetched=fetched))
+        # What stays for as long as the answer takes is each image once, decoded.
+        asked = asked.model_copy(update={"messages": []})
         return await self._answer(request, asked, model, adapter, [messages], ChatShape(asked))
 
     async def completions(self, request: Request) -> Response:
-        asked = wire.read(wire.CompletionRequest, await request.body())
+        asked, _ = await self.reader.read(wire.CompletionRequest, request)
         asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
         return await self._answer(request, asked, model, adapter, asking.prompts_of(asked), CompletionShape(asked))

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
-from contextlib import suppress
-from typing import Any
+from collections.abc import Callable, Mapping
 
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
 from trimtab.serve.settings import Settings, is_loopback
 
@@ -24,10 +22,11 @@ OPEN_PATHS = ("/health", "/ready")
 
 
 class Door:
-    """Asks for a key and counts a body's bytes before anything reads it."""
+    """Asks for a key and counts what a body holds before anything reads it. body_limits: what the body of a path may hold."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
-        self._app, self._limit = app, settings.limits.body_bytes
+    def __init__(self, app: ASGIApp, settings: Settings, body_limits: Callable[[str], BodyLimits]) -> None:
+        self._app, self._body_limits = app, body_limits
+        self._budget = Budget(settings.limits.all_body_bytes)
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._is_local = not settings.api_keys and is_loopback(settings.host)
 
@@ -40,7 +39,11 @@ class Door:
         if refused is not None:
             await refused(scope, receive, send)
             return
-        await self._app(scope, _Counted(receive, self._limit, headers), send)
+        incoming = Incoming(receive, self._body_limits(scope["path"]), self._budget, headers)
+        try:
+            await self._app(scope, incoming, send)
+        finally:
+            incoming.close()
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
         if self._is_local and not _names_this_machine(headers.get(b"host", b"")):
@@ -78,20 +81,3 @@ def _names_this_machine(host: bytes) -> bool:
     text = host.decode("latin-1").strip().lower()
     name = text.partition("]")[0] + "]" if text.startswith("[") else text.partition(":")[0]
     return not text or name.endswith(".localhost") or is_loopback(name)
-
-
-class _Counted:
-    """A `receive` that refuses a body above the limit, whatever its headers claim."""
-
-    def __init__(self, receive: Receive, limit: int, headers: Mapping[bytes, bytes]) -> None:
-        self._receive, self._limit, self._seen = receive, limit, 0
-        with suppress(ValueError):
-            self._seen = limit + 1 if int(headers.get(b"content-length", b"0")) > limit else 0
-
-    async def __call__(self) -> Any:
-        if self._seen <= self._limit:
-            message = await self._receive()
-            self._seen += len(message.get("body", b""))
-            if self._seen <= self._limit:
-                return message
-        raise HTTPException(413, f"The body is larger than {self._limit} bytes")

@@ -19,10 +19,12 @@ from trimtab.serve.supervisor import WorkerError
 # Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
 ERRORS: Mapping[str, tuple[int, str, str]] = {
     "RequestError": (400, "invalid_request_error", "invalid_value"),
+    "BodyTooLargeError": (413, "invalid_request_error", "body_too_large"),
     "UnknownModelError": (404, "invalid_request_error", "model_not_found"),
     "CheckpointError": (422, "invalid_request_error", "bad_file"),
     "AdapterError": (422, "invalid_request_error", "bad_adapter"),
     "QueueFullError": (429, "rate_limit_error", "queue_full"),
+    "BodiesFullError": (503, "server_error", "bodies_full"),
     "DeviceError": (503, "server_error", "device"),
     "WorkerDiedError": (503, "server_error", "worker_died"),
     "ModelFailedError": (503, "server_error", "model_failed"),
@@ -42,7 +44,7 @@ HTTP_CODES = {
 # What a client may see of an error's fields: never a path of this machine.
 SHOWN_FIELDS = (
     "field", "value", "allowed", "hint", "problems", "needed_bytes", "budget_bytes", "device", "exit_code",
-    "retry_after_s", "deadline_s",
+    "limit_bytes", "retry_after_s", "deadline_s",
 )  # fmt: skip
 MOST_NAMES = 20
 # What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.

@@ -20,13 +20,20 @@ _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 class Limits:
     """The largest of everything that a client may send.
 
-    image_pixels: of one picture. audio_s: seconds of one sound; audio_bytes: the same sound decoded. media_count: pictures
-    and sounds of one request. prompt_tokens: what the chat template and media add is counted (None: the context alone is
-    the limit). n: choices of one request, prompts times `n`. fetch_s: for one address from first to last byte. send_s: how
-    long a client may take nothing of its stream before it counts as gone.
+    body_bytes: of a request; media_body_bytes: of one with images or audio, for models that take them. all_body_bytes: of
+    all requests that are being received or answered. json_values, json_depth: how many values a body may hold (token ids
+    of prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture. audio_s:
+    seconds of one sound; audio_bytes: the same sound decoded. media_count: pictures and sounds of one request.
+    prompt_tokens: what the chat template and media add is counted (None: the context alone is the limit). n: choices of
+    one request, prompts times `n`. fetch_s: for one address from first to last byte. send_s: how long a client may take
+    nothing of its stream before it counts as gone.
     """
 
-    body_bytes: int = 64 * 2**20
+    body_bytes: int = 2 * 2**20
+    media_body_bytes: int = 64 * 2**20
+    all_body_bytes: int = 256 * 2**20
+    json_values: int = 65_536
+    json_depth: int = 64
     image_pixels: int = 32 * 10**6
     audio_s: float = 300.0
     audio_bytes: int = 256 * 2**20

@@ -16,7 +16,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, ValidationError
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,16 +24,15 @@ from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.process import DONE, OOM_HOST, TIMEOUT, Outcome, run_inside
+from trimtab.serve import wire
 from trimtab.serve.faults import error_json, raised_error, without_paths
 
 INSIDE = "trimtab.serve.verifying_inside"
 TIMEOUT_S = 3600.0
 
 
-class VerifyRequest(BaseModel):
+class VerifyRequest(wire.Strict):
     """POST /api/verify."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str | None = None
     adapter: str | None = None
@@ -61,7 +59,7 @@ class _Verifying:
         # Only what a page of another site cannot send without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "The body must be application/json")
-        work = self._work(_read(await request.body()))
+        work = self._work(wire.read(VerifyRequest, await request.body()))
         if self._is_busy:
             raise HTTPException(409, "A comparison is running; one at a time", headers={"retry-after": "10"})
         self._is_busy = True
@@ -133,14 +131,6 @@ class _ToldError(Exception):
     def __init__(self, kind: str, text: str, fields: Mapping[str, Any]) -> None:
         self.kind, self.text, self.fields = kind, text, fields
         super().__init__(text)
-
-
-def _read(body: bytes) -> VerifyRequest:
-    try:
-        return VerifyRequest.model_validate_json(body)
-    except ValidationError as exc:
-        first = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise RequestError(first["msg"], field=".".join(map(str, first["loc"])) or "body") from None
 
 
 def _compare(work: Mapping[str, Any], heard: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError, model_validator
 
 from trimtab.errors import RequestError
 
@@ -20,10 +20,22 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Label = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class _FailFast(FailFast):
+    """pydantic's, which stops a list at its first wrong item, with the hash that a union's parts need."""
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+_FIRST_ERROR = _FailFast()
 EmptyList = Annotated[list[Any], Field(max_length=0)]
+# How many fields of one object that are unknown get an error each.
+MOST_UNKNOWN = 8
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
     # strict: "5" is no number and 1 no truth value. Tags of unions are written <so>: they are no part of a field's path.
     model_config = ConfigDict(
         extra="forbid",
@@ -34,32 +46,42 @@ class _Strict(BaseModel):
         hide_input_in_errors=True,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown_fields(cls, value: Any) -> Any:
+        """Return an object with a few of its unknown fields: each costs an error, and the first ones are all that is named."""
+        if not isinstance(value, dict) or len(value) <= MOST_UNKNOWN:
+            return value
+        known = _names_of(cls)
+        unknown = [name for name in value if name not in known]
+        return {name: value[name] for name in (*(known & value.keys()), *unknown[:MOST_UNKNOWN])}
+
 
 # Parts of a message ---------------------------------------------------------------------------------------------------
 
 
-class TextPart(_Strict):
+class TextPart(Strict):
     type: Literal["text"]
     text: Text
 
 
-class ImageUrl(_Strict):
+class ImageUrl(Strict):
     url: str
     # The model's processor alone decides how large a picture is looked at.
     detail: Literal["auto"] | None = None
 
 
-class ImagePart(_Strict):
+class ImagePart(Strict):
     type: Literal["image_url"]
     image_url: ImageUrl
 
 
-class InputAudio(_Strict):
+class InputAudio(Strict):
     data: str
     format: Label
 
 
-class AudioPart(_Strict):
+class AudioPart(Strict):
     type: Literal["input_audio"]
     input_audio: InputAudio
 
@@ -92,25 +114,25 @@ Part = Annotated[
     ),
 ]
 Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], _FIRST_ERROR, Tag("<list>")],
     Discriminator(_text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
 ]
 Stop = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[Annotated[list[Text], Field(max_length=16)], Tag("<list>")],
+    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Field(max_length=16), _FIRST_ERROR, Tag("<list>")],
     Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], Tag("<texts>")]
-    | Annotated[list[TokenId], Tag("<ids>")]
-    | Annotated[list[list[TokenId]], Tag("<id lists>")],
+    | Annotated[list[Text], _FIRST_ERROR, Tag("<texts>")]
+    | Annotated[list[TokenId], _FIRST_ERROR, Tag("<ids>")]
+    | Annotated[list[Annotated[list[TokenId], _FIRST_ERROR]], _FIRST_ERROR, Tag("<id lists>")],
     Discriminator(
         _prompt_kind, custom_error_type="prompt", custom_error_message="must be a text, token ids, or a list of either"
     ),
 ]
 
 
-class Message(_Strict):
+class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
     # What clients send back with an answer of ours, always empty.
@@ -125,24 +147,24 @@ class Message(_Strict):
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-class StreamOptions(_Strict):
+class StreamOptions(Strict):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class JsonSchema(_Strict):
+class JsonSchema(Strict):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: Label | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
     strict: bool | None = None  # an answer is always held to its schema
 
 
-class ResponseFormat(_Strict):
+class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
-class _Sampling(_Strict):
+class _Sampling(Strict):
     model: Name
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -169,7 +191,7 @@ class _Sampling(_Strict):
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), _FIRST_ERROR]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -195,7 +217,7 @@ class CompletionRequest(_Sampling):
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
 
-class LoadAdapterRequest(_Strict):
+class LoadAdapterRequest(Strict):
     """POST /v1/load_lora_adapter, vLLM's shape."""
 
     lora_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -205,7 +227,7 @@ class LoadAdapterRequest(_Strict):
     load_inplace: Literal[False] | None = None
 
 
-class UnloadAdapterRequest(_Strict):
+class UnloadAdapterRequest(Strict):
     """POST /v1/unload_lora_adapter, vLLM's shape."""
 
     lora_name: Name
@@ -229,6 +251,10 @@ def read(kind: type[Asked], body: bytes) -> Asked:
     first, *rest = [(_path(error["loc"]) or "body", _words(error)) for error in found]
     also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
     raise RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
+
+
+def _names_of(kind: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in kind.model_fields.items()}
 
 
 def _words(error: Mapping[str, Any]) -> str:

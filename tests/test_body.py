@@ -1,0 +1,214 @@
+"""A request's body is counted as it arrives: bytes, depth, values; what is refused is refused before it is parsed."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from tests.serving import MockPool, client, forever
+from tests.test_app import CHAT, PNG, chat, error_of
+from trimtab.errors import RequestError
+from trimtab.serve import wire
+from trimtab.serve.app import make_app
+from trimtab.serve.body import FREE_BYTES, BodiesFullError, BodyLimits, BodyTooLargeError, Budget, JsonCounter
+from trimtab.serve.metrics import Metrics
+from trimtab.serve.settings import Limits, Settings
+
+ANY = BodyLimits(2**20, 2**20, 2**20, 2**20)
+
+
+def counted(pieces, **limits):
+    values = {"most_bytes": 2**20, "text_bytes": 2**20, "most_values": 2**20, "most_depth": 2**20, **limits}
+    counter = JsonCounter(BodyLimits(**values))
+    for piece in pieces:
+        counter.feed(piece)
+
+
+def refusal(pieces, **limits):
+    with pytest.raises(RequestError) as caught:
+        counted(pieces, **limits)
+    assert caught.value.field == "body"
+    return caught.value
+
+
+def depth_of(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
+
+
+def values_of(value):
+    """Return the commas and opening brackets of a JSON value that stand outside of its texts."""
+    if not isinstance(value, (dict, list)):
+        return 0
+    inner = list(value.values() if isinstance(value, dict) else value)
+    return 1 + max(0, len(inner) - 1) + sum(map(values_of, inner))
+
+
+texts = st.text(alphabet='ab"\\/[]{},:é\n😀', max_size=12)
+anything = st.recursive(
+    st.none() | st.integers() | texts,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=4),
+)
+
+
+@hypothesis_settings(deadline=None, derandomize=True, max_examples=300)
+@given(anything, st.booleans(), st.lists(st.integers(0, 200), max_size=6))
+def test_depth_and_values_are_those_of_the_json_however_it_is_cut(value, is_ascii, cuts):
+    body = json.dumps(value, ensure_ascii=is_ascii).encode()
+    places = sorted({0, len(body), *(cut for cut in cuts if cut < len(body))})
+    pieces = [body[start:end] for start, end in zip(places, places[1:], strict=False)]
+    depth, count = depth_of(value), values_of(value)
+    counted(pieces, most_depth=depth, most_values=max(count, body.count(b'"') // 4))
+    if depth:
+        assert "nested deeper" in str(refusal(pieces, most_depth=depth - 1))
+        assert "values" in str(refusal(pieces, most_values=count - 1))
+
+
+def test_a_text_full_of_brackets_and_commas_counts_as_one_value():
+    body = json.dumps({"content": '[{,:"\\' * 1000}).encode()
+    counted([body[place : place + 7] for place in range(0, len(body), 7)], most_values=1, most_depth=1)
+
+
+def test_a_long_text_beyond_ascii_is_refused_where_media_may_be_large():
+    limits = {"most_bytes": 10_000, "text_bytes": 1000}
+    counted([b'"', *[b"QUJD" * 25] * 40, b'"'], **limits)
+    # One such character makes Python's text four times as large.
+    for wide in ("é".encode(), b"\\u00e9"):
+        assert isinstance(refusal([b'"', *[b"QUJD" * 25] * 40, wide, b'"'], **limits), BodyTooLargeError)
+    counted([b'"\xc3\xa9","', *[b"QUJD" * 25] * 40, b'"'], **limits)  # in another text
+    assert isinstance(refusal([b'"' + b" " * 1001], **limits), BodyTooLargeError)
+
+
+def test_the_budget_is_one_for_all_bodies():
+    budget = Budget(100)
+    budget.take(60)
+    with pytest.raises(BodiesFullError) as caught:
+        budget.take(41)
+    assert caught.value.retry_after_s > 0
+    budget.give_back(60)
+    budget.take(100)
+
+
+# Over HTTP ------------------------------------------------------------------------------------------------------------
+
+
+def sized(count, **fields):
+    """Return a chat body with a text of so many characters."""
+    return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x" * count}], **fields}).encode()
+
+
+def post(found, body, path="/v1/chat/completions"):
+    return found.post(path, content=body, headers={"content-type": "application/json"})
+
+
+def test_two_mebibytes_are_allowed_and_images_may_take_more():
+    text = client(MockPool(takes=("text",), context=2**20))
+    assert post(text, sized(2**21 - 200)).status_code == 200
+    error = error_of(post(text, sized(2**21)), 413)
+    assert (error["class"], error["code"], error["fields"]["limit_bytes"]) == (
+        "BodyTooLargeError",
+        "body_too_large",
+        2**21,
+    )
+    found = client(MockPool())
+    image = "data:image/png;base64," + base64.b64encode(PNG + b"\0" * 3 * 2**20).decode()  # more than the image needs
+    assert chat(found, messages=[image_message(image)]).status_code == 200
+    # Other routes of the same server carry no media.
+    for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        assert error_of(post(found, sized(2**21), path), 413)["fields"]["limit_bytes"] == 2**21
+
+
+def image_message(url):
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+def test_a_large_body_to_a_model_of_text_alone_is_refused_beside_one_of_images():
+    pool = MockPool(adapters=())
+    pool.takes = lambda model: ("text",) if pool.is_asked else ("text", "image")
+    pool.is_asked = False
+    found = client(pool, limits=Limits(body_bytes=1000))
+    pool.is_asked = True
+    error = error_of(post(found, sized(2000)), 413)
+    assert error["fields"]["limit_bytes"] == 1000 and "text alone" in error["message"]
+
+
+def test_too_many_values_and_too_much_depth_are_refused_by_name():
+    found = client(limits=Limits(json_values=100, json_depth=10))
+    many = error_of(chat(found, messages=[CHAT["messages"][0]] * 200), 400)
+    assert many["param"] == "body" and "more than 100 values" in many["message"]
+    deep = {"name": "a", "schema": json.loads('{"a":' * 20 + "1" + "}" * 20)}
+    error = error_of(chat(found, response_format={"type": "json_schema", "json_schema": deep}), 400)
+    assert error["param"] == "body" and "nested deeper than 10" in error["message"]
+    # Token ids within the context are values that a prompt may have.
+    ids = {"model": "demo", "prompt": [1] * 384}
+    assert post(found, json.dumps(ids).encode(), "/v1/completions").status_code == 200
+
+
+def test_validation_stops_at_the_first_errors():
+    wrong = [
+        ({"messages": [{}] * 1000}, "messages[0].role"), ({"messages": [{"role": "user", "content": [{}] * 1000}]}, None),
+        ({f"a{i}": 1 for i in range(1000)}, None), ({"stop": [1] * 10}, "stop[0]"),
+    ]  # fmt: skip
+    for fields, param in wrong:
+        try:
+            wire.ChatRequest.model_validate_json(json.dumps({**CHAT, **fields}))
+        except wire.ValidationError as exc:
+            assert exc.error_count() <= 8
+        else:
+            pytest.fail("is taken")
+        if param is not None:
+            assert error_of(chat(client(), **fields), 400)["param"] == param
+    assert error_of(chat(client(), **{f"a{i}": 1 for i in range(1000)}), 400)["param"] == "a0"
+
+
+def test_bodies_without_room_are_told_503_and_their_room_comes_back():
+    pool = MockPool(forever)
+    app = make_app(pool, Settings(page=False, limits=Limits(all_body_bytes=FREE_BYTES)), Metrics())
+    body = sized(100_000 - 200)
+    pool._context = 2**20
+
+    async def ask(hold):
+        sent, done = [], asyncio.Event()
+        first = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if first:
+                return first.pop()
+            await done.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [
+            (b"content-type", b"application/json"), (b"host", b"localhost")], "query_string": b"", "root_path": ""}  # fmt: skip
+        task = asyncio.create_task(app(scope, receive, send))
+        await hold(sent)
+        done.set()
+        await task
+        return sent
+
+    async def both():
+        async def second(_):
+            while not pool.jobs:
+                await asyncio.sleep(0.01)
+            refused = await ask(lambda sent: _until(lambda: sent))
+            assert refused[0]["status"] == 503 and dict(refused[0]["headers"])[b"retry-after"] == b"2"
+            assert json.loads(refused[1]["body"])["error"]["class"] == "BodiesFullError"
+
+        await ask(second)
+        assert len(pool.jobs) == 1
+        await ask(lambda _: _until(lambda: len(pool.jobs) == 2))
+
+    asyncio.run(both())
+
+
+async def _until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
