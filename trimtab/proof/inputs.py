@@ -39,6 +39,12 @@ class _Asked:
 
         return hf_processor.load_processor(self.processor_folder)
 
+    @cached_property
+    def control_tokens(self) -> Any:
+        from trimtab.runtime import chat
+
+        return chat.control_tokens(self.processor)
+
 
 def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
     """Write the inputs of every prompt into `out` and return one row a prompt: id, file, prompt_tokens, has_media.

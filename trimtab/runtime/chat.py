@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.media import MAX_AUDIO_S, SAMPLE_RATE, read_audio, read_image
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
@@ -33,7 +34,9 @@ def prepare(
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
     A text with pictures and sounds becomes one user message: pictures, text, sounds, the order that Gemma 4's processor
-    documents. Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
+    documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
+    characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
+    Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
     known form; CheckpointError if the folder has no processor.
     """
     if _is_token_ids(prompt):
@@ -114,11 +117,30 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
                 f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES
             )
         if kind == "text":
-            made.append({"type": "text", "text": str(part["text"])})
+            made.append({"type": "text", "text": _text(part["text"])})
             continue
         (pictures if kind == "image" else sounds).append(part[kind])
         made.append({"type": kind})
     return {"role": item["role"], "content": made}
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:
+        raise RequestError("holds half of a surrogate pair, which is no character", field="prompt") from exc
+    return text
+
+
+def control_tokens(processor: Any) -> ControlTokens:
+    """Return which tokens of a checkpoint no text may become."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    return ControlTokens(tokenizer, processor, str(_template(processor, tokenizer)))
+
+
+def _template(processor: Any, tokenizer: Any) -> Any:
+    return getattr(processor, "chat_template", None) or getattr(tokenizer, "chat_template", None)
 
 
 def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> None:
@@ -148,35 +170,43 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"role": m["role"], "content": "".join(part["text"] for part in m["content"])} for m in messages]
 
 
-def _apply_template(owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None) -> str:
+def _rendered(
+    model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None
+) -> PromptText:
     import jinja2
 
+    def render(changed: Sequence[Mapping[str, Any]]) -> str:
+        options = dict(template_kwargs or {})
+        return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
+
     try:
-        text = owner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=True, **dict(template_kwargs or {})
-        )
+        prompt: PromptText = model.control_tokens.render(render, messages)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
         raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
-    return str(text)
+    return prompt
 
 
 def _text_only(
     model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
     template_kwargs: Mapping[str, Any] | None,
 ) -> Inputs:  # fmt: skip
-    if getattr(tokenizer, "chat_template", None):
-        text = _apply_template(tokenizer, _joined(messages), template_kwargs)
-    else:
+    if not getattr(tokenizer, "chat_template", None):
         text = _plain(prompt, system, template_kwargs)
-    encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
-    return _inputs(model, encoded, has_media=False)
+        encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
+        return _inputs(model, encoded, has_media=False)
+
+    def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
+        return tokenizer(text, return_tensors="pt", add_special_tokens=False)
+
+    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs)
+    return _inputs(model, model.control_tokens.encode(encode, rendered, adds_special=False), has_media=False)
 
 
 def _plain(prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None) -> str:
     if system is not None or template_kwargs or not isinstance(prompt, str):
         field = "system" if system is not None else "prompt"
         raise RequestError("this checkpoint has no chat template; give plain text alone", field=field)
-    return prompt
+    return _text(prompt)
 
 
 def _adds_special(tokenizer: Any, text: str) -> bool:
@@ -191,27 +221,28 @@ def _through_processor(
     tokenizer = getattr(processor, "tokenizer", processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if getattr(owner, "chat_template", None):
-        text = _apply_template(owner, messages, template_kwargs)
+        rendered = _rendered(model, owner, messages, template_kwargs)
     elif pictures or sounds:
         raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
     else:
-        text = _plain(prompt, system, template_kwargs)
-    wanted: dict[str, Any] = {
-        "text": [text],
-        "return_tensors": "pt",
-        "add_special_tokens": _adds_special(tokenizer, text),
-    }
+        rendered = PromptText(_plain(prompt, system, template_kwargs))
+    adds_special = _adds_special(tokenizer, rendered.text)
+    options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": adds_special}
     if pictures:
-        wanted["images"] = [read_image(picture) for picture in pictures]
+        options["images"] = [read_image(picture) for picture in pictures]
     if sounds:
         feature = getattr(processor, "feature_extractor", None)
         if feature is None:
             raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
-        wanted["audio"] = [read_audio(sound, max_s=MAX_AUDIO_S) for sound in sounds]
-        seconds = sum(len(samples) for samples in wanted["audio"]) / SAMPLE_RATE
+        options["audio"] = [read_audio(sound, max_s=MAX_AUDIO_S) for sound in sounds]
+        seconds = sum(len(samples) for samples in options["audio"]) / SAMPLE_RATE
         _check_planned(model, "audio", seconds, "audio_s", "seconds of sound")
+
+    def encode(text: str) -> Any:
+        return processor(text=[text], **options)
+
     try:
-        encoded = processor(**wanted)
+        encoded = model.control_tokens.encode(encode, rendered, adds_special=adds_special)
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
     return _inputs(model, encoded, has_media=bool(pictures or sounds))

@@ -196,6 +196,13 @@ class LoadedModel:
         """The checkpoint's processor, its tokenizer if the model only reads. Errors: CheckpointError."""
         return hf_processor.load_processor(self.processor_folder)
 
+    @cached_property
+    def control_tokens(self) -> Any:
+        """Which tokens no text of a chat may become (`control_tokens.ControlTokens`)."""
+        from trimtab.runtime import chat
+
+        return chat.control_tokens(self.processor)
+
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the loaded adapters."""

@@ -100,6 +100,10 @@ class _Asked:
     def processor(self) -> Any:
         return hf_processor.load_processor(self.processor_folder)
 
+    @cached_property
+    def control_tokens(self) -> Any:
+        return chat.control_tokens(self.processor)
+
     @property
     def text_config(self) -> Any:
         return self.hf_model.config.get_text_config()

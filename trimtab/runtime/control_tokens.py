@@ -1,0 +1,264 @@
+"""Which tokens of a vocabulary are control tokens, and how text from users is kept from becoming one.
+
+A chat template writes users' text between its own control tokens, and a tokenizer reads `<|turn>` as a control token whoever
+wrote it. Here the rendered prompt is searched for control tokens that users wrote; each is cut after its first character, so
+that the tokenizer reads it as text. A prompt without any is tokenized exactly as transformers does it.
+
+How users' characters are known in a rendered prompt: the template is rendered once more with stand-ins for every character
+that control tokens consist of. Transformers 5.23 has `sanitize_control_tokens`; older supported releases have not, and it does
+not see a token whose halves are in two parts of a message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trimtab.errors import RequestError
+
+# A token in this form is a control token whether it is flagged as special or not.
+_CONTROL_FORM = re.compile(r"<\|.*>|<.*\|>|<unused\d+>", re.DOTALL)
+# Unicode's private planes: characters that no text needs.
+_PRIVATE = range(0xF0000, 0x10FFF0)
+# What an encoding holds for each token.
+_PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class PromptText:
+    """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part."""
+
+    text: str
+    user_spans: tuple[tuple[int, int], ...] = ()
+
+
+class ControlTokens:
+    """The control tokens of a tokenizer: special ones, those that the chat template writes, those that the processor replaces
+    by media, and those in the form of one. Whitespace never is. tokenizer: transformers' own. processor: the tokenizer again
+    where there is none."""
+
+    def __init__(self, tokenizer: Any, processor: Any, chat_template: str) -> None:
+        self._tokenizer = tokenizer
+        unknown = getattr(tokenizer, "unk_token_id", None)
+        media = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
+        tokens = dict(tokenizer.added_tokens_decoder)
+        chosen = {
+            token_id: token for token_id, token in tokens.items()
+            if token.content.strip() and (
+                token.special or token.content in media or _CONTROL_FORM.fullmatch(token.content)
+                or (token.content in chat_template and not token.content.isalnum())
+            )
+        }  # fmt: skip
+        self.strings = frozenset(
+            {token.content for token in chosen.values()} | {text for text in media if text.strip()}
+        )
+        self.ids = frozenset(chosen) - {unknown}
+        self._lengths: dict[str, tuple[int, ...]] = {}
+        for first in {text[0] for text in self.strings}:
+            lengths = {len(text) for text in self.strings if text[0] == first}
+            self._lengths[first] = tuple(sorted(lengths, reverse=True))
+        self._starts = re.compile("[" + "".join(map(re.escape, sorted(self._lengths))) + "]") if self.strings else None
+        signs = {char for text in self.strings for char in _signs(text)}
+        self._signs = "".join(sorted(signs))
+        # A token that is searched for after normalization may come from characters that look like it.
+        self._is_normalized = any(token.normalized for token in chosen.values())
+        # What can stand in a cut: read as a token wherever it stands, and taken out of the ids again.
+        ends = {getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls")}
+        separators = [
+            (token_id in ends, token_id, token.content) for token_id, token in chosen.items()
+            if token.special and token_id != unknown and token.content not in media
+            and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        ]  # fmt: skip
+        self._separators = [(token_id, content) for _, token_id, content in sorted(separators)]
+
+    def matches(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of every control token in a text, the longest at each start; they may overlap."""
+        for match in () if self._starts is None else self._starts.finditer(text):
+            start = match.start()
+            for length in self._lengths[text[start]]:
+                if text[start : start + length] in self.strings:
+                    yield start, start + length
+                    break
+
+    def _written(self, text: str) -> list[str]:
+        """Return the control tokens of a text in their order, as a tokenizer reads them."""
+        read, end = [], 0
+        for start, stop in self.matches(text):
+            if start >= end:
+                read.append(text[start:stop])
+                end = stop
+        return read
+
+    # Rendering --------------------------------------------------------------------------------------------------------
+
+    def render(
+        self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+    ) -> PromptText:
+        """Return what the template makes of the messages, with the control tokens that their texts brought in.
+
+        render: the template. Errors: RequestError as it raises them, and for texts that hold every private character.
+        """
+        raw = render(messages)
+        texts = list(_texts(messages))
+        if not any(sign in text for text in texts for sign in self._signs):
+            return PromptText(raw)
+        alphabet = set(self._signs)
+        stand_ins = _unused(texts, len(alphabet) + 2)
+        hidden = dict(zip(map(ord, sorted(alphabet)), stand_ins, strict=False))
+        shown = {ord(stand_in): chr(code) for code, stand_in in hidden.items()}
+        harmless = render(_mapped(messages, lambda text: text.translate(hidden)))
+        plain = harmless.translate(shown)
+        of_user = set(stand_ins)
+        if plain != raw:
+            # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out.
+            is_user = self._read_by_template(render, messages, raw, stand_ins[-2:])
+            spans = [] if is_user is None else [span for span in self.matches(raw) if any(is_user[slice(*span)])]
+            if is_user is not None and self._written(_without(raw, spans)) == self._written(harmless):
+                return PromptText(raw, tuple(spans))
+        spans = [(start, end) for start, end in self.matches(plain) if of_user & set(harmless[start:end])]
+        return PromptText(plain, tuple(spans))
+
+    def _read_by_template(
+        self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]], raw: str,
+        marks: Sequence[str],
+    ) -> list[bool] | None:  # fmt: skip
+        """Return for each character of the prompt whether it is of a control token that a user wrote, with the tokens left
+        visible to the template; None if that cannot be told."""
+        first, last = marks
+
+        def mark(text: str) -> str:
+            out, end = [], 0
+            for start, stop in self.matches(text):
+                if start >= end:
+                    out += [text[end:start], first, text[start:stop], last]
+                    end = stop
+            return "".join([*out, text[end:]])
+
+        flags, inside = [], False
+        marked = render(_mapped(messages, mark))
+        for char in marked:
+            if char in marks:
+                inside = char == first
+            elif not char.isspace():
+                flags.append(inside)
+        # Marks may keep a template from trimming whitespace beside them.
+        solid = [place for place, char in enumerate(raw) if not char.isspace()]
+        unmarked = marked.replace(first, "").replace(last, "")
+        if "".join(raw.split()) != "".join(unmarked.split()) or len(solid) != len(flags):
+            return None
+        is_user = [False] * len(raw)
+        for place, flag in zip(solid, flags, strict=True):
+            is_user[place] = flag
+        return is_user
+
+    # Encoding ---------------------------------------------------------------------------------------------------------
+
+    def encode(self, encode: Callable[[str], Any], prompt: PromptText, *, adds_special: bool) -> Any:
+        """Return what `encode` makes of a prompt, in which users' control tokens are text.
+
+        encode: the tokenizer or processor, one row of tensors. adds_special: whether it adds tokens at the ends. Errors:
+        RequestError if the tokenizer has no way to write such a text.
+        """
+        if not prompt.user_spans and not self._is_normalized:
+            return encode(prompt.text)
+
+        def counts(text: str) -> Counter[int]:
+            ids = self._tokenizer(text, add_special_tokens=adds_special)["input_ids"]
+            return Counter(token_id for token_id in ids if token_id in self.ids)
+
+        expected = counts(_without(prompt.text, prompt.user_spans))
+        if not prompt.user_spans:
+            if counts(prompt.text) != expected:
+                raise _cannot_be_text(self._written(prompt.text))
+            return encode(prompt.text)
+        cuts = sorted({start + 1 for start, end in prompt.user_spans if end - start > 1})
+        for separator_id, separator in self._separators:
+            text, is_ours = _cut(prompt.text, cuts, separator)
+            if counts(text) == expected + Counter({separator_id: len(cuts)}) and len(is_ours) == (
+                expected[separator_id] + len(cuts)
+            ):
+                return _without_ids(encode(text), separator_id, is_ours)
+        raise _cannot_be_text([prompt.text[start:end] for start, end in prompt.user_spans])
+
+
+def _signs(text: str) -> str:
+    """Return the characters by which a control token is known: those that are no letters, all if it has none such."""
+    signs = "".join(char for char in text if not char.isalnum() and not char.isspace())
+    return signs or text
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        if isinstance(message["content"], str):
+            yield message["content"]
+        else:
+            yield from (part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
+    """Return the messages with every text changed."""
+    changed: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            changed.append({**message, "content": change(content)})
+        else:
+            parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+            changed.append({**message, "content": parts})
+    return changed
+
+
+def _unused(texts: Sequence[str], count: int) -> list[str]:
+    """Return characters that no text holds. Errors: RequestError if there are too few."""
+    used = {char for text in texts for char in text if ord(char) >= _PRIVATE.start}
+    free = (chr(code) for code in _PRIVATE if chr(code) not in used)
+    characters = [char for char, _ in zip(free, range(count), strict=False)]
+    if len(characters) < count:
+        raise RequestError("holds every private character of Unicode", field="prompt")
+    return characters
+
+
+def _without(text: str, spans: Sequence[tuple[int, int]]) -> str:
+    """Return a text with letters in place of some spans."""
+    characters = list(text)
+    for start, end in spans:
+        characters[start:end] = "x" * (end - start)
+    return "".join(characters)
+
+
+def _cut(text: str, cuts: Sequence[int], separator: str) -> tuple[str, list[bool]]:
+    """Return a text with a separator at every cut, and for each separator in it whether it is one of these."""
+    pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    is_ours: list[bool] = []
+    for number, piece in enumerate(pieces):
+        is_ours += [True] * (number > 0) + [False] * piece.count(separator)
+    return separator.join(pieces), is_ours
+
+
+def _without_ids(encoded: Any, separator_id: int, is_ours: Sequence[bool]) -> Any:
+    """Return an encoding of one row without the separators that are ours. Errors: RequestError if it has others."""
+    ids = encoded["input_ids"]
+    positions = (ids[0] == separator_id).nonzero()[:, 0].tolist()
+    if len(positions) != len(is_ours):
+        raise _cannot_be_text([])
+    keep = torch.ones(ids.shape[1], dtype=torch.bool)
+    for position, ours in zip(positions, is_ours, strict=True):
+        keep[position] = not ours
+    for name in _PER_TOKEN:
+        if name in encoded:
+            encoded[name] = encoded[name][:, keep]
+    return encoded
+
+
+def _cannot_be_text(tokens: Sequence[str]) -> RequestError:
+    shown = sorted(set(tokens))[:3]
+    return RequestError(
+        f"holds a control token of this model ({', '.join(shown)}), which its tokenizer cannot read as text" if shown
+        else "holds a control token of this model, which its tokenizer cannot read as text",
+        field="prompt", hint="Leave it out",
+    )  # fmt: skip
