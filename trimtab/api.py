@@ -12,6 +12,9 @@ from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
 from trimtab.plan import Plan, make_plan
+from trimtab.plan.card_machine import machine_of, rates_of
+from trimtab.plan.cards import check_here, find_card
+from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
 
 PROBE = "_probe"
@@ -38,19 +41,25 @@ def plan(
     device: str = "auto",
     offload_dir: str | Path | None = None,
     head: str = "full",
+    card: str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
 ) -> Plan:
     """Return where every block of the model goes, from headers alone; nothing is loaded.
 
     model: a checkpoint folder or a hub id that is in the local cache. Sizes are bytes or text such as "4GiB".
-    head: "int8" computes with an 8-bit copy of the output head.
+    head: "int8" computes with an 8-bit copy of the output head. card: plan for this GPU, which need not be here: a name such as
+    "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the budgets in transformers' form.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
+    budgets: dict[str, Any] = {
+        "gpu_memory_bytes": parse_bytes(gpu_memory, field_name="gpu_memory"),
+        "host_memory_bytes": parse_bytes(host_memory, field_name="host_memory"), "device": device,
+    }  # fmt: skip
     return plan_request(
         LoadRequest(
             model=str(model),
             adapters={name: str(path) for name, path in (adapters or {}).items()},
-            gpu_memory_bytes=parse_bytes(gpu_memory, field_name="gpu_memory"),
-            host_memory_bytes=parse_bytes(host_memory, field_name="host_memory"),
+            **(budgets if max_memory is None else merged_budgets(max_memory, **budgets)),
             quant=quant,
             dtype=dtype,
             context_tokens=context,
@@ -60,9 +69,9 @@ def plan(
             place=dict(place or {}),
             device_map=dict(device_map) if device_map is not None else None,
             keep_unquantized=tuple(keep_unquantized),
-            device=device,
             offload_dir=str(offload_dir) if offload_dir is not None else None,
             head=head,
+            card=card,
         )
     )
 
@@ -80,16 +89,23 @@ def plan_request(request: LoadRequest) -> Plan:
     adapters = {
         name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
     }
-    machine = devices.read_machine(request.device)
+    card = None if request.card is None else find_card(request.card)
+    if card is None:
+        machine = devices.read_machine(request.device)
+        rates = devices.measure_rates(machine.execution_device)
+    else:
+        machine, rates = machine_of(card, host_available_bytes=devices.host_available_bytes()), rates_of(card)
+    disk_bytes = devices.disk_free_bytes(request.offload_dir)
     found = make_plan(
         request,
         anatomy,
         adapters=adapters,
         machine=machine,
-        rates=devices.measure_rates(machine.execution_device),
+        rates=rates,
         checkpoint_stamps=checkpoint.stamps,
-        disk_free_bytes=devices.disk_free_bytes(request.offload_dir),
+        disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
     )
+    found = replace(found, card=card)
     # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
     # it is no part of the plan's value: not compared, not saved, not copied.
     object.__setattr__(found, PROBE, probe)
@@ -119,10 +135,13 @@ def load(
     """Return the model of a plan, loaded; use it as a context manager.
 
     progress: called with (bytes read, of bytes). decode: "auto" takes the fastest way to compute a step that works here,
-    "eager" transformers' own; see `LoadedModel`.
+    "eager" transformers' own; see `LoadedModel`. Errors: DeviceError if the plan is for a card that is not here.
     """
+    from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel
 
+    if plan.card is not None:
+        check_here(plan.card, devices.gpu_names(), plan.execution_device)
     return LoadedModel(plan, progress=progress, probe=plan.__dict__.pop(PROBE, None), decode=decode)
 
 

@@ -66,7 +66,9 @@ class LoadRequest:
     decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
     activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
     form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
-    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is.
+    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is. card: plan for
+    this GPU, which need not be here, from estimates. disk_memory_bytes: the most that the disk tier may take, None for what is
+    free.
     """
 
     model: str
@@ -85,6 +87,8 @@ class LoadRequest:
     device: str = "auto"
     offload_dir: str | None = None
     head: str = "full"
+    card: str | None = None
+    disk_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -115,6 +119,11 @@ class LoadRequest:
             raise RequestError(
                 "unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N")
             )
+        if self.card is not None and self.device not in ("auto", "cuda", "cuda:0"):
+            raise RequestError(
+                "a plan for a card has that card alone, cuda:0", field="device", value=self.device,
+                allowed=("auto", "cuda", "cuda:0"),
+            )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as JSON-ready values."""

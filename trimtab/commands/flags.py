@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import DECODE_MODES, DTYPES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
@@ -19,6 +20,9 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     group.add_argument("--adapter", action="append", metavar="NAME=PATH", help="load this adapter; may be repeated")
     group.add_argument("--gpu-memory", metavar="SIZE", help='budget, such as "4GiB" (default: what is free)')
     group.add_argument("--host-memory", metavar="SIZE", help='budget, such as "16GiB" (default: what is available)')
+    group.add_argument(
+        "--max-memory", metavar="FILE|JSON", help='both budgets in transformers\' form: {"0": "4GiB", "cpu": "16GiB"}'
+    )
     group.add_argument(
         "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
     )
@@ -77,7 +81,7 @@ PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
-    "keep_unquantized": "keep_unquantized", "head": "head",
+    "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "max_memory": "max_memory",
 }  # fmt: skip
 
 
@@ -101,6 +105,10 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
         elif name == "keep_unquantized":
             value = tuple(value)
         values[PLACEMENT[name]] = value
+    if "max_memory" in values:
+        asked = read_json_object(values.pop("max_memory"), "--max-memory", '{"0": "4GiB", "cpu": "16GiB"}')
+        given = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
+        values |= merged_budgets(asked, device=values.get("device", "auto"), **given)
     return LoadRequest(**values)
 
 
@@ -135,6 +143,30 @@ def read_device_map(path: str) -> dict[str, int | str]:
             field="--device-map", value=path,
         )  # fmt: skip
     return dict(found)
+
+
+def read_json_object(given: str, flag: str, example: str) -> dict[str, Any]:
+    """Return the JSON object that a flag holds itself or names a file with. Errors: RequestError, for a key given twice too."""
+    text = given.strip()
+    if not text.startswith("{"):
+        try:
+            text = Path(given).read_text(encoding="utf-8")
+        except (OSError, ValueError) as exc:
+            why = getattr(exc, "strerror", None) or exc
+            raise RequestError(f"cannot be read ({why})", field=flag, value=given, allowed=(example,)) from exc
+
+    def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(items)) < len(items):
+            raise RequestError("names one key twice", field=flag, value=given)
+        return dict(items)
+
+    try:
+        value = json.loads(text, object_pairs_hook=once)
+    except (ValueError, RecursionError) as exc:
+        raise RequestError(f"is not JSON ({exc})", field=flag, value=given, allowed=(example,)) from exc
+    if not isinstance(value, dict):
+        raise RequestError("must be a JSON object", field=flag, value=given, allowed=(example,))
+    return value
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -28,6 +28,11 @@ def add(command: Command) -> None:
     """Add the four commands."""
     planned = command("plan", run_plan, "where every block of a model goes, without loading it")
     add_placement(planned, model_help="a checkpoint folder, or a hub id that is in the local cache")
+    planned.add_argument(
+        "--card",
+        metavar="CARD",
+        help='plan for a GPU that is not here, from estimates: "RTX 4060 8GB", or a size: 8GiB',
+    )
     planned.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
     planned.add_argument("--images", type=int, metavar="N", help="pictures in one prompt (default: 1)")
     planned.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one prompt (default: 30)")

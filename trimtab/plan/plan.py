@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
 from trimtab.request import TIERS, LoadRequest
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
 OUTSIDE_PEAK = ("cuda_context", "allocator_reserve")
@@ -63,7 +64,8 @@ class Plan:
     while a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the
     driver's context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the
     pieces in which a prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase:
-    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned.
+    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned. card: the profile
+    that all figures were estimated from, None where the machine's own were used.
     """
 
     request: LoadRequest
@@ -85,12 +87,13 @@ class Plan:
     unquantized: tuple[Unquantized, ...]
     checkpoint_stamps: tuple[tuple[str, int, int], ...]
     rates: Rates
+    card: Card | None = None
     version: int = PLAN_VERSION
 
     def __str__(self) -> str:
         from trimtab.plan.table import table
 
-        return table(self)
+        return table(self) if self.card is None else marked(table(self), self.card)
 
     def tier_of(self, block_path: str) -> str:
         """Return the tier of a block; KeyError if the model has no such block."""
@@ -125,6 +128,7 @@ class Plan:
         values = {item.name: getattr(self, item.name) for item in fields(self)}
         values["request"] = self.request.to_json()
         values["rates"] = asdict(self.rates)
+        values["card"] = None if self.card is None else self.card.to_json()
         for name in ("placements", "unquantized"):
             values[name] = [asdict(row) for row in values[name]]
         for name in ("gpu", "host"):
@@ -151,6 +155,7 @@ class Plan:
         try:
             kept["request"] = LoadRequest.from_json(kept["request"])
             kept["rates"] = _row(Rates, kept["rates"], "plan.rates")
+            kept["card"] = None if kept["card"] is None else Card.from_json(kept["card"])
             for name, kind in (("placements", Placement), ("unquantized", Unquantized)):
                 kept[name] = tuple(_row(kind, row, f"plan.{name}[{place}]") for place, row in enumerate(kept[name]))
             for name in ("gpu", "host"):

@@ -50,7 +50,8 @@ class Machine:
 
     execution_device: "cuda:0" or "cpu". gpu_*: of the execution device, 0 without one. *_free_bytes, *_available_bytes:
     what can still be taken beside context_bytes, the driver's own share of the device that is not in torch's count, and
-    process_bytes, the host memory of the process before any weight. Budgets include these two.
+    process_bytes, the host memory of the process before any weight. Budgets include these two. capability: the compute
+    capability, multiprocessors: their number; None and 0 where nobody asked.
     """
 
     execution_device: str
@@ -60,6 +61,8 @@ class Machine:
     context_bytes: int = 500 * 2**20
     process_bytes: int = 2**30
     has_pinned: bool = True
+    capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
 
     @property
     def on_cpu(self) -> bool:

@@ -85,6 +85,12 @@ def read_machine(device: str = "auto") -> Machine:
     )  # fmt: skip
 
 
+def gpu_names() -> list[tuple[str, int]]:
+    """Return name and total bytes of every GPU that torch can use."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [(device_name(f"cuda:{i}"), int(torch.cuda.get_device_properties(i).total_memory)) for i in range(count)]
+
+
 def device_name(device: str) -> str:
     """Return the name of a GPU, or the processor's."""
     if device.startswith("cuda"):

@@ -1,0 +1,251 @@
+"""Profiles of cards: found by name or size, never guessed, and every figure made from them says that it is an estimate."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trimtab
+from trimtab import cli
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import DeviceError, RequestError
+from trimtab.plan import Plan
+from trimtab.plan.card_machine import machine_of, rates_of
+from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, sources
+
+GIB = 2**30
+BASE = DEMO / "base"
+
+
+def card_of(text):
+    return find_card(text).title
+
+
+# The data -------------------------------------------------------------------------------------------------------------
+
+
+def test_there_is_a_profile_of_every_generation_and_each_has_a_source():
+    cards = known_cards()
+    assert len(cards) >= 40
+    for part in (
+        "GTX 16",
+        "RTX 20",
+        "RTX 30",
+        "RTX 40",
+        "RTX 50",
+        "Laptop GPU",
+        "T4",
+        "L4",
+        "A10",
+        "A100",
+        "H100",
+        "H200",
+    ):
+        assert any(part in card.name for card in cards), part
+    assert {card.source for card in cards} <= set(sources())
+    assert len({card.title for card in cards}) == len(cards), "two cards have one title"
+
+
+@pytest.mark.parametrize("card", known_cards(), ids=lambda card: card.title)
+def test_a_profile_is_plausible_and_its_own_title_finds_it(card):
+    assert find_card(card.title) == card
+    generation, lanes = card.pcie.split(" x")
+    assert generation in LANE_BPS and lanes in ("8", "16")
+    assert 4 <= card.memory_mib / 1024 <= 192
+    assert 100 <= card.bandwidth_GBps <= 8000 and 5 <= card.tflops <= 2500 and 10 <= card.multiprocessors <= 200
+    assert re.fullmatch(r"\d+\.\d", card.capability)
+    machine, rates = machine_of(card, host_available_bytes=GIB), rates_of(card)
+    assert 0 < machine.gpu_free_bytes + machine.context_bytes < card.memory_bytes == machine.gpu_total_bytes
+    # The link is slower than the card's own memory, and a pageable copy slower than a page-locked one.
+    assert rates.pageable_h2d_Bps < rates.pinned_h2d_Bps < rates.device_Bps < card.bandwidth_GBps * 1e9
+
+
+def test_figures_of_the_whitepapers_are_met():
+    """TFLOPS with float32 sums: Turing, GA102, Ada and RTX Blackwell whitepapers; A100, L4 and H200 data sheets."""
+    known = {
+        "RTX 2080 Ti": 53.8, "RTX 3090": 71, "RTX 4090": 165.2, "RTX 5090": 209.5, "A100 80GB": 312, "L4": 121, "H200": 989,
+    }  # fmt: skip
+    for name, tflops in known.items():
+        assert find_card(name).tflops == pytest.approx(tflops, rel=0.005), name
+
+
+def test_a_card_with_eight_lanes_has_half_the_link_and_an_older_slot_half_of_that():
+    wide, narrow, old = (
+        rates_of(find_card(name)).pinned_h2d_Bps for name in ("RTX 4070", "RTX 4060", "RTX 4060 pcie 3.0 x8")
+    )
+    assert wide == pytest.approx(2 * narrow) == pytest.approx(4 * old, rel=0.01)
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "title"),
+    [
+        ("RTX 4060 8GB", "GeForce RTX 4060 8GB"), ("rtx4060", "GeForce RTX 4060 8GB"),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", "GeForce RTX 4060 Laptop GPU 8GB"),
+        ("4060 notebook", "GeForce RTX 4060 Laptop GPU 8GB"), ("RTX 2060 Max-Q", "GeForce RTX 2060 Laptop GPU 6GB"),
+        ("rtx 4060ti 16 gb", "GeForce RTX 4060 Ti 16GB"), ("RTX 4070 Ti SUPER", "GeForce RTX 4070 Ti Super 16GB"),
+        ("Tesla T4", "T4 16GB"), ("NVIDIA L4", "L4 24GB"), ("NVIDIA A100-SXM4-80GB", "A100 80GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"), ("NVIDIA H100 PCIe", "H100 PCIe 80GB"), ("H200 141GB", "H200 141GB"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada 48GB"), ("GTX 1650 Super", "GeForce GTX 1650 Super 4GB"),
+    ],
+)  # fmt: skip
+def test_a_card_is_found_as_people_and_drivers_write_it(text, title):
+    assert card_of(text) == title
+
+
+def test_an_unknown_name_is_refused_with_near_names():
+    with pytest.raises(RequestError) as caught:
+        find_card("RTX 4061")
+    assert (caught.value.field, caught.value.value) == ("card", "RTX 4061")
+    assert "GeForce RTX 4060 8GB" in caught.value.allowed
+    assert "8GiB" in caught.value.hint
+
+
+def test_a_size_that_the_card_was_not_made_with_is_refused_with_those_that_it_was():
+    with pytest.raises(RequestError) as caught:
+        find_card("RTX 3060 24GB")
+    assert {"GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB"} <= set(caught.value.allowed)
+
+
+def test_a_card_of_several_sizes_needs_its_size():
+    with pytest.raises(RequestError) as caught:
+        find_card("RTX 3060")
+    assert caught.value.allowed == ("GeForce RTX 3060 12GB", "GeForce RTX 3060 8GB")
+
+
+def test_a_bare_size_is_an_unknown_card_of_that_size():
+    card = find_card("8GiB")
+    assert (card.name, card.memory_bytes, card.source) == ("unknown card of 8.00 GiB", 8 * GIB, "unknown")
+    assert find_card("6GiB, pcie 3.0 x4").pcie == "3.0 x4"
+
+
+@pytest.mark.parametrize("text", ["", "   ", "x" * 201, "0GiB", "RTX 4060 pcie 9.0 x8", "RTX 4060 pcie 4.0 x3"])
+def test_what_names_no_card_is_refused_by_field(text):
+    with pytest.raises(RequestError) as caught:
+        find_card(text)
+    assert caught.value.field == "card"
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_a_card_or_a_request_error(text):
+    try:
+        card = find_card(text)
+    except RequestError as exc:
+        assert exc.field == "card"
+    else:
+        assert card.memory_mib > 0 and card.estimated
+
+
+# Plans ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_for_a_card_says_in_every_figure_that_it_is_an_estimate(tmp_path):
+    plan = trimtab.plan(BASE, card="RTX 4060 8GB")
+    assert (plan.execution_device, plan.card) == ("cuda:0", find_card("RTX 4060 8GB"))
+    first, _, table = str(plan).partition("\n")
+    assert first.startswith(
+        "ESTIMATE for GeForce RTX 4060 8GB: 8188 MiB, 272 GB/s, PCIe 4.0 x8, compute capability 8.9"
+    )
+    assert "nothing was measured" in first
+    body = table.split("\n", 2)[2]
+    assert re.findall(r"(?<![\d.~])\d+(?:\.\d+)? (?:GiB|MiB|KiB|ms)\b", body) == []
+    assert "~" in body
+    values = plan.to_json()
+    assert values["card"]["estimated"] is True and values["request"]["card"] == "RTX 4060 8GB"
+    assert values["rates"]["pinned_h2d_Bps"] == rates_of(plan.card).pinned_h2d_Bps
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_of_this_machine_is_no_estimate():
+    plan = trimtab.plan(BASE, device="cpu")
+    assert plan.card is None and plan.to_json()["card"] is None and "ESTIMATE" not in str(plan)
+
+
+def test_a_device_map_with_a_gpu_is_checked_on_a_machine_without_one():
+    device_map = {"": 0, "model.vision_tower": "cpu", "model.audio_tower": "cpu"}
+    plan = trimtab.plan(BASE, card="T4", device_map=device_map)
+    assert plan.tier_of("model.vision_tower.encoder.layers.0") == "stream"
+    with pytest.raises(RequestError) as caught:
+        trimtab.plan(BASE, card="T4", device_map=device_map | {"model.vision_towers": "cpu"})
+    assert caught.value.field == "device_map" and "model.vision_tower" in caught.value.allowed
+    with pytest.raises(RequestError) as caught:
+        trimtab.plan(BASE, card="T4", device_map={"": 1})
+    assert caught.value.allowed == ("cuda:0", "cpu", "disk")
+
+
+def test_a_card_and_the_cpu_as_device_contradict_each_other():
+    with pytest.raises(RequestError) as caught:
+        trimtab.plan(BASE, card="T4", device="cpu")
+    assert (caught.value.field, caught.value.value) == ("device", "cpu")
+
+
+def test_a_plan_for_a_card_that_is_not_here_is_not_loaded(tmp_path, capsys, monkeypatch):
+    from trimtab.runtime import devices
+
+    monkeypatch.setattr(devices, "gpu_names", list)
+    plan = trimtab.plan(BASE, card="RTX 4060 8GB")
+    with pytest.raises(DeviceError) as caught:
+        trimtab.load(plan)
+    assert caught.value.device == "cuda:0"
+    assert "GeForce RTX 4060 8GB, which is not here: this machine has no GPU" in str(caught.value)
+    plan.save(tmp_path / "plan.json")
+    assert cli.main(["run", str(tmp_path / "plan.json"), "Hello"]) == 6
+    assert "which is not here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "total_gib", "is_here"),
+    [
+        ("NVIDIA GeForce RTX 4060", 7.996, True), ("NVIDIA GeForce RTX 4060 Laptop GPU", 7.996, False),
+        ("NVIDIA GeForce RTX 4060 Ti", 7.996, False), ("NVIDIA GeForce RTX 4060", 15.99, False),
+    ],
+)  # fmt: skip
+def test_the_card_is_known_by_its_name_and_its_memory(name, total_gib, is_here):
+    card = find_card("RTX 4060 8GB")
+    here = [("NVIDIA T1000", GIB), (name, int(total_gib * GIB))]
+    if is_here:
+        check_here(card, here, "cuda:0")
+        return
+    with pytest.raises(DeviceError) as caught:
+        check_here(card, here, "cuda:0")
+    assert name in str(caught.value)
+
+
+def test_any_card_of_its_size_is_an_unknown_card():
+    check_here(find_card("8GiB"), [("NVIDIA GeForce RTX 3070", 8 * GIB)], "cuda:0")
+    with pytest.raises(DeviceError):
+        check_here(find_card("8GiB"), [("NVIDIA GeForce RTX 3060", 12 * GIB)], "cuda:0")
+
+
+def test_the_command_plans_for_a_card(capsys):
+    assert cli.main(["plan", str(BASE), "--card", "RTX 3050 laptop 4GB", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert (values["execution_device"], values["card"]["name"]) == ("cuda:0", "GeForce RTX 3050 Laptop GPU")
+    assert cli.main(["plan", str(BASE), "--card", "RTX 3050 laptop"]) == 2
+    assert "GeForce RTX 3050 Laptop GPU 6GB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change", [{"memory_mib": "much"}, {"extra": 1}, {"estimated": 1}, {"name": None}, {"tflops": True}]
+)
+def test_a_changed_profile_in_a_plan_file_is_refused(change):
+    with pytest.raises(RequestError) as caught:
+        Card.from_json(find_card("T4").to_json() | change)
+    assert caught.value.field.startswith("plan.card")
+
+
+def test_a_plan_is_chosen_by_the_link_that_the_card_has():
+    """The same card behind fewer lanes: what is streamed takes longer, in the ratio of the lanes."""
+    options = {"place": {"model.language_model.layers.*": "stream"}}
+    fast, slow = (trimtab.plan(BASE, card=f"RTX 4060 pcie {link}", **options) for link in ("4.0 x8", "3.0 x4"))
+    assert slow.rates == replace(
+        fast.rates, pinned_h2d_Bps=slow.rates.pinned_h2d_Bps, pageable_h2d_Bps=slow.rates.pageable_h2d_Bps
+    )
+    assert fast.rates.pinned_h2d_Bps == pytest.approx(4 * slow.rates.pinned_h2d_Bps)
+    assert slow.token_s > fast.token_s

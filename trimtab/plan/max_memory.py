@@ -1,0 +1,111 @@
+"""Which budgets a `max_memory` in transformers' form stands for: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
+
+A device that is not named is not used, as in accelerate: without a GPU the CPU computes. Pure: no file, no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import parse_bytes
+
+FIELD = "max_memory"
+_GPU = re.compile(r"(?:cuda:)?(\d{1,3})|cuda")
+# accelerate reads a small "b" as bits: "4Gb" is 0.5 GB there.
+_BITS = re.compile(r"\s*[\d.]+\s*[KMGkmg][iI]?b\s*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryBudgets:
+    """What a max_memory asks. device: "cuda:N" or "cpu"; None bytes are what the machine has free."""
+
+    device: str
+    gpu_memory_bytes: int | None = None
+    host_memory_bytes: int | None = None
+    disk_memory_bytes: int | None = None
+
+
+def read_max_memory(max_memory: Any) -> MemoryBudgets:
+    """Return the budgets of a max_memory in transformers' form.
+
+    Errors: RequestError for what is no such mapping, unknown devices, several GPUs, one device named twice, and sizes that are
+    none.
+    """
+    if not isinstance(max_memory, Mapping) or not max_memory:
+        raise RequestError(
+            "must give at least one device a size", field=FIELD, value=max_memory,
+            allowed=('{0: "4GiB", "cpu": "16GiB"}',),
+        )  # fmt: skip
+    sizes: dict[str, int] = {}
+    for key, value in max_memory.items():
+        device = _device(key)
+        if device in sizes:
+            raise RequestError(f"{device} is named twice", field=f"{FIELD}[{key!r}]", value=value)
+        sizes[device] = _size(key, value)
+    gpus = sorted(device for device in sizes if device.startswith("cuda"))
+    if len(gpus) > 1:
+        raise RequestError(
+            f"names {len(gpus)} GPUs ({', '.join(gpus)}); the model runs on one", field=FIELD, value=dict(max_memory),
+            allowed=gpus, hint="Keep one GPU; the rest of the model goes to host memory and disk",
+        )  # fmt: skip
+    if not gpus and "cpu" not in sizes:
+        raise RequestError(
+            "names no device that computes", field=FIELD, value=dict(max_memory), allowed=("0", "cpu"),
+            hint="Add a GPU or cpu",
+        )  # fmt: skip
+    return MemoryBudgets(
+        device=gpus[0] if gpus else "cpu", gpu_memory_bytes=sizes[gpus[0]] if gpus else None,
+        host_memory_bytes=sizes.get("cpu"), disk_memory_bytes=sizes.get("disk"),
+    )  # fmt: skip
+
+
+def merged_budgets(
+    max_memory: Any, *, gpu_memory_bytes: int | None, host_memory_bytes: int | None, device: str
+) -> dict[str, Any]:  # fmt: skip
+    """Return what a max_memory gives of LoadRequest's fields, beside those that were given by themselves.
+
+    Errors: RequestError as `read_max_memory`, and for a budget or device that is given twice.
+    """
+    asked = read_max_memory(max_memory)
+    for name, value in (("gpu_memory", gpu_memory_bytes), ("host_memory", host_memory_bytes)):
+        if value is not None:
+            raise RequestError(
+                f"max_memory and {name} both set a budget", field=FIELD, value=dict(max_memory), hint="Give one of them"
+            )
+    if device not in ("auto", asked.device) and not (device == "cuda" and asked.device == "cuda:0"):
+        raise RequestError(
+            f"names {asked.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,)
+        )
+    return {
+        "gpu_memory_bytes": asked.gpu_memory_bytes, "host_memory_bytes": asked.host_memory_bytes, "device": asked.device,
+        "disk_memory_bytes": asked.disk_memory_bytes,
+    }  # fmt: skip
+
+
+def _device(key: Any) -> str:
+    text = str(key).strip()
+    gpu = _GPU.fullmatch(text)
+    if isinstance(key, bool) or not isinstance(key, (int, str)) or (gpu is None and text not in ("cpu", "disk")):
+        raise RequestError(
+            "is no device of a max_memory here", field=f"{FIELD}[{key!r}]", value=text[:60],
+            allowed=("0", "cuda:0", "cpu", "disk"),
+        )  # fmt: skip
+    return text if gpu is None else f"cuda:{int(gpu.group(1) or 0)}"
+
+
+def _size(key: Any, value: Any) -> int:
+    where = f"{FIELD}[{key!r}]"
+    if isinstance(value, str) and _BITS.fullmatch(value):
+        raise RequestError(
+            "a small b means bits in transformers' form", field=where, value=value, allowed=("4GB", "4GiB"),
+            hint="Write B for bytes",
+        )  # fmt: skip
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise RequestError("not a size", field=where, value=value, allowed=("4GiB", "500MB", "a whole number of bytes"))
+    size = parse_bytes(value, field_name=where)
+    assert size is not None  # only None gives None
+    return size
