@@ -81,7 +81,8 @@ PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
-    "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "max_memory": "max_memory",
+    "keep_unquantized": "keep_unquantized", "head": "head", "card": "card",
+    "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 
 
@@ -105,8 +106,8 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
         elif name == "keep_unquantized":
             value = tuple(value)
         values[PLACEMENT[name]] = value
-    if "max_memory" in values:
-        asked = read_json_object(values.pop("max_memory"), "--max-memory", '{"0": "4GiB", "cpu": "16GiB"}')
+    if getattr(options, "max_memory", None) is not None:
+        asked = read_json_object(options.max_memory, "--max-memory", '{"0": "4GiB", "cpu": "16GiB"}')
         given = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
         values |= merged_budgets(asked, device=values.get("device", "auto"), **given)
     return LoadRequest(**values)

@@ -39,7 +39,20 @@ _LINK = re.compile(r"[,;]?\s*\bpcie?\s*(\d)(?:\.0)?\s*x\s*(\d+)\s*$", re.IGNOREC
 _SIZE = re.compile(r"\b(\d+(?:\.\d+)?)\s*(?:gib|gb|g)\b", re.IGNORECASE)
 _BARE = re.compile(r"\s*\d+(?:\.\d+)?\s*[kmg]i?b\s*", re.IGNORECASE)
 _DROPPED = frozenset(
-    ("nvidia", "geforce", "rtx", "gtx", "gpu", "card", "graphics", "tesla", "generation", "workstation", "server", "edition")
+    (
+        "nvidia",
+        "geforce",
+        "rtx",
+        "gtx",
+        "gpu",
+        "card",
+        "graphics",
+        "tesla",
+        "generation",
+        "workstation",
+        "server",
+        "edition",
+    )
     + ("design", "with", "q", "blackwell", "sxm", "sxm2", "sxm3", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e")
 )
 _SAME_WORD = {"mobile": "laptop", "notebook": "laptop", "max": "laptop", "s": "super"}
