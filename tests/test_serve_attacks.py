@@ -6,13 +6,14 @@ import base64
 import http.client
 import json
 import os
+import socket
 import threading
 import time
 from contextlib import suppress
 
 import pytest
 
-from tests.test_serve_run import serving
+from tests.test_serve_run import WAIT_S, serving
 
 PATH = "/v1/chat/completions"
 posix = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="memory of a process is read from /proc")
@@ -116,3 +117,173 @@ def test_bodies_made_to_cost_are_refused_while_health_answers_and_memory_stays(s
     # A second is far above what a loaded machine adds, and below what parsing one of these on the loop took.
     assert max(figures.values()) < 1.0, figures
     assert peak_bytes(server) - before < 400 * 2**20
+
+
+# Connections ----------------------------------------------------------------------------------------------------------
+
+
+def open_to(server, data=b""):
+    found = socket.create_connection((server.host, server.port), timeout=WAIT_S)
+    found.sendall(data)
+    return found
+
+
+def said(found):
+    """Return everything that the server says on a socket until it closes it, and the seconds until then."""
+    start, pieces = time.monotonic(), []
+    with suppress(ConnectionError):
+        while piece := found.recv(65536):
+            pieces.append(piece)
+    return b"".join(pieces), time.monotonic() - start
+
+
+def refusal(server, data):
+    """Return the status and error of what is refused, after which the connection is closed."""
+    with open_to(server, data) as found:
+        head, _, body = said(found)[0].partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower(), head
+    return int(head.split()[1]), json.loads(body)["error"]
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BODY = b'{"model":"toy","prompt":"say 1"}'
+WHOLE = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+
+
+@pytest.fixture(scope="module")
+def quick():
+    with serving(limits={"head_s": 0.4, "body_s": 0.4, "idle_s": 0.4, "connections": 40}) as found:
+        yield found
+
+
+@pytest.mark.parametrize("begun, stage", [(b"GET /health HT", "head"), (HEAD + b"Content-Length: 99\r\n\r\n{", "body")])
+def test_a_head_or_body_that_does_not_come_ends_with_408(quick, begun, stage):
+    start = time.monotonic()
+    status, error = refusal(quick, begun)
+    assert (status, error["code"]) == (408, "too_slow") and f"request's {stage}" in error["message"]
+    assert time.monotonic() - start < 3
+
+
+def test_dripping_does_not_move_a_deadline(quick):
+    with open_to(quick) as found:
+        start = time.monotonic()
+        with suppress(OSError):
+            for byte in b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"x" * 100:
+                found.send(bytes([byte]))
+                time.sleep(0.05)
+        assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", WHOLE])
+def test_a_connection_that_says_nothing_more_is_closed(quick, first):
+    with open_to(quick, first) as found:
+        text, waited_s = said(found)
+    assert text.startswith(b"HTTP/1.1 200") if first else not text
+    assert waited_s < 3
+
+
+def test_an_answer_takes_longer_than_every_deadline_of_its_request(quick):
+    connection, answer = quick.stream("wait")
+    time.sleep(1.0)
+    assert quick.running() == 1
+    connection.sock.close()
+    answer.close()
+    quick.until(lambda: quick.running() == 0)
+
+
+def test_half_open_connections_make_room_for_others(quick):
+    held = [open_to(quick, b"GET /") for _ in range(200)]
+    start = time.monotonic()
+    assert quick.ask("GET", "/health")[0] == 200
+    assert quick.ask("POST", "/v1/completions", json.loads(BODY))[0] == 200
+    assert time.monotonic() - start < 2
+    for one in held:
+        one.close()
+
+
+def test_beyond_the_limit_health_answers_and_others_are_told_so():
+    with serving(limits={"connections": 3, "n": 8}) as found:
+        streams = [found.stream("wait") for _ in range(3)]
+        assert found.ask("GET", "/health")[0] == 200
+        status, headers, told = found.ask("GET", "/v1/models")
+        assert (status, told["error"]["code"], headers["retry-after"]) == (503, "connections_full", "1")
+        for connection, answer in streams:
+            connection.sock.close()
+            answer.close()
+        found.until(lambda: found.ask("GET", "/v1/models")[0] == 200)
+
+
+@posix
+def test_without_file_descriptors_it_answers_on_and_says_so_once():
+    # The limit is above what the files allow: accepting fails before any connection has to make room.
+    with serving(files=150 + 60, limits={"connections": 5000, "head_s": 30}) as found:
+        held = []
+        for _ in range(400):
+            with suppress(OSError):
+                held.append(open_to(found, b"GET /"))
+        with Watch(found, 0.05) as watch:
+            time.sleep(1.5)
+        assert not watch.errors
+        for one in held:
+            one.close()
+        found.process.terminate()
+        out, log = found.process.communicate(timeout=WAIT_S)
+    assert "66 connections at once instead of 5000" in out
+    assert [line for line in log.splitlines() if not line.startswith("no file descriptor")] == [] and log.count(
+        "\n"
+    ) <= 1
+
+
+def test_a_refused_body_is_read_to_its_end_and_the_connection_goes_on(server):
+    body = b"[" * 300_000
+    with open_to(server, HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body) as found:
+        found.sendall(WHOLE)
+        pieces = b""
+        while b'"text_completion"' not in pieces:
+            pieces += found.recv(65536)
+    assert pieces.startswith(b"HTTP/1.1 400") and pieces.count(b"HTTP/1.1 200") == 1
+
+
+CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
+WHOLE_CHUNK = b"%x\r\n%s\r\n" % (len(BODY), BODY)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        HEAD + b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(BODY) + WHOLE_CHUNK + b"0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n" + WHOLE_CHUNK + b"0\r\n\r\n",
+        WHOLE.replace(b"\r\n", b"\n"), WHOLE.replace(b"localhost\r\n", b"localhost\n"),
+        HEAD + b"Content-Length: 3\r\n\n{} ", HEAD + b"Content-Length: 3\r\nContent-Length: 4\r\n\r\n{}  ",
+        HEAD + b"Content-Length: +3\r\n\r\n{} ", HEAD + b"Content-Length : 3\r\n\r\n{} ",
+        HEAD + b"Transfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        HEAD + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        CHUNKED + WHOLE_CHUNK + b"0\r\n\n", CHUNKED + WHOLE_CHUNK + b"0\r\nX: y\r\n\r\n",
+        CHUNKED + WHOLE_CHUNK.replace(b"\r\n", b"\n") + b"0\n\n", CHUNKED + b"1\r\n[\r\n" * 3000,
+        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n", b"GET /health HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 200 + b"\r\n",
+        b"GET /" + b"a" * 40_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    ],
+)  # fmt: skip
+def test_what_two_servers_could_read_in_two_ways_closes_the_connection(server, data):
+    # A second request behind it must not be answered.
+    status, error = refusal(server, data + WHOLE)
+    assert status in (400, 431, 501) and error["type"] == "invalid_request_error" and error["message"]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+def test_chunks_are_read_however_they_are_cut(server, cut):
+    data = CHUNKED + WHOLE_CHUNK + b"0\r\n\r\n"
+    with open_to(server) as found:
+        found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), cut):
+            found.send(data[start : start + cut])
+            time.sleep(0.002)
+        assert found.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_server_under_all_of_these_has_written_nothing(server):
+    assert server.ask("GET", "/health")[0] == 200
+    server.process.terminate()
+    assert server.process.communicate(timeout=WAIT_S)[1] == ""

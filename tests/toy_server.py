@@ -62,6 +62,10 @@ def _step(jobs, job_id):
 def main(options):
     limits = Limits(**options.pop("limits", {}))
     keys = tuple(options.pop("api_keys", ()))
+    if (files := options.pop("files", None)) is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))
     served = ServedModel(name="toy", request=LoadRequest(model="none"))
     settings = Settings(page=False, api_keys=keys, limits=limits, **options)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import math
+import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import uvicorn
 from sse_starlette.sse import AppStatus
@@ -17,13 +20,17 @@ from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError
 from trimtab.serve.app import make_app
+from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import Settings, is_loopback
 from trimtab.serve.verifying import verify_routes
 
-HEAD_BYTES = 64 * 2**10
+# How many connections wait in the system, and how many of them are accepted before the others have their turn.
+BACKLOG, ACCEPT_AT_ONCE = 2048, 64
+# File descriptors for what is no connection: files of bodies, pipes, the worker's.
+OTHER_FILES = 128
 TICK_S = 0.05
 
 
@@ -42,12 +49,44 @@ def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
     extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders)]
     app = make_app(pool, settings, Metrics(), extra=extra, folders=pool.folders)
-    server = _Server(app, pool, settings)
+    server = _Server(
+        app, pool, settings, Guard(settings.limits, room_for_connections(settings.limits.connections, say))
+    )
     try:
         server.run(sockets=[listener])
     finally:
         listener.close()
         pool.stop()
+
+
+def room_for_connections(wanted: int, say: Callable[[str], None]) -> int:
+    """Return how many connections may be open: as many as wanted, or as the limit of open files leaves.
+
+    The soft limit is raised where the hard one allows it. Errors: RequestError if it leaves room for none.
+    """
+    if os.name != "posix":
+        return wanted
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + RESERVE + OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return wanted
+    if hard == resource.RLIM_INFINITY or hard > soft:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    room = min(wanted, soft - RESERVE - OTHER_FILES)
+    if room < 1:
+        raise RequestError(
+            f"the system allows {soft} open files, and {needed} are needed", field="limit connections", value=wanted,
+            hint="Raise it (ulimit -n, LimitNOFILE)",
+        )  # fmt: skip
+    if room < wanted:
+        say(
+            f"{room} connections at once instead of {wanted}: the system allows {soft} open files (ulimit -n, LimitNOFILE)"
+        )
+    return room
 
 
 def address_of(listener: socket.socket) -> str:
@@ -67,14 +106,20 @@ def page_of(settings: Settings) -> Sequence[BaseRoute]:
 class _Server(uvicorn.Server):
     """uvicorn, told to end: while running answers are given their time it still listens, and says 503 to what is new."""
 
-    def __init__(self, app: Starlette, pool: Pool, settings: Settings) -> None:
-        # h11, which has limits of its own for what stands before a body.
+    def __init__(self, app: Starlette, pool: Pool, settings: Settings, guard: Guard) -> None:
+        protocol: Any = partial(GuardedProtocol, guard=guard)
         config = uvicorn.Config(
-            app, http="h11", ws="none", lifespan="on", log_level="warning", access_log=False, proxy_headers=False,
-            server_header=False, date_header=False, h11_max_incomplete_event_size=HEAD_BYTES,
+            app, http=protocol, ws="none", lifespan="on", log_level="warning", access_log=False, proxy_headers=False,
+            server_header=False, date_header=False, timeout_keep_alive=math.ceil(settings.limits.idle_s), backlog=ACCEPT_AT_ONCE,
         )  # fmt: skip
         super().__init__(config)
-        self._pool, self._grace_s = pool, settings.grace_s
+        self._pool, self._grace_s, self._guard = pool, settings.grace_s, guard
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._guard.on_loop_error)
+        await super().startup(sockets)
+        for listener in sockets or ():  # asyncio has made the system's queue as short as what it accepts in one turn
+            listener.listen(BACKLOG)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._pool.refuse_new()
@@ -112,7 +157,7 @@ def listen(host: str, port: int) -> socket.socket:
         else:
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
-        found.listen(2048)
+        found.listen(BACKLOG)
     except OSError as exc:
         found.close()
         if exc.errno in (errno.EADDRINUSE, errno.EACCES):

@@ -26,7 +26,8 @@ class Limits:
     seconds of one sound; audio_bytes: the same sound decoded. media_count: pictures and sounds of one request.
     prompt_tokens: what the chat template and media add is counted (None: the context alone is the limit). n: choices of
     one request, prompts times `n`. fetch_s: for one address from first to last byte. send_s: how long a client may take
-    nothing of its stream before it counts as gone.
+    nothing of its stream before it counts as gone. connections: open at once. head_s, body_s: how long a request's head and
+    its body may take to arrive. idle_s: how long a connection may stay open between two requests.
     """
 
     body_bytes: int = 2 * 2**20
@@ -46,6 +47,10 @@ class Limits:
     fetch_s: float = 10.0
     schema_bytes: int = 64 * 2**10
     send_s: float = 60.0
+    connections: int = 512
+    head_s: float = 10.0
+    body_s: float = 60.0
+    idle_s: float = 75.0
 
     def __post_init__(self) -> None:
         for item in fields(self):

@@ -1,0 +1,308 @@
+"""One client's connection: how long it may take to say what it wants, what it may not say, and who makes room when all are taken.
+
+    Guard              every open connection, by what it waits for
+    GuardedProtocol    uvicorn's HTTP/1.1 connection, with deadlines for head and body
+    StrictConnection   h11, which refuses heads that two servers could read in two ways
+
+A connection that has not sent a whole request has no claim: when all are taken, the one that has waited longest for its
+head is closed, then one that is idle, then one that is still sending its body. So connections that say nothing cannot
+keep others out. A few more are open to /health and /ready alone, for when all are being answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import h11
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from trimtab.serve.door import OPEN_PATHS
+from trimtab.serve.faults import http_error
+from trimtab.serve.settings import Limits
+
+HEAD_BYTES = 32 * 2**10
+HEAD_LINES = 128
+# Connections beyond the limit, for /health and /ready alone.
+RESERVE = 16
+# How long a client that was refused may go on sending before it is cut off: an answer that it never reads helps nobody.
+DRAIN_S = 10.0
+# Each read is parsed at once, so it is not larger than this.
+READ_BYTES = 64 * 2**10
+# Chunks smaller than this on average cost more to parse than they carry.
+CHUNK_BYTES, CHUNKS_FREE = 16, 512
+# What the line of a last chunk and the empty line after it have at most.
+LAST_BYTES = 256
+SILENT_S = 60.0
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+# What a connection waits for, in the order in which it has to make room.
+WAITING = ("head", "drain", "idle", "body")
+ANSWERED = "answer"
+
+log = logging.getLogger("trimtab.serve")
+# What a client does wrong is told to the client; uvicorn would write a line for each.
+_quiet = logging.getLogger("trimtab.serve.connection")
+_quiet.setLevel(logging.ERROR)
+
+
+class Guard:
+    """Every open connection of a server. most: how many there may be, of those that are answered."""
+
+    def __init__(self, limits: Limits, most: int) -> None:
+        self.limits, self._most = limits, most
+        self._stages: dict[str, dict[GuardedProtocol, None]] = {name: {} for name in (*WAITING, ANSWERED)}
+        self._told_at = float("-inf")
+
+    def __len__(self) -> int:
+        return sum(map(len, self._stages.values()))
+
+    def enter(self, connection: GuardedProtocol) -> bool:
+        """Count a connection in, closing another one if there is no room. False: it may ask OPEN_PATHS alone, or is closed."""
+        has_room = len(self) < self._most or self.make_room()
+        if not has_room and len(self) >= self._most + RESERVE:
+            connection.cut()
+            return False
+        self._stages["head"][connection] = None
+        return has_room
+
+    def move(self, connection: GuardedProtocol, old: str, new: str) -> None:
+        if connection in self._stages[old]:
+            del self._stages[old][connection]
+            self._stages[new][connection] = None
+
+    def leave(self, connection: GuardedProtocol) -> None:
+        for held in self._stages.values():
+            held.pop(connection, None)
+
+    def make_room(self) -> bool:
+        """Close the connection that has waited longest without a whole request; False if there is none."""
+        for name in WAITING:
+            oldest = next(iter(self._stages[name]), None)
+            if oldest is not None:
+                self.leave(oldest)
+                oldest.cut()
+                return True
+        return False
+
+    def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+        """Handle what asyncio reports. Without a free file descriptor for a new connection an old one is closed, and the log has
+        one line a minute; asyncio accepts again after a second."""
+        exc = context.get("exception")
+        if not (isinstance(exc, OSError) and exc.errno in _NO_FILES and "socket" in context):
+            loop.default_exception_handler(dict(context))
+            return
+        self.make_room()
+        if time.monotonic() - self._told_at >= SILENT_S:
+            self._told_at = time.monotonic()
+            log.error(
+                "no file descriptor for a new connection (%s); raise the limit (ulimit -n, LimitNOFILE)", exc.strerror
+            )
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's connection. guard: where it is counted; the other arguments are uvicorn's."""
+
+    def __init__(self, *arguments: Any, guard: Guard, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn: StrictConnection = StrictConnection(h11.SERVER, HEAD_BYTES)
+        self.logger = _quiet
+        self._guard, self._limits = guard, guard.limits
+        self._stage = "head"
+        self._timer: asyncio.TimerHandle | None = None
+        self._has_spoken = False
+
+    # What asyncio calls -----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if hasattr(transport, "max_size"):
+            transport.max_size = READ_BYTES
+        if not self._guard.enter(self):
+            self.app = _reserved(self.app)
+        self._set_deadline(self._limits.head_s)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self._has_spoken = True
+        super().data_received(data)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_deadline(None)
+        self._guard.leave(self)
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+
+    # What uvicorn calls -----------------------------------------------------------------------------------------------
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._look()
+
+    def timeout_keep_alive_handler(self) -> None:
+        super().timeout_keep_alive_handler()
+        self._cut_later(self._limits.send_s)  # what it has not read yet is still on its way
+
+    def send_400_response(self, msg: str) -> None:
+        problem = self.conn.problem
+        self._refuse(problem.error_status_hint if problem else 400, str(problem or msg))
+
+    # Deadlines --------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Take note of what this connection waits for now, and of how long it may."""
+        now = self._stage_now()
+        if now == self._stage or self.transport.is_closing():
+            return
+        self._guard.move(self, self._stage, now)
+        self._stage = now
+        limits = self._limits
+        times = {"head": limits.head_s, "body": limits.body_s, "drain": DRAIN_S, "idle": limits.idle_s}
+        self._set_deadline(times.get(now))
+
+    def _stage_now(self) -> str:
+        is_answered = self.cycle is not None and self.cycle.response_complete
+        if self.conn.their_state is h11.IDLE:
+            return "head" if self.cycle is None or self.conn.has_data else "idle"
+        if self.conn.their_state is h11.SEND_BODY:
+            return "drain" if is_answered else "body"
+        return "idle" if is_answered else ANSWERED
+
+    def _set_deadline(self, after_s: float | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if after_s is None else self.loop.call_later(after_s, self._on_late)
+
+    def _on_late(self) -> None:
+        if self._stage == "drain" or not self._has_spoken:
+            self.cut()
+        elif self._stage == "idle":
+            self.timeout_keep_alive_handler()
+        elif not self.transport.is_closing():
+            limit_s = self._limits.head_s if self._stage == "head" else self._limits.body_s
+            self._refuse(408, f"The request's {self._stage} was not complete after {limit_s:g} seconds")
+
+    # Ends -------------------------------------------------------------------------------------------------------------
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer that a request cannot be read, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.cut()
+            return
+        answer = http_error(status, message, code=_CODES.get(status, "bad_request"), headers={"connection": "close"})
+        head = h11.Response(status_code=status, headers=answer.raw_headers, reason=b"")
+        for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._abandon()
+        self.transport.close()
+        self._cut_later(DRAIN_S)
+
+    def cut(self) -> None:
+        """End this connection now; what was to be sent is lost."""
+        self._abandon()
+        self.transport.abort()
+
+    def _abandon(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _cut_later(self, after_s: float) -> None:
+        self._set_deadline(None)
+        self._timer = self.loop.call_later(after_s, self.transport.abort)
+
+
+_CODES = {408: "too_slow", 431: "head_too_large", 501: "not_implemented"}
+
+
+def _reserved(app: Callable[..., Any]) -> Any:
+    """Return an app that answers OPEN_PATHS alone, for connections beyond the limit."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+            return
+        words = "All connections of this server are being answered"
+        headers = {"retry-after": "1", "connection": "close"}
+        refused = http_error(503, words, kind="server_error", code="connections_full", headers=headers)
+        await refused(scope, receive, send)
+
+    return answer
+
+
+class StrictConnection(h11.Connection):
+    """h11 without what two servers in a row could read in two ways. problem: what the last refusal said.
+
+    Refused: Content-Length beside Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone, fields after a
+    chunked body; and heads of very many lines, bodies of very many tiny chunks, which cost much to parse.
+    Source: RFC 9112 sections 2.2, 6.1, 6.3, 7.1, 11.2.
+    """
+
+    problem: h11.RemoteProtocolError | None = None
+    _is_chunked = False
+    _chunks = _chunk_bytes = 0
+
+    @property
+    def has_data(self) -> bool:
+        return len(self._receive_buffer) > 0
+
+    def next_event(self) -> Any:
+        try:
+            return self._next_event()
+        except h11.RemoteProtocolError as exc:
+            self.problem = exc
+            raise
+
+    def _next_event(self) -> Any:
+        is_head = self.their_state is h11.IDLE
+        is_chunk = self.their_state is h11.SEND_BODY and self._is_chunked
+        size = len(self._receive_buffer)
+        # At the end of a chunked body only its last line and an empty one are read.
+        before = b""
+        if is_head:
+            before = self.trailing_data[0]
+        elif is_chunk:
+            before = bytes(self._receive_buffer._data[:LAST_BYTES])
+        if is_head:
+            head = before.partition(b"\r\n\r\n")[0]
+            if len(head) > HEAD_BYTES or head.count(b"\n") > HEAD_LINES:
+                raise self._error(f"The head has more than {HEAD_BYTES} bytes or {HEAD_LINES} lines", 431)
+        event = super().next_event()
+        read = before[: size - len(self._receive_buffer)]
+        if type(event) is h11.Request:
+            self._check_head(event, read)
+        elif type(event) is h11.Data and self._is_chunked:
+            self._count_chunk(event)
+        elif type(event) is h11.EndOfMessage and is_chunk:
+            # The first LF may be the second half of the line end after a chunk.
+            if event.headers or read == b"\n" or _has_bare_lf(read.removeprefix(b"\n")):
+                raise self._error("Fields after a body, and lines that end in LF alone, are not read")
+        return event
+
+    def _check_head(self, event: h11.Request, head: bytes) -> None:
+        names = {name for name, _ in event.headers}
+        self._is_chunked, self._chunks, self._chunk_bytes = b"transfer-encoding" in names, 0, 0
+        if _has_bare_lf(head):
+            raise self._error("A line of the head ends in LF without CR")
+        if self._is_chunked and (b"content-length" in names or event.http_version != b"1.1"):
+            raise self._error("Transfer-Encoding needs HTTP/1.1 and no Content-Length")
+
+    def _count_chunk(self, event: h11.Data) -> None:
+        self._chunks += event.chunk_start
+        self._chunk_bytes += len(event.data)
+        if self._chunks > CHUNKS_FREE and self._chunk_bytes < CHUNK_BYTES * self._chunks:
+            raise self._error("The chunks of the body are too small")
+
+    def _error(self, words: str, status: int = 400) -> h11.RemoteProtocolError:
+        self._process_error(self.their_role)
+        return h11.RemoteProtocolError(words, error_status_hint=status)
+
+
+def _has_bare_lf(data: bytes) -> bool:
+    return data.count(b"\n") != data.count(b"\r\n")
