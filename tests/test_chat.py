@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import transformers
 
 import trimtab
 from tests import talking
@@ -91,6 +92,8 @@ def test_a_system_text_comes_first(model):
         ([{"role": "user", "content": "x"}], {"image": talking.png()}, "image"),
         ([1, 2, 3], {"image": talking.png()}, "prompt"),
         ([1, 10**9], {}, "prompt"),
+        ("", {}, "prompt"),
+        (" \n", {}, "prompt"),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
     ],
 )
@@ -136,3 +139,59 @@ def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
         with pytest.raises(CheckpointError, match="no usable processor"):
             loaded.prepare("Hello")
         assert loaded.answer([1, 2, 3], max_new_tokens=3).text == ""  # token ids need none
+
+
+def loaded_with(tokenizer, folder):
+    """Return a Llama with the vocabulary of the demo's tokenizer, and another tokenizer in its folder."""
+    talking.build_llama(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink()
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=128))
+
+
+def test_a_tokenizer_without_words_is_refused(tmp_path):
+    config = (talking.build_llama(tmp_path / "whole") / "tokenizer_config.json").read_text("utf-8")
+    with loaded_with(None, tmp_path / "bare") as loaded:
+        # transformers makes a tokenizer of the special tokens in this file, and every text becomes <unk>.
+        (tmp_path / "bare" / "tokenizer_config.json").write_text(config, encoding="utf-8")
+        with pytest.raises(CheckpointError, match="special tokens and no words") as caught:
+            loaded.prepare("Hello")
+    assert caught.value.path == str(tmp_path / "bare") and "tokenizer.json" in caught.value.hint
+
+
+def word_tokenizer(words):
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+
+    made = Tokenizer(WordLevel({"<unk>": 0} | {word: place for place, word in enumerate(words, 1)}, unk_token="<unk>"))
+    made.pre_tokenizer = Whitespace()
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path):
+    with loaded_with(word_tokenizer([f"word{number}" for number in range(5000)]), tmp_path / "foreign") as loaded:
+        rows = loaded.hf_model.config.vocab_size
+        with pytest.raises(CheckpointError, match=f"ids up to 5000, the model has {rows} embedding rows"):
+            loaded.prepare("word1")
+
+
+def test_an_added_token_without_a_row_is_refused_where_a_prompt_has_it(tmp_path):
+    tokenizer = word_tokenizer(["Hello", "there"])
+    with loaded_with(tokenizer, tmp_path / "added") as loaded:
+        rows = loaded.hf_model.config.vocab_size
+        tokenizer.add_tokens([f"extra{number}" for number in range(rows)])
+        tokenizer.save_pretrained(tmp_path / "added")
+        assert loaded.prepare("Hello there").token_ids == (1, 2)
+        with pytest.raises(CheckpointError, match=f"made token id {rows + 2} of this prompt, the model has {rows}"):
+            loaded.prepare(f"Hello extra{rows - 1}")
+
+
+def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
+    with loaded_with(word_tokenizer(["Hello"]), tmp_path / "poor") as loaded:
+        assert loaded.prepare("Hello you").token_ids == (1, 0)
+        with pytest.raises(RequestError, match="every token is <unk>") as caught:
+            loaded.prepare("Guten Tag")
+        assert caught.value.field == "prompt"

@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -180,6 +181,20 @@ def test_exit_codes_of_real_failures(arguments, code, world, tmp_path, capsys):
 
 def request_of(*arguments, **counted):
     return flags.load_request(cli.parser().parse_args(["plan", "m", *arguments]), **counted)
+
+
+@pytest.mark.parametrize("prompt", ["", "  "])
+def test_an_empty_prompt_is_refused_before_anything_is_read(prompt, capsys):
+    assert cli.main(["run", "/no/such/model", prompt, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == "PROMPT"
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused_before_its_weights_are_read(asks, world, tmp_path, monkeypatch):
+    folder = shutil.copytree(world / "base", tmp_path / "bare")
+    (folder / "tokenizer.json").unlink()
+    monkeypatch.setattr(trimtab, "load", failing(AssertionError("weights are read")))
+    code, out, err = asks("run", "hi", model=folder)
+    assert (code, out) == (3, "") and "no words" in err and "tokenizer.json" in err
 
 
 def test_without_flags_the_request_has_its_own_defaults():

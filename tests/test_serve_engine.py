@@ -303,7 +303,7 @@ def test_an_adapter_with_weights_that_are_not_numbers_is_refused_by_their_names(
     file.write_bytes(data)
     with pytest.raises(AdapterError) as caught:
         engine.shelf.add("broken", folder)
-    assert [problem.split()[0] for problem in caught.value.problems] == [name]
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [name]
     assert "broken" not in engine.shelf.names
 
 

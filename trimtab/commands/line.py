@@ -89,14 +89,22 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    answering = sampling_options(options)
+    from trimtab.checkpoint.folder import find_folder
+    from trimtab.runtime.hf_processor import load_processor
+
+    answering, decode = sampling_options(options), decode_of(options)
+    if not (options.prompt.strip() or options.image or options.audio):
+        raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=options.prompt)
     plan = _plan_to_run(options)
     adapter = _adapter_to_use(options.use, list(plan.request.adapters))
     question: dict[str, Any] = {
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
     }  # fmt: skip
+    # A folder without a tokenizer is found before minutes are spent on its weights.
+    processor = load_processor(find_folder(plan.request.model))
     with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress, decode=decode_of(options))
+        model = trimtab.load(plan, progress=progress, decode=decode)
+    model.processor = processor
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs, hf_generate, hf_slots
+from trimtab.runtime import finite, graphs, hf_generate, hf_slots
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
 
@@ -366,10 +366,7 @@ class Batch:
     def _draw(self, row: Row, logits: Tensor, token: int) -> Drawn:
         if token < 0:
             # A GPU that samples from such a row is lost for all of them.
-            raise DeviceError(
-                "the model's scores are not numbers", device=str(self.model.device),
-                hint=f"Check the weights of adapter {row.adapter!r}" if row.adapter else "Check the model's weights",
-            )  # fmt: skip
+            raise finite.no_numbers(self.model.device, adapter=row.adapter)
         if row.constraint is not None:
             token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
         asked = self._top[row]

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
+from trimtab.runtime.hf_processor import TOKENIZER_HINT
+from trimtab.runtime.hf_slots import placeholder_ids
 from trimtab.runtime.media import MAX_AUDIO_S, SAMPLE_RATE, read_audio, read_image
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
@@ -45,6 +47,8 @@ def prepare(
                 "token ids are taken as they are; media, system and template do not apply", field="prompt"
             )
         return _from_ids(model, prompt)
+    if isinstance(prompt, str) and not (prompt.strip() or images or audios):
+        raise RequestError("is empty: there is nothing to answer", field="prompt", value=prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     _check_modalities(model, pictures, sounds)
     _check_planned(model, "image", len(pictures), "images", "pictures")
@@ -193,13 +197,13 @@ def _text_only(
     if not getattr(tokenizer, "chat_template", None):
         text = _plain(prompt, system, template_kwargs)
         encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
-        return _inputs(model, encoded, has_media=False)
+        return _inputs(model, tokenizer, encoded, has_media=False)
 
     def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
     rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs)
-    return _inputs(model, model.control_tokens.encode(encode, rendered, adds_special=False), has_media=False)
+    return _inputs(model, tokenizer, model.control_tokens.encode(encode, rendered, adds_special=False), has_media=False)
 
 
 def _plain(prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None) -> str:
@@ -245,10 +249,10 @@ def _through_processor(
         encoded = model.control_tokens.encode(encode, rendered, adds_special=adds_special)
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
-    return _inputs(model, encoded, has_media=bool(pictures or sounds))
+    return _inputs(model, tokenizer, encoded, has_media=bool(pictures or sounds))
 
 
-def _inputs(model: Any, encoded: Mapping[str, Any], *, has_media: bool) -> Inputs:
+def _inputs(model: Any, tokenizer: Any, encoded: Mapping[str, Any], *, has_media: bool) -> Inputs:
     tensors = {}
     for name, value in encoded.items():
         if isinstance(value, Tensor):
@@ -257,4 +261,22 @@ def _inputs(model: Any, encoded: Mapping[str, Any], *, has_media: bool) -> Input
     ids = tuple(int(token) for token in tensors["input_ids"][0])
     if not ids:
         raise RequestError("is empty", field="prompt")
+    _check_known(model, tokenizer, ids)
     return Inputs(tensors, len(ids), ids, has_media=has_media)
+
+
+def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:
+    """Raise CheckpointError if the embedding has no row for an id, RequestError if the tokenizer knows nothing of the text."""
+    vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
+    unknown = [token for token in ids if token >= vocabulary]
+    if unknown and set(unknown) - placeholder_ids(model.hf_model):
+        raise CheckpointError(
+            f"its tokenizer made token id {max(unknown)} of this prompt, the model has {vocabulary} embedding rows",
+            path=model.processor_folder, hint=TOKENIZER_HINT,
+        )  # fmt: skip
+    unk = getattr(tokenizer, "unk_token_id", None)
+    if unk is not None and unk in ids and set(ids) <= set(tokenizer.all_special_ids):
+        raise RequestError(
+            f"the checkpoint's tokenizer knows nothing of it: every token is {tokenizer.unk_token}", field="prompt",
+            hint=TOKENIZER_HINT,
+        )  # fmt: skip

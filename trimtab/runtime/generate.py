@@ -190,6 +190,7 @@ class Generation:
             hf_generate.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
+                adapter=getattr(getattr(self._model, "route", None), "name", None),
             )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
             self._stream.queue.put(exc)

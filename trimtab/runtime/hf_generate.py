@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError
 from trimtab.request import GenerateRequest
+from trimtab.runtime import finite
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:
@@ -29,6 +30,17 @@ class _Over(transformers.StoppingCriteria):  # type: ignore[misc]
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         return torch.full((input_ids.shape[0],), self.is_over(), device=input_ids.device, dtype=torch.bool)
+
+
+class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Leaves the logits as they are, and raises DeviceError where they are NaN or infinite."""
+
+    def __init__(self, adapter: str | None) -> None:
+        self.adapter = adapter
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        finite.check_logits(scores, adapter=self.adapter)
+        return scores
 
 
 class Sampler:
@@ -107,11 +119,12 @@ class Sampler:
 
 def generate(
     model: Any, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: Any, is_over: Callable[[], bool],
-    prefill_chunk_tokens: int | None, device: torch.device,
+    prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None,
 ) -> None:  # fmt: skip
     """Run transformers' own generation; tokens go to streamer.put, one row each step.
 
     Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
+    adapter: the name that an error of the logits is told with. Errors: DeviceError for logits that are not numbers.
     """
     own = model.generation_config
     text = model.config.get_text_config()
@@ -147,6 +160,7 @@ def generate(
         try:
             model.generate(
                 **tensors, generation_config=config, streamer=streamer,
+                logits_processor=transformers.LogitsProcessorList([_Numbers(adapter)]),
                 stopping_criteria=transformers.StoppingCriteriaList([_Over(is_over)]),
             )  # fmt: skip
         finally:

@@ -15,15 +15,52 @@ from trimtab.checkpoint.folder import read_json
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime import hf
 
+TOKENIZER_HINT = "Copy the tokenizer files of this very model into the folder (tokenizer.json, tokenizer_config.json)"
+
 
 def load_processor(folder: Path) -> Any:
-    """Return the folder's processor; its tokenizer if the model only reads. Errors: CheckpointError."""
+    """Return the folder's processor; its tokenizer if the model only reads.
+
+    Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model.
+    """
     try:
-        return hf.load_processor(folder)
+        processor = hf.load_processor(folder)
     except CheckpointError as exc:
         if "orchvision" not in str(exc):
             raise
-        return _without_video(folder, exc)
+        processor = _without_video(folder, exc)
+    check_tokenizer(getattr(processor, "tokenizer", processor), folder, _vocabulary(folder))
+    return processor
+
+
+def _vocabulary(folder: Path) -> int | None:
+    """Return how many rows the embedding has, None where the configuration does not say."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return int(config.get_text_config().vocab_size)
+    except Exception:  # whoever loads the model names what is wrong with its configuration
+        return None
+
+
+def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> None:
+    """Raise CheckpointError for a tokenizer without words, and for one that has more tokens than the model.
+
+    Without tokenizer files transformers makes a tokenizer of special tokens alone. Tokens that were added to a vocabulary
+    are not counted: some models never got rows for them, and a prompt that has one is refused by itself.
+    """
+    known = tokenizer.get_vocab()
+    words = {token for token, number in known.items() if number not in set(tokenizer.all_special_ids)}
+    if not words:
+        raise CheckpointError(
+            f"its tokenizer knows {len(known)} special tokens and no words", path=folder, hint=TOKENIZER_HINT
+        )
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    largest = max((number for token, number in known.items() if token not in added), default=-1)
+    if vocabulary is not None and largest >= vocabulary:
+        raise CheckpointError(
+            f"its tokenizer has token ids up to {largest}, the model has {vocabulary} embedding rows: it belongs to another "
+            "model", path=folder, hint=TOKENIZER_HINT,
+        )  # fmt: skip
 
 
 def _without_video(folder: Path, first: CheckpointError) -> Any:

@@ -26,7 +26,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import hf, hf_processor, lora
+from trimtab.runtime import finite, hf, hf_processor, lora
 from trimtab.runtime.devices import peak_host_bytes
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
@@ -193,7 +193,10 @@ class LoadedModel:
 
     @cached_property
     def processor(self) -> Any:
-        """The checkpoint's processor, its tokenizer if the model only reads. Errors: CheckpointError."""
+        """The checkpoint's processor, its tokenizer if the model only reads.
+
+        Errors: CheckpointError, also for a tokenizer that is empty or not this model's.
+        """
         return hf_processor.load_processor(self.processor_folder)
 
     @cached_property
@@ -237,10 +240,14 @@ class LoadedModel:
     # Adapters ---------------------------------------------------------------------------------------------------------
 
     def read_adapter(self, path: str | Path) -> HeldAdapter:
-        """Return an adapter read into host memory and matched with this model. Errors: AdapterError, CheckpointError."""
+        """Return an adapter read into host memory and matched with this model.
+
+        Errors: AdapterError, also for values that are NaN or infinite; CheckpointError.
+        """
         spec = match_adapter(read_adapter(str(path)), self.anatomy)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
         tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
+        finite.check_adapter(path, ((entry.tensor_name, tensors[entry.file, entry.start]) for entry in wanted.values()))
         held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
         self.fitting(held)  # now, not while rows wait
         return held
