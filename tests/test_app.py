@@ -474,6 +474,36 @@ def test_a_key_is_needed_where_one_is_set():
         assert found.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
+ADMIN = (
+    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "a"}), ("/v1/unload_lora_adapter", {"lora_name": "style"}),
+    ("/api/verify", {}),
+)  # fmt: skip
+
+
+def test_administration_needs_a_key_of_its_own(tmp_path):
+    (tmp_path / "a").mkdir()
+    pool, base = MockPool(), {"host": "0.0.0.0", "base_url": "http://example.org", "adapter_root": tmp_path}
+    off = client(pool, api_keys=("one",), **base)
+    found = client(pool, api_keys=("one",), admin_keys=("two", "three"), **base)
+    for path, sent in ADMIN:
+        # Without an admin key nobody may; with one, who has only an API key may not.
+        for server, code in ((off, "admin_off"), (found, "admin_key_needed")):
+            error = error_of(server.post(path, json=sent, headers={"authorization": "Bearer one"}), 403)
+            assert (error["code"], error["type"]) == (code, "permission_error")
+        error_of(found.post(path, json=sent), 401)
+        error_of(off.post(path, json=sent, headers={"authorization": "Bearer two"}), 401)
+    assert pool.calls == []
+    for path, sent in ADMIN[:2]:
+        assert found.post(path, json=sent, headers={"authorization": "Bearer three"}).status_code == 200
+    assert [call[0] for call in pool.calls] == ["load", "unload"]
+    # It opens what an API key opens.
+    assert found.get("/v1/models", headers={"authorization": "Bearer two"}).status_code == 200
+    # On this machine alone, without API keys: clients ask freely, and administration has its key.
+    local = client(pool, admin_keys=("two",), adapter_root=tmp_path)
+    assert chat(local).status_code == 200
+    assert error_of(local.post(ADMIN[1][0], json=ADMIN[1][1]), 403)["code"] == "admin_key_needed"
+
+
 def test_every_key_is_compared_in_constant_time(monkeypatch):
     compared = []
 

@@ -93,7 +93,9 @@ def found(folder, plan, monkeypatch, caplog, capfd):
         ServedModel(name="good", request=LoadRequest(model="base"), adapters={"style": "style"}),
         ServedModel(name="bad", request=LoadRequest(model=str(folder / "base"), context_tokens=1)),
     ]
-    settings = Settings(api_keys=(KEY,), adapter_root=folder / "root", host="0.0.0.0")
+    settings = Settings(
+        api_keys=(f"{KEY}-of-clients",), admin_keys=(KEY,), adapter_root=folder / "root", host="0.0.0.0"
+    )
 
     def make(told, **options):
         return Supervisor({**told, "a real plan": plan}, target=worker, **options)

@@ -352,6 +352,18 @@ def test_draining_tells_what_is_still_being_answered():
 # Adapters -------------------------------------------------------------------------------------------------------------
 
 
+def test_what_the_operator_named_stays():
+    async def work(pool):
+        for name in ("own", "kept"):
+            with pytest.raises(RequestError) as caught:
+                await pool.unload_adapter("a", name)
+            assert (caught.value.field, caught.value.value) == ("lora_name", name) and "stays" in str(caught.value)
+            assert pool.resolve(name) == ("a", name)
+        return pool.status()["models"][0]["named"]
+
+    assert run(model(adapters={"own": "/own", "kept": "/kept"}, kept=("kept",)), work=work) == ["kept", "own"]
+
+
 def test_adapters_come_and_go():
     async def work(pool):
         await pool.load_adapter(None, "x", "/x")

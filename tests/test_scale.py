@@ -33,7 +33,8 @@ WAIT_S = 10
 
 @pytest.fixture(autouse=True)
 def no_key(monkeypatch):
-    monkeypatch.delenv(scale.KEY_VARIABLE, raising=False)
+    for name in (scale.KEY_VARIABLE, scale.ADMIN_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 def model(name="demo", *, device="cpu", **options):
@@ -84,7 +85,9 @@ def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
         scale.read_arguments(found)
     assert caught.value.field == "host"
     monkeypatch.setenv(scale.KEY_VARIABLE, "another")
-    assert scale.read_arguments(found)[1].api_keys == ("another",)
+    monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "admin")
+    settings = scale.read_arguments(found)[1]
+    assert (settings.api_keys, settings.admin_keys) == (("another",), ("admin",))
 
 
 @pytest.mark.parametrize(
@@ -152,6 +155,7 @@ def test_what_says_something_of_copies_needs_ray(flags, capsys):
         (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
         (("--print-config", "-", "--api-key", KEY), "--api-key"),
         (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
+        (("--print-config", "-", "--admin-key", KEY), "--admin-key"),
         (("--print-config", "-", "--port", "0"), "port"),
         (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
     ],
@@ -173,6 +177,7 @@ def test_a_printed_file_holds_what_was_asked_and_no_key(tmp_path, capsys, monkey
     monkeypatch.setattr(on_ray, "check_ray", lambda: None)
     monkeypatch.setenv(scale.KEY_VARIABLE, KEY)
     file = tmp_path / "serve.yaml"
+    monkeypatch.setenv(scale.ADMIN_KEY_VARIABLE, "another-" + KEY)
     flags = ("--ray", "--replicas", "1..4", "--host", "0.0.0.0", "--port", "9000", "--rows", "3")
     assert serve(*flags, "--print-config", str(file), capsys=capsys)[0] == 0
     assert serve(*flags, "--print-config", "-", capsys=capsys)[1].out == file.read_text("utf-8")
@@ -511,7 +516,7 @@ def test_numbers_of_copies_are_added_and_memory_is_the_fullest_ones():
 
 def test_the_front_is_the_single_servers_app(monkeypatch):
     arguments = scale.arguments_of(
-        [model(adapters={"one": "/1"})], Settings(api_keys=(KEY,), page=False), replicas=(1, 2)
+        [model(adapters={"one": "/1"})], Settings(api_keys=(KEY,), admin_keys=("admin",), page=False), replicas=(1, 2)
     )
     handle = Handle(answer)
     app = Front(json.loads(json.dumps(arguments)), handle).__serve_build_asgi_app__()
@@ -524,7 +529,8 @@ def test_the_front_is_the_single_servers_app(monkeypatch):
         lines = client.post("/v1/chat/completions", json={**body, "stream": True}).text
         assert "there" in lines and lines.rstrip().endswith("data: [DONE]")
         assert client.post("/v1/chat/completions", json={**body, "model": "two"}).status_code == 404
-        refused = client.post("/api/verify", json={})
+        assert client.post("/api/verify", json={}).status_code == 403
+        refused = client.post("/api/verify", json={}, headers={"authorization": "Bearer admin"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "verify"
     assert handle.asked == [("one", "/1", "one")] * 2
 

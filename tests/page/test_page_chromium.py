@@ -331,6 +331,12 @@ def test_an_adapter_is_loaded_asked_and_unloaded(opened):
     expect(page.locator("#adapters li", has_text="again")).to_be_visible()
     ask(page, asked["prompt"], voice="gemma-demo:again", media=("image", asked["image"]))
     assert answers(page) == [asked["answers"]["specialist"]]
+    # What the operator named has no such button.
+    expect(page.get_by_role("button", name="Unload")).to_have_count(1)
+    page.once("dialog", lambda dialog: dialog.dismiss())
+    page.get_by_role("button", name="Unload again").click()
+    expect(page.locator("#adapters li", has_text="again")).to_be_visible()
+    page.once("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Unload again").click()
     expect(page.locator("#adapters-said")).to_have_text("again is unloaded")
     expect(page.locator("#adapters li", has_text="again")).to_have_count(0)

@@ -38,7 +38,7 @@ from trimtab.serve.scale import NAME
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parent.parent.parent
-KEY = "a-key-for-the-test"
+KEY, ADMIN_KEY = "a-key-for-the-test", "an-admin-key-for-the-test"
 START_S = 240
 BACK_S = 120
 PROMPT = [{"role": "user", "content": "Hello"}]
@@ -100,7 +100,7 @@ def counts():
 def served():
     flags = ("--ray", "--replicas", "2", "--cpus-per-replica", "0.25", "--resident-adapters", "2", "--no-page")
     flags += ("--adapter-root", str(DEMO / "adapters"), "--limit", "body_bytes=1000000")
-    found = Served(free_port(), *flags, TRIMTAB_API_KEY=KEY)
+    found = Served(free_port(), *flags, TRIMTAB_API_KEY=KEY, TRIMTAB_ADMIN_KEY=ADMIN_KEY)
     try:
         ray.init(address="auto", log_to_driver=False, logging_level="error", namespace="serve")
         yield found
@@ -158,7 +158,7 @@ def until(condition, within_s):
 def post(served, path, body, **headers):
     """Return (status, JSON) of one request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}", **headers}
+    headers = {"content-type": "application/json", "authorization": f"Bearer {ADMIN_KEY}", **headers}
     try:
         with urllib.request.urlopen(urllib.request.Request(served.address + path, data, headers), timeout=120) as found:
             return found.status, json.load(found)

@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, load_request, pairs
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
-from trimtab.serve.scale import KEY_VARIABLE
+from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 # What says something about copies; none of it has an effect on one server.
 RAY_FLAGS = {
@@ -52,6 +52,12 @@ def add(command: Command) -> None:
         help=f"a key that clients must send; needed when other machines can reach the host; also from {KEY_VARIABLE}",
     )  # fmt: skip
     group.add_argument("--api-key-file", metavar="FILE", help="the same, one key a line; other users cannot see it")
+    group.add_argument(
+        "--admin-key", action="append", metavar="KEY",
+        help=f"a key for loading and unloading adapters and for parity checks; without one a server with API keys does none of "
+        f"these; also from {ADMIN_KEY_VARIABLE}",
+    )  # fmt: skip
+    group.add_argument("--admin-key-file", metavar="FILE", help="the same, one key a line; other users cannot see it")
     group.add_argument("--adapter-root", metavar="FOLDER", help="clients may load adapters below this folder")
     group.add_argument(
         "--allow-fetch", action="append", metavar="HOST", help="a public host that pictures may be fetched from"
@@ -181,7 +187,8 @@ def settings_of(options: argparse.Namespace) -> Any:
 
     limits = pairs(options.limit or (), "--limit", "NAME=N", first=True)
     return Settings(
-        host=options.host, port=options.port, api_keys=tuple(_keys(options)),
+        host=options.host, port=options.port, api_keys=tuple(_keys(options, "api", KEY_VARIABLE)),
+        admin_keys=tuple(_keys(options, "admin", ADMIN_KEY_VARIABLE)),
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
         queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
@@ -189,23 +196,26 @@ def settings_of(options: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def _keys(options: argparse.Namespace) -> list[str]:
+def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
+    """Return the keys of a kind, "api" or "admin", from flags, environment and file. Errors: RequestError."""
+    given, path = getattr(options, f"{kind}_key"), getattr(options, f"{kind}_key_file")
+    flag = f"--{kind}-key-file"
     if options.print_config is not None:
-        for flag, value in (("--api-key", options.api_key), ("--api-key-file", options.api_key_file)):
+        for name, value in ((f"--{kind}-key", given), (flag, path)):
             if value is not None:
-                hint = f"Start Ray on each node with {KEY_VARIABLE} in its environment"
-                raise RequestError("is not written into a file", field=flag, hint=hint)
-        return [NO_KEY]  # `config` leaves it out
-    found = list(options.api_key or ())
-    if os.environ.get(KEY_VARIABLE):
-        found.append(os.environ[KEY_VARIABLE])
-    if options.api_key_file is not None:
+                hint = f"Start Ray on each node with {variable} in its environment"
+                raise RequestError("is not written into a file", field=name, hint=hint)
+        return [NO_KEY] if kind == "api" else []  # `config` leaves it out
+    keys = list(given or ())
+    if os.environ.get(variable):
+        keys.append(os.environ[variable])
+    if path is not None:
         try:
-            lines = Path(options.api_key_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as exc:
-            raise RequestError("cannot be read", field="--api-key-file", value=options.api_key_file) from exc
-        keys = [line.strip() for line in lines if line.strip()]
-        if not keys:
-            raise RequestError("holds no key", field="--api-key-file", value=options.api_key_file)
-        found += keys
-    return found
+            raise RequestError("cannot be read", field=flag, value=path) from exc
+        held = [line.strip() for line in lines if line.strip()]
+        if not held:
+            raise RequestError("holds no key", field=flag, value=path)
+        keys += held
+    return keys

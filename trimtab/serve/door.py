@@ -1,4 +1,4 @@
-"""Who may come in: the key, the address they called, and the size and kind of what they carry, before anything reads it.
+"""Who may come in: the keys, the address they called, and the size and kind of what they carry, before anything reads it.
 
 A server without a key listens on this machine alone, and even then a web page in a browser here could call it. Two checks
 keep pages of other sites out: the Host header has to be this machine (a name that was made to point here is refused), and
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
-from trimtab.serve.settings import Settings, is_loopback
+from trimtab.serve.settings import ADMIN_PATHS, Settings, is_loopback
+from trimtab.serve.wire import REQUESTS
 
 OPEN_PATHS = ("/health", "/ready")
+POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
 
 
 class Door:
@@ -27,7 +29,9 @@ class Door:
     def __init__(self, app: ASGIApp, settings: Settings, body_limits: Callable[[str], BodyLimits]) -> None:
         self._app, self._body_limits = app, body_limits
         self._budget = Budget(settings.limits.all_body_bytes)
+        self._admin_keys = [_digest(key.encode()) for key in settings.admin_keys]
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
+        self._allows_admin = settings.allows_admin
         self._is_local = not settings.api_keys and is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -48,12 +52,23 @@ class Door:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
         if self._is_local and not _names_this_machine(headers.get(b"host", b"")):
             return http_error(421, "This server answers to this machine's own names only", code="wrong_host")
-        if self._keys and not self._is_open(scope) and not self._has_key(headers.get(b"authorization", b"")):
+        given = headers.get(b"authorization", b"")
+        # An admin key opens every door.
+        if self._keys and not self._is_open(scope) and not _is_one_of(given, [*self._keys, *self._admin_keys]):
             return http_error(
                 401, "A valid API key is needed: Authorization: Bearer KEY", kind="authentication_error",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
-        if scope["method"] == "POST":
+        if scope["path"] in ADMIN_PATHS:
+            if not self._allows_admin:
+                words = (
+                    "This server is not administered over HTTP: it was started with API keys and without --admin-key"
+                )
+                return http_error(403, words, kind="permission_error", code="admin_off")
+            if self._admin_keys and not _is_one_of(given, self._admin_keys):
+                words = "An admin key is needed: Authorization: Bearer KEY"
+                return http_error(403, words, kind="permission_error", code="admin_key_needed")
+        if scope["method"] == "POST" and scope["path"] in POST_PATHS:
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if kind != b"application/json" or headers.get(b"content-encoding", b"identity") != b"identity":
                 return http_error(415, "Send JSON: Content-Type: application/json, not compressed", code="not_json")
@@ -64,12 +79,14 @@ class Door:
         # The page itself holds no secret: it asks its reader for the key and sends it with what it reads.
         return path in OPEN_PATHS or path == "/" or path.startswith("/page/")
 
-    def _has_key(self, given: bytes) -> bool:
-        kind, _, key = given.partition(b" ")
-        # Every key is compared, in constant time each; digests are of one length, whatever the keys' are.
-        digest = _digest(key.strip())
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return kind.lower() == b"bearer" and any(matches)
+
+def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
+    """Whether an Authorization header has one of the keys. keys: digests."""
+    kind, _, key = given.partition(b" ")
+    # Every key is compared, in constant time each; digests are of one length, whatever the keys' are.
+    digest = _digest(key.strip())
+    matches = [hmac.compare_digest(digest, known) for known in keys]
+    return kind.lower() == b"bearer" and any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -38,7 +38,7 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
 BUG = (500, "server_error", "bug")
 # What the way in refuses before it knows what is asked: HTTP's own words.
 HTTP_CODES = {
-    401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
+    401: "invalid_api_key", 403: "admin_off", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large", 415: "not_json",
     421: "wrong_host",
 }  # fmt: skip
 # What a client may see of an error's fields: never a path of this machine.

@@ -336,10 +336,16 @@ class Pool:
         member.adapters[name] = path
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
-        """Forget an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used."""
+        """Forget an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used or
+        was named at the start."""
         member = self._one(model)
         if name not in member.adapters:
             raise UnknownModelError(name, sorted(member.adapters), field="lora_name")
+        if name in member.served.adapters:
+            raise RequestError(
+                "was named when the server was started, and stays", field="lora_name", value=name,
+                hint="Only adapters that were loaded over HTTP are unloaded over HTTP",
+            )  # fmt: skip
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
 
@@ -370,6 +376,7 @@ class Pool:
         return {
             "name": name, "state": supervisor.state, "restarts": supervisor.restarts, "loading": supervisor.loading,
             "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
+            "named": sorted(member.served.adapters),
             "takes": self.takes(name), "numbers": supervisor.numbers if is_ready else {}, "plan": plan,
             "error": None if failure is None else told_error(failure, self.folders)[1]["error"]["message"],
             "context_tokens": self.context_tokens(name), "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),

@@ -19,17 +19,19 @@ from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import Limits, Settings
 
 # Keys come from the command line or from here; on a cluster from here alone.
-KEY_VARIABLE = "TRIMTAB_API_KEY"
+KEY_VARIABLE, ADMIN_KEY_VARIABLE = "TRIMTAB_API_KEY", "TRIMTAB_ADMIN_KEY"
 IMPORT_PATH = "trimtab.serve.on_ray:application"
 NAME = "trimtab"
 # The name of what answers HTTP; no model's name begins like this.
 FRONT = "_front"
-_TUPLES = ("api_keys", "allow_fetch", "cors_origins")
+_KEYS = {"api_keys": KEY_VARIABLE, "admin_keys": ADMIN_KEY_VARIABLE}
+_TUPLES = (*_KEYS, "allow_fetch", "cors_origins")
 
 HEAD = f"""\
 # `serve deploy THIS_FILE` on a running Ray cluster. trimtab[ray] has to be installed on every node, and every node has to
-# find the same models and adapters under the same paths. API keys are not in here: start Ray on each node with
-# {KEY_VARIABLE} in its environment. replicas: the fewest and the most copies of each model. gpus, cpus: what one copy takes.
+# find the same models and adapters under the same paths. Keys are not in here: start Ray on each node with
+# {KEY_VARIABLE} in its environment, and {ADMIN_KEY_VARIABLE} to load adapters over HTTP.
+# replicas: the fewest and the most copies of each model. gpus, cpus: what one copy takes.
 """
 
 
@@ -111,10 +113,11 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[list[ServedModel], Set
         models.append(ServedModel(**values))
     given = {**arguments["settings"], "limits": Limits(**arguments["settings"]["limits"])}
     given["adapter_root"] = None if given["adapter_root"] is None else Path(given["adapter_root"])
-    given |= {name: tuple(given[name]) for name in _TUPLES}
-    key = os.environ.get(KEY_VARIABLE)
-    if key and key not in given["api_keys"]:
-        given["api_keys"] = (*given["api_keys"], key)
+    given |= {name: tuple(given.get(name, ())) for name in _TUPLES}
+    for name, variable in _KEYS.items():
+        key = os.environ.get(variable)
+        if key and key not in given[name]:
+            given[name] = (*given[name], key)
     return models, Settings(**given)
 
 
@@ -127,7 +130,7 @@ def config(arguments: Mapping[str, Any]) -> str:
     """Return the file for `serve deploy`, in YAML; keys are left out. Errors: RequestError for a port of 0."""
     import yaml
 
-    settings = {**arguments["settings"], "api_keys": []}
+    settings = {**arguments["settings"], **{name: [] for name in _KEYS}}
     if settings["port"] == 0:
         raise RequestError("a file names the port", field="port", value=0)
     is_cpu = all(table["request"].get("device") == "cpu" for table in arguments["models"])

@@ -12,6 +12,8 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
 
 LOOPBACK_NAMES = ("localhost",)
+# What changes the server for every client, or costs it much.
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify")
 _KEY = re.compile(r"[\x21-\x7e]+")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
@@ -85,7 +87,8 @@ class Settings:
     """What `trimtab serve` was told.
 
     host, port: where it listens; 0 takes a free port. api_keys: any of them opens the door; required as soon as the host is
-    not loopback. adapter_root: the only folder below which clients may load adapters (None: clients may load none).
+    not loopback. admin_keys: any of them opens ADMIN_PATHS as well, which a server with API keys and without these does not
+    have. adapter_root: the only folder below which clients may load adapters (None: clients may load none).
     allow_fetch: host names that pictures may be fetched from (none by default). cors_origins: other sites whose pages may
     call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
     the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
@@ -95,6 +98,7 @@ class Settings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_keys: tuple[str, ...] = field(default=(), repr=False)
     adapter_root: Path | None = None
     allow_fetch: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
@@ -119,9 +123,12 @@ class Settings:
             raise RequestError("is not a folder", field="adapter_root", value=str(self.adapter_root))
 
     def _check_door(self) -> None:
-        if any(not _KEY.fullmatch(key) for key in self.api_keys):
-            # The key itself is not repeated: messages end up in logs.
-            raise RequestError("a key has visible ASCII characters, one at least, and no spaces", field="api_key")
+        for name, keys in (("api_key", self.api_keys), ("admin_key", self.admin_keys)):
+            if any(not _KEY.fullmatch(key) for key in keys):
+                # The key itself is not repeated: messages end up in logs.
+                raise RequestError("a key has visible ASCII characters, one at least, and no spaces", field=name)
+        if set(self.admin_keys) & set(self.api_keys):
+            raise RequestError("must not be an API key too: every client has those", field="admin_key")
         if not is_loopback(self.host) and not self.api_keys:
             raise RequestError(
                 "other machines can reach this address; an API key is required there", field="host", value=self.host,
@@ -135,6 +142,11 @@ class Settings:
         for host in self.allow_fetch:
             if not _HOST.fullmatch(host):
                 raise RequestError("is not a host name", field="allow_fetch", value=host)
+
+    @property
+    def allows_admin(self) -> bool:
+        """Whether this server is administered over HTTP: with a key of its own, or on this machine alone without any keys."""
+        return bool(self.admin_keys) or not self.api_keys
 
     def adapter_path(self, given: str) -> Path:
         """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside it.

@@ -14,7 +14,7 @@ function readKept() {
   }
 }
 
-/** prompt: an async function that gets a key from the reader and hands it to `useKey`. */
+/** prompt: an async function that gets a key from the reader and hands it to `useKey`; it learns whether that is the admin's. */
 export function onKeyWanted(prompt) {
   askForKey = prompt;
 }
@@ -59,10 +59,11 @@ async function send(path, options, isAgain = false) {
     if (error.name === "AbortError") throw error;
     throw new Unreachable("The server does not answer");
   }
-  if (answer.status === 401 && !isAgain) {
+  const needsAdmin = answer.status === 403 && (await errorOf(answer.clone())).code === "admin_key_needed";
+  if ((answer.status === 401 || needsAdmin) && !isAgain) {
     // Requests that run into the closed door together wait for one prompt, and for none if the key has changed since.
     if (used === key) {
-      asking ??= askForKey().finally(() => { asking = null; });
+      asking ??= askForKey(needsAdmin).finally(() => { asking = null; });
       await asking;
     }
     return send(path, options, true);

@@ -118,13 +118,14 @@ function showVoices(models, model) {
 function showAdapters(model) {
   const { resident = [], kept = [], swaps = 0, swap_p50_s: swap } = model.numbers ?? {};
   const isLoaded = model.state === "ready";
-  const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded]);
+  const named = model.named ?? [];
+  const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded, named.includes(name)]);
   const list = byId("adapters");
   byId("adapters-note").textContent = swaps ? `${counted(swaps, "swap")}, ${seconds(swap)} each` : "";
   renew(list, [model.name, shown], () => {
-    const rows = shown.map(([name, isResident, isKept]) => make(
+    const rows = shown.map(([name, isResident, isKept, , isNamed]) => make(
       "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept, isLoaded),
-      make("button", {
+      isNamed ? null : make("button", {
         type: "button", class: "plain", "data-held": name, "aria-label": `Unload ${name}`, onclick: () => unload(model.name, name),
       }, "Unload"),
     ));
@@ -157,6 +158,7 @@ async function changeAdapters(work, said) {
 }
 
 function unload(model, name) {
+  if (!confirm(`Unload ${name}? Requests that name it fail until it is loaded again.`)) return false;
   return changeAdapters(() => post("/v1/unload_lora_adapter", { model, lora_name: name }), `${name} is unloaded`);
 }
 
@@ -269,7 +271,9 @@ byId("key-dialog").addEventListener("cancel", (event) => { if (byId("key-cancel"
 byId("key-dialog").addEventListener("close", () => { byId("key").value = ""; });
 byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("key-change").addEventListener("click", () => openKeyDialog(false, ""));
-onKeyWanted(() => openKeyDialog(true, hasKey() ? "The key that this tab holds is not accepted" : ""));
+onKeyWanted((isAdmin) => (isAdmin
+  ? openKeyDialog(false, "This needs the admin key of the server")
+  : openKeyDialog(true, hasKey() ? "The key that this tab holds is not accepted" : "")));
 
 const THEMES = ["system", "light", "dark"];
 const themeOf = () => document.documentElement.dataset.theme ?? "system";
