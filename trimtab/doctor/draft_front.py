@@ -5,15 +5,14 @@ Here the catalogue may speak too, and is named as what it is; the text of the is
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from trimtab.doctor.bug import Bug
 from trimtab.doctor.draft_buckets import FIXED, REPOSITORIES, STATES
 from trimtab.doctor.draft_evidence import Run
 from trimtab.doctor.draft_text import cell, inline, marks
+from trimtab.doctor.trackers import NAMED, Tracker, known_trackers, release
 
 if TYPE_CHECKING:
     from trimtab.doctor.draft import Draft
@@ -23,36 +22,11 @@ LAYERS = {
     "bitsandbytes": "quantized weights and their state", "accelerate": "hooks and dispatch",
     "peft": "the adapter's layers and its new dispatch", "transformers": "model code and the quantizer's integration",
 }  # fmt: skip
-NAMED = "named by the error's own text"
-_NAMED = re.compile(r"https://github\.com/(?P<repository>[\w.-]+/[\w.-]+)/(?:issues|pull)/(?P<number>\d+)")
-_TRACKER = re.compile(r"^(?P<repository>[\w.-]+/[\w.-]+)#(?P<number>\d+)\s*(?:\((?P<state>.*)\))?$")
-
-
-@dataclass(frozen=True)
-class Tracker:
-    """A known thread. state: in the catalogue's words, "" if it says none."""
-
-    repository: str
-    number: int
-    state: str
-
-    @property
-    def is_open(self) -> bool:
-        return bool(re.search(r"\bopen\b", self.state)) and "pull request" not in self.state
-
-    @property
-    def name(self) -> str:
-        return f"{self.repository}#{self.number}"
 
 
 def trackers_of(bug: Bug | None, run: Run | None = None) -> tuple[Tracker, ...]:
-    """Return the threads that the catalogue knows, entries in another form left out, and those that a run's error names."""
-    found = (_TRACKER.match(text) for text in (bug.trackers if bug else ()))
-    known = [Tracker(one["repository"], int(one["number"]), one["state"] or "") for one in found if one]
-    names = {one.name for one in known}
-    said = _NAMED.finditer(run.message) if run is not None else ()
-    named = {one.name: one for one in (Tracker(match["repository"], int(match["number"]), NAMED) for match in said)}
-    return (*known, *(one for name, one in named.items() if name not in names))
+    """Return the threads that the catalogue knows and those that a run's error names."""
+    return known_trackers(bug, run.message if run is not None else "")
 
 
 def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
@@ -72,11 +46,6 @@ def layers_of(run: Run) -> tuple[str, str]:
     """Return the libraries of the innermost and of the outermost frame in the stack's four packages; "" without one."""
     found = [str(frame.get("library")) for frame in run.frames if frame.get("library") in LAYERS]
     return (found[-1], found[0]) if found else ("", "")
-
-
-def release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version, to compare: "1.14.0.dev0" counts as 1.14.0."""
-    return tuple(int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3])
 
 
 def fixed_here(bug: Bug, run: Run) -> bool:

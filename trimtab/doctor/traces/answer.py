@@ -1,0 +1,214 @@
+"""What to answer to a pasted error: whose it is, where it is tracked, the way round, what to ask next, and how sure that is.
+
+Everything about a bug comes from the catalogue, states of threads as last known there. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from trimtab.doctor.bug import Bug
+from trimtab.doctor.traces.classify import UNKNOWN, Finding, classify
+from trimtab.doctor.traces.reading import Paste
+from trimtab.doctor.trackers import OPEN, Tracker, known_trackers, release
+
+MOST_SHOWN = 3
+MOST_TRACKERS = 3
+MOST_UNKNOWN = 6
+WIDTH = 112
+ASK_UNKNOWN = (
+    "the whole traceback, from its first line on",
+    "versions of torch, transformers, accelerate, peft, bitsandbytes (trimtab doctor --report prints them)",
+    "the device_map and the quantization_config that were given",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What is known about one exception of a paste.
+
+    label: its name, UNKNOWN for none. meaning: in a line. exception: as pasted, its first line. rests_on: by what it was
+    recognized. bug: the entry of the catalogue, None without one. bucket: the issue that it belongs into. owner: whose
+    repository. trackers: known threads. fix: whether a release has the fix, in a sentence. way_round: what works today.
+    ask: what to ask next. times: how often the text has it.
+    """
+
+    label: str
+    meaning: str
+    exception: str
+    confidence: str
+    rests_on: tuple[str, ...]
+    bug: Bug | None
+    bucket: str
+    owner: str
+    trackers: tuple[Tracker, ...]
+    fix: str
+    way_round: str
+    ask: tuple[str, ...]
+    line: int = 0
+    times: int = 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "label": self.label, "meaning": self.meaning, "exception": self.exception, "confidence": self.confidence,
+            "rests_on": list(self.rests_on), "bug": self.bug.id if self.bug else None,
+            "title": self.bug.title if self.bug else None, "bucket": self.bucket or None, "owner": self.owner or None,
+            "trackers": [
+                {"name": one.name, "url": one.url, "state": one.known_state, "as_last_known": one.state}
+                for one in self.trackers
+            ],
+            "fix": self.fix, "way_round": self.way_round or None, "ask": list(self.ask), "line": self.line, "times": self.times,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What a pasted text shows. answers: known failures first. versions: that the text says."""
+
+    answers: tuple[Answer, ...]
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        """The first known failure, or UNKNOWN."""
+        return self.answers[0].label
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return {
+            "label": self.label, "versions": dict(self.versions), "answers": [one.to_json() for one in self.answers],
+        }  # fmt: skip
+
+
+def diagnose(text: str) -> Diagnosis:
+    """Return the answer to a pasted text. Errors: RequestError for one without words or beyond the limits."""
+    paste, findings = classify(text)
+    return Diagnosis(tuple(_answer(finding, paste) for finding in findings), paste.versions)
+
+
+@cache
+def _bugs() -> Mapping[str, Bug]:
+    from trimtab.doctor.probes import read_catalogue
+
+    return {entry.bug.id: entry.bug for entry in read_catalogue()}
+
+
+def _answer(finding: Finding, paste: Paste) -> Answer:
+    trace, exception = finding.trace, ""
+    if trace is not None:
+        exception = f"{trace.kind}: {trace.message.splitlines()[0] if trace.message else ''}".strip(": ")
+    given = {"exception": exception, "line": trace.line if trace else 0, "times": trace.times if trace else 1}
+    if finding.match is None:
+        return Answer(
+            label=UNKNOWN, meaning="no signature knows it", confidence=finding.confidence, rests_on=(), bug=None, bucket="",
+            owner="", trackers=(), fix="not known", way_round="", ask=(*finding.asks, *ASK_UNKNOWN), **given,
+        )  # fmt: skip
+    signature = finding.match.signature
+    bug = _bugs().get(signature.catalogue)
+    return Answer(
+        label=signature.label, meaning=signature.meaning, confidence=finding.confidence, rests_on=finding.rests_on, bug=bug,
+        bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else signature.owner,
+        trackers=tuple(sorted(known_trackers(bug), key=lambda one: not one.may_be_open)), fix=_fix(bug, paste.versions),
+        way_round=bug.way_round if bug else _OOM_WAY_ROUND if signature.label == "OOM_GPU" else "",
+        ask=_ask(finding, bug, paste.versions), **given,
+    )  # fmt: skip
+
+
+_OOM_WAY_ROUND = "a smaller context, fewer bits, a smaller model, or modules off the GPU (trimtab plan says what fits)"
+
+
+def _bucket(label: str) -> str:
+    from trimtab.doctor.draft_buckets import BUCKETS
+
+    return next((bucket.name for bucket in BUCKETS if label in bucket.labels), "")
+
+
+def _fix(bug: Bug | None, versions: Mapping[str, str]) -> str:
+    """Return whether a release has the fix, and on which side of it the versions of the text are."""
+    if bug is None:
+        return "nothing to fix upstream"
+    fixes = [(one.package, one.fixed_in) for one in bug.affected if one.fixed_in]
+    if not fixes:
+        return f"no release known to have a fix; {bug.versions}"
+    said = " or ".join(f"{package} {version}" for package, version in fixes)
+    sides = [
+        f"{package} {versions[package]} {'has it' if release(versions[package]) >= release(version) else 'has not'}"
+        for package, version in fixes if package in versions
+    ]  # fmt: skip
+    return f"{said} has the fix; {', '.join(sides) if sides else bug.versions}"
+
+
+def _ask(finding: Finding, bug: Bug | None, versions: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what to ask next of who pasted it."""
+    asks = []
+    signature = finding.match.signature if finding.match else None
+    if finding.confidence != "high" and signature is not None and signature.ask:
+        asks.append(signature.ask)
+    missing = [one.package for one in (bug.affected if bug else ()) if one.package not in versions]
+    if missing:
+        asks.append(f"the version of {', '.join(missing)}")
+    if bug is not None:
+        asks.append(f"run here: trimtab doctor --probe {bug.id}")
+    return tuple(asks)
+
+
+# Text -----------------------------------------------------------------------------------------------------------------
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """Return the answers as text for one screen: known failures in full, the others in a line each."""
+    known = [one for one in diagnosis.answers if one.label != UNKNOWN]
+    unknown = [one for one in diagnosis.answers if one.label == UNKNOWN]
+    parts = ["\n".join(_answer_lines(one)) for one in known[:MOST_SHOWN]]
+    parts += [f"{one.label} as well, at line {one.line}" for one in known[MOST_SHOWN:]]
+    if not known:
+        parts.append("\n".join(_answer_lines(unknown[0])))
+        unknown = unknown[1:]
+    if unknown:
+        lines = [f"UNKNOWN at line {one.line}: {one.exception[:80]}" for one in unknown[:MOST_UNKNOWN]]
+        more = [f"and {len(unknown) - MOST_UNKNOWN} more"] if len(unknown) > MOST_UNKNOWN else []
+        parts.append("\n".join([*lines, *more]))
+    return "\n\n".join(parts)
+
+
+def _answer_lines(answer: Answer) -> list[str]:
+    times = f", {answer.times} times" if answer.times > 1 else ""
+    lines = [f"{answer.label}: {answer.meaning}"]
+    return lines + [line for name, value in _rows(answer, times) for line in _wrapped(name, value)]
+
+
+def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
+    if answer.exception:
+        yield "pasted", f"{answer.exception[:160]} (line {answer.line}{times})"
+    yield "confidence", f"{answer.confidence}{': ' if answer.rests_on else ''}{', '.join(answer.rests_on)}"
+    if answer.bug is not None:
+        yield "known bug", f"{answer.bug.id} {answer.bug.name}: {answer.bug.title}"
+    if answer.owner:
+        yield "owner", answer.owner
+    if answer.bucket:
+        yield "bucket", answer.bucket
+    if answer.trackers:
+        yield "trackers", _trackers(answer.trackers)
+    if answer.label != UNKNOWN:
+        yield "fix", answer.fix
+    if answer.way_round:
+        yield "way round", answer.way_round
+    for place, ask in enumerate(answer.ask):
+        yield "ask next" if place == 0 else "", ask
+
+
+def _trackers(trackers: tuple[Tracker, ...]) -> str:
+    shown = "; ".join(f"{one.name} ({one.state or 'state not known: look there first'})" for one in trackers[:MOST_TRACKERS])
+    more = f"; {len(trackers) - MOST_TRACKERS} more" if len(trackers) > MOST_TRACKERS else ""
+    head = "" if any(one.known_state == OPEN for one in trackers) else "none known to be open: "
+    return f"{head}{shown}{more}"
+
+
+def _wrapped(name: str, value: str) -> list[str]:
+    lines = textwrap.wrap(value, WIDTH - 13, break_long_words=True, break_on_hyphens=False) or [""]
+    return [f"  {name if place == 0 else '':<11}{line}" for place, line in enumerate(lines)]

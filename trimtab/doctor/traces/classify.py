@@ -1,0 +1,87 @@
+"""Which known failures a pasted text shows, and by what each is recognized. Pure.
+
+The first match is by exception, message and frames. A paste that lost its exception line is searched as a whole, and only
+for what identifies a failure there. What several causes share stays UNKNOWN, with what to ask for.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trimtab.doctor.traces.reading import PASTE_LINES, Paste, Trace, read_paste
+from trimtab.doctor.traces.signatures import SIGNATURES, Match, match
+
+UNKNOWN = "UNKNOWN"
+HIGH, MEDIUM, NONE = "high", "medium", "none"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one exception of a paste is. match: None for UNKNOWN. asks: what would decide an UNKNOWN one."""
+
+    trace: Trace | None
+    match: Match | None
+    asks: tuple[str, ...] = ()
+
+    @property
+    def label(self) -> str:
+        return UNKNOWN if self.match is None else self.match.signature.label
+
+    @property
+    def rests_on(self) -> tuple[str, ...]:
+        return () if self.match is None else self.match.rests_on
+
+    @property
+    def confidence(self) -> str:
+        """HIGH: type and message, and a frame or a message of its own. MEDIUM: a source line for the frame, or no type."""
+        if self.match is None:
+            return NONE
+        has_type = any(one.startswith("exception type") for one in self.rests_on)
+        is_exact = any(one.startswith("frame") or one == "a message of its own" for one in self.rests_on)
+        return HIGH if has_type and is_exact else MEDIUM
+
+
+def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
+    """Return what a text holds and what each of its exceptions is, known ones first. Errors: as `read_paste`."""
+    paste = read_paste(text)
+    findings = [_of_trace(trace, paste) for trace in paste.traces]
+    if not any(finding.match for finding in findings):
+        whole = _of_whole(paste)
+        if whole is not None:
+            findings = [Finding(paste.traces[0] if paste.traces else None, whole)]
+    known: dict[str, Finding] = {}
+    for finding in findings:
+        if finding.match is not None:
+            known.setdefault(finding.label, finding)
+    unknown = [finding for finding in findings if finding.match is None]
+    if not findings:
+        unknown = [Finding(None, None, _asks("", paste.text))]
+    return paste, (*known.values(), *unknown)
+
+
+def _of_trace(trace: Trace, paste: Paste) -> Finding:
+    frames = (*trace.frames, *paste.mentions) if not trace.frames else trace.frames
+    first = trace.message.split("\n")[0]
+    for message in dict.fromkeys((first, trace.message)):
+        found = match(trace.kind, message, frames, settings=trace.around, code=trace.around)
+        if found is not None:
+            return Finding(trace, found)
+    return Finding(trace, None, _asks(trace.kind, trace.message))
+
+
+def _of_whole(paste: Paste) -> Match | None:
+    """Return the match of a text whose exception line is lost; None for a long log, where anything stands beside anything."""
+    if paste.text.count("\n") >= PASTE_LINES:
+        return None
+    frames = tuple(frame for trace in paste.traces for frame in trace.frames) or paste.mentions
+    return match("", paste.text, frames, settings=paste.text, code=paste.text)
+
+
+def _asks(kind: str, message: str) -> tuple[str, ...]:
+    """Return what would decide: what each signature with this message needs beside it."""
+    plain = " ".join(message.split())
+    return tuple(dict.fromkeys(
+        signature.ask for signature in SIGNATURES
+        if signature.ask and (not kind or re.fullmatch(signature.type, kind)) and re.search(signature.message, plain)
+    ))  # fmt: skip
