@@ -12,12 +12,13 @@ from typing import Any
 from trimtab import show
 from trimtab.commands.flags import pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
+from trimtab.commands.traces import check_model, run_report, run_trace
 from trimtab.errors import RequestError
 
 STOPPED = 130
 # What each flag needs beside it to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "adapter": ("model",), "device_map": ("model",), "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
+    "adapter": ("model", "report"), "device_map": ("model", "report"), "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
     "overwrite": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
@@ -30,6 +31,8 @@ def add(command: Command) -> None:
     found.add_argument(
         "model", metavar="MODEL", nargs="?", help="say what lies ahead of the stock stack with this model"
     )
+    found.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
+    found.add_argument("--report", action="store_true", help="print a block to paste into a question, without private paths")
     found.add_argument("--adapter", metavar="PATH", help="an adapter for MODEL")
     found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
     found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
@@ -62,7 +65,12 @@ def add(command: Command) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    if options.trace is not None:
+        return run_trace(options)
+    check_model(options.model)
     _check(options)
+    if options.report:
+        return run_report(options)
     report = _examine(options)
     stopped = report["stopped"] or any(found.stopped for found in report["bisections"] or ())
     if options.json:

@@ -102,7 +102,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     trace, exception = finding.trace, ""
     if trace is not None:
         exception = f"{trace.kind}: {trace.message.splitlines()[0] if trace.message else ''}".strip(": ")
-    given = {"exception": exception, "line": trace.line if trace else 0, "times": trace.times if trace else 1}
+    given: dict[str, Any] = {"exception": exception, "line": trace.line if trace else 0, "times": trace.times if trace else 1}
     if finding.match is None:
         return Answer(
             label=UNKNOWN, meaning="no signature knows it", confidence=finding.confidence, rests_on=(), bug=None, bucket="",

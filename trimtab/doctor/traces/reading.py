@@ -10,7 +10,7 @@ import bisect
 import html
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trimtab.errors import RequestError
 
@@ -22,6 +22,7 @@ MOST_FRAMES = 400
 # A paste of so many lines is one conversation: what stands anywhere in it may be the setting of its failure.
 PASTE_LINES = 200
 MESSAGE_LINES = 6
+_GOES_ON = ("(", ",", ":")
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "torchao", "transformers", "auto_round", "vllm", "sglang")
 
 _QUOTES = str.maketrans({
@@ -168,7 +169,7 @@ def _keep(kept: dict[tuple[str, str, tuple[str, ...]], Trace], trace: Trace) -> 
     key = (trace.kind, trace.message[:200], trace.frames)
     before = kept.get(key)
     times = 1 if before is None else before.times + 1
-    kept[key] = Trace(trace.kind, trace.message, trace.frames, trace.around, trace.line, times)
+    kept[key] = replace(before or trace, times=times)
 
 
 def _events(text: str) -> list[tuple[int, str, str | tuple[str, str, int]]]:
@@ -211,6 +212,8 @@ def _message(text: str, match: re.Match[str]) -> str:
     following = text[match.end() : match.end() + 2000].split("\n")[1 : MESSAGE_LINES + 1] if match["message"] is not None else []
     lines = [first]
     for line in following:
+        if not (lines[-1].endswith(_GOES_ON) or line[:1] in " \t)" or not lines[-1]):
+            break
         if not line.strip() or _AFTER_PYTHON.search(line) or _AFTER_NUMBER.search(line) or _TRACEBACK.search(line):
             break
         lines.append(line.strip())

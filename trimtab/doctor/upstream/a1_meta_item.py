@@ -22,7 +22,7 @@ BUG = Bug(
     trackers=(
         "bitsandbytes-foundation/bitsandbytes#1951 (pull request, closed unmerged)",
         "bitsandbytes-foundation/bitsandbytes#1525 (4-bit and sequential offload, named by others)",
-        "huggingface/diffusers#13096 (same trace, closed)",
+        "huggingface/diffusers#13096 (same message, an unquantized model, closed)",
         "huggingface/diffusers#10869 (closed)",
     ),
     trimtab="its layers keep packed bytes and scales together, and nothing is moved after loading",

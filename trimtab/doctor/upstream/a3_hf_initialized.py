@@ -21,8 +21,8 @@ BUG = Bug(
     trackers=(
         "huggingface/accelerate#3976 (pull request, merged)",
         "bitsandbytes-foundation/bitsandbytes#1900 (pull request, merged)",
-        "huggingface/transformers#43872 (named by users)",
-        "volcengine/verl#4522 (the same of a plain Parameter, open)",
+        "huggingface/transformers#43872 (closed, named by users)",
+        "verl-project/verl#4522 (the same of a plain Parameter, open)",
     ),
     trimtab="it builds no parameter from another one's attributes, and no accelerate hook touches its weights",
     evidence="run",

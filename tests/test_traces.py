@@ -1,0 +1,339 @@
+"""Pasted errors: read in every form that people paste, named only by what identifies them, else UNKNOWN."""
+
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools import score_traces
+from trimtab import cli
+from trimtab.doctor.labels import SIGNATURES
+from trimtab.doctor.traces.answer import diagnose, diagnosis_text
+from trimtab.doctor.traces.classify import UNKNOWN, classify
+from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
+from trimtab.errors import RequestError
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRIES = score_traces.entries()
+THREAD = [entry for entry in ENTRIES if "175522" in entry["link"]]
+
+
+def label_of(text):
+    return classify(text)[1][0].label
+
+
+# The corpus -----------------------------------------------------------------------------------------------------------
+
+
+def test_halves_follow_from_the_links_and_links_are_unique():
+    links = [entry["link"] for entry in ENTRIES]
+    assert len(set(links)) == len(links) >= 70
+    split = [entry for entry in ENTRIES if entry["half"] in ("tune", "held-out")]
+    assert all(entry["half"] == score_traces.half_of(entry["link"]) for entry in split)
+
+
+def test_score_on_every_half_has_no_false_alarm_and_enough_recall():
+    for half, one in score_traces.scores().items():
+        assert one["false_alarms"] == [], half
+        assert one["recall"] >= 0.85, half
+
+
+def test_committed_scores_and_the_page_are_what_the_corpora_and_the_doctor_give():
+    assert score_traces.main(["--check"]) == 0  # else: python tools/score_traces.py
+
+
+@pytest.mark.parametrize("entry", THREAD, ids=lambda entry: entry["link"].partition("#")[2])
+def test_every_trace_of_the_forum_thread_is_named(entry):
+    assert label_of(entry["text"]) == entry["label"] != UNKNOWN
+
+
+def test_labels_of_the_corpus_are_labels():
+    assert {entry["label"] for entry in ENTRIES} <= {one.label for one in SIGNATURES} | {UNKNOWN}
+
+
+# Signatures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signature", SIGNATURES, ids=lambda one: f"{one.label}-{one.type}")
+def test_signature_has_a_frame_or_a_message_that_no_foreign_paste_has(signature):
+    assert signature.frame or len(signature.message) >= 10
+    if signature.has_own_message:
+        foreign = [entry["text"] for entry in ENTRIES if entry["label"] == UNKNOWN]
+        assert not [text for text in foreign if re.search(signature.message, " ".join(text.split()))]
+
+
+FRAMES = '  File "/x/site-packages/{}", line 1, in {}\n    pass\n'
+
+
+@pytest.mark.parametrize("text", [
+    # Any AssertionError of bitsandbytes.
+    FRAMES.format("bitsandbytes/autograd/_functions.py", "matmul_4bit") + "AssertionError",
+    FRAMES.format("bitsandbytes/nn/modules.py", "fix_4bit_weight_quant_state_from_module") + "AssertionError",
+    # Another model's refusal of sdpa, another model's torch.finfo.
+    FRAMES.format("transformers/modeling_utils.py", "_check_and_enable_sdpa")
+    + "ValueError: DeepseekForCausalLM does not support an attention implementation through "
+    "torch.nn.functional.scaled_dot_product_attention yet.",
+    FRAMES.format("transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py", "forward")
+    + "TypeError: torch.finfo() requires a floating point input type. Use torch.iinfo to handle 'torch.finfo'",
+    # A user's own .to("cuda"), and transformers' own dispatch.
+    FRAMES.format("torch/nn/modules/module.py", "to") + "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    FRAMES.format("accelerate/big_modeling.py", "dispatch_model") + FRAMES.format("torch/nn/modules/module.py", "to")
+    + "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    # 'SCB' while loading.
+    FRAMES.format("bitsandbytes/nn/modules.py", "_load_from_state_dict")
+    + "AttributeError: 'Parameter' object has no attribute 'SCB'",
+])  # fmt: skip
+def test_message_that_several_causes_share_is_unknown_without_its_frame(text):
+    assert label_of("Traceback (most recent call last):\n" + text) == UNKNOWN
+
+
+@pytest.mark.parametrize("text, label", [
+    (FRAMES.format("bitsandbytes/nn/modules.py", "fix_4bit_weight_quant_state_from_module") + "AssertionError\n"
+     'BitsAndBytesConfig(load_in_4bit=True, llm_int8_skip_modules=["model.audio_tower"])', "FAIL_SKIP_LIST_TIED"),
+    ("ValueError: Gemma4AudioModel does not support an attention implementation through "
+     "torch.nn.functional.scaled_dot_product_attention yet.", "FAIL_SDPA_AUDIO"),
+    (FRAMES.format("transformers/models/gemma4/modeling_gemma4.py", "forward")
+     + "TypeError: torch.finfo() requires a floating point input type. Use torch.iinfo", "FAIL_AUDIO_FINFO"),
+    (FRAMES.format("peft/peft_model.py", "load_adapter") + FRAMES.format("accelerate/big_modeling.py", "dispatch_model")
+     + FRAMES.format("torch/nn/modules/module.py", "to")
+     + "NotImplementedError: Cannot copy out of meta tensor; no data!", "FAIL_DISPATCH_OF_DISK_WEIGHTS"),
+    (FRAMES.format("bitsandbytes/functional.py", "int8_linear_matmul")
+     + "AttributeError: 'NoneType' object has no attribute 'dtype'", "FAIL_INT8_SCALES_LOST"),
+    (FRAMES.format("accelerate/utils/modeling.py", "set_module_tensor_to_device")
+     + "ValueError: weight is on the meta device, we need a `value` to put in on 0.\n"
+     'device_map={"model.vision_tower": "disk", "": 0}', "FAIL_CATCH_ALL_DISK"),
+])  # fmt: skip
+def test_the_same_message_with_its_frame_or_setting_is_named(text, label):
+    assert label_of("Traceback (most recent call last):\n" + text) == label
+
+
+# Forms ----------------------------------------------------------------------------------------------------------------
+
+META = (
+    "Traceback (most recent call last):\n"
+    '  File "/home/me/venv/lib/python3.11/site-packages/bitsandbytes/nn/modules.py", line 525, in _save_to_state_dict\n'
+    '  File "/home/me/venv/lib/python3.11/site-packages/bitsandbytes/functional.py", line 581, in as_dict\n'
+    "RuntimeError: Tensor.item() cannot be called on meta tensors\n"
+)
+FLAG = "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM"
+
+
+@pytest.mark.parametrize("change", [
+    lambda text: text,
+    lambda text: text.replace('"', "“", 1).replace('"', "”"),
+    lambda text: " ".join(text.split()),
+    lambda text: text.replace("/home/me/venv/lib/python3.11/", "E:\\Folder\\env\\Lib\\").replace("/", "\\"),
+    lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
+    lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
+    lambda text: "".join(f"(Worker pid=12) {line}\n" for line in text.splitlines()),
+    lambda text: text.replace("\n", "\r\n"),
+    lambda text: text.replace('"', "&quot;"),
+    lambda text: f"\x1b[31m{text}\x1b[0m",
+    lambda text: text.replace("/home/me/venv/lib/python3.11/site-packages/", "..."),
+    lambda text: "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next",
+], ids=["plain", "curly", "one line", "Windows", "mail", "rank", "ray", "CRLF", "HTML", "colours", "shortened", "log"])
+def test_one_failure_in_every_form_is_named_by_its_frame(change):
+    finding = classify(change(META))[1][0]
+    assert finding.label == "FAIL_QUANT_STATE_META_ITEM" and finding.confidence == "high"
+    assert finding.rests_on[-1] == "frame bitsandbytes/functional.py:as_dict"
+
+
+@pytest.mark.parametrize("text, frame", [
+    ("│ C:\\x\\site-packages\\accelerate\\big_m │\n│ odeling.py:355 in dispatch_model │\nValueError: no",
+     "accelerate/big_modeling.py:dispatch_model"),
+    ("│ /x/site-packages/peft/peft_model.py:12 in        │\n│ load_adapter                     │\nValueError: no",
+     "peft/peft_model.py:load_adapter"),
+    ("File ~/x/site-packages/peft/peft_model.py:12, in PeftModel.load_adapter(self, *args)\nValueError: no",
+     "peft/peft_model.py:load_adapter"),
+    ("[/x/dist-packages/peft/peft_model.py](https://localhost:8080/#) in load_adapter(self)\nValueError: no",
+     "peft/peft_model.py:load_adapter"),
+    ("src/transformers/generation/utils.py:3896: in _prefill\nValueError: no", "transformers/generation/utils.py:_prefill"),
+])  # fmt: skip
+def test_frames_of_boxes_and_notebooks_are_read(text, frame):
+    assert read_paste(text).traces[0].frames == (frame,)
+
+
+def test_message_before_its_trace_belongs_to_it():
+    text = "NotImplementedError: Cannot copy out of meta tensor; no data!\nTraceback:\n" + FRAMES.format(
+        "bitsandbytes/functional.py", "to"
+    )
+    assert label_of(text) == "FAIL_QUANT_STATE_META_COPY"
+
+
+def test_log_with_several_failures_names_each_and_counts_repeats():
+    log = "step\n" * 300 + META * 3 + "step\n" * 300 + f"Traceback (most recent call last):\n{FLAG}\n" + "KeyError: 22\n"
+    found = diagnose(log)
+    assert [one.label for one in found.answers] == ["FAIL_QUANT_STATE_META_ITEM", "FAIL_OFFLOAD_FLAG_NEEDED", UNKNOWN]
+    assert found.answers[0].times == 3 and found.answers[0].line == 304
+    assert log.splitlines()[found.answers[1].line - 1].startswith("ValueError: Some modules")
+    assert "UNKNOWN at line" in diagnosis_text(found)
+
+
+def test_settings_far_away_in_a_log_do_not_name_a_failure():
+    near = 'device_map={"a": "disk", "": 0}\n'
+    error = FRAMES.format("accelerate/utils/modeling.py", "x") + "ValueError: w is on the meta device, we need a `value` to put in on 0"
+    assert label_of(near + "Traceback (most recent call last):\n" + error) == "FAIL_CATCH_ALL_DISK"
+    assert label_of(near + "KeyError: 1\n" + "step\n" * 300 + "Traceback (most recent call last):\n" + error) == UNKNOWN
+
+
+@pytest.mark.parametrize("text", ["KeyError: 22", "KeyError: 13", "AssertionError", "RuntimeError: CUDA error", "what now?"])
+def test_line_that_many_causes_share_is_unknown_and_says_what_to_ask(text):
+    answer = diagnose(text).answers[0]
+    assert (answer.label, answer.confidence, answer.bug) == (UNKNOWN, "none", None)
+    assert any("traceback" in ask for ask in answer.ask)
+
+
+def test_unknown_key_error_asks_for_the_line_that_decides():
+    assert "shared_kv_states" in diagnose("KeyError: 22").answers[0].ask[0]
+
+
+# The answer -----------------------------------------------------------------------------------------------------------
+
+
+def test_answer_says_owner_trackers_fix_way_round_and_what_it_rests_on():
+    text = "accelerate: 1.13.0, bitsandbytes 0.50.1\nTypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
+    found = diagnose(text).to_json()
+    answer = found["answers"][0]
+    assert found["versions"] == {"accelerate": "1.13.0", "bitsandbytes": "0.50.1"}
+    assert (answer["bug"], answer["bucket"], answer["confidence"]) == ("A3", "params4bit-constructor", "high")
+    assert answer["owner"] == "accelerate, bitsandbytes"
+    assert "accelerate 1.13.0 has not" in answer["fix"] and "bitsandbytes 0.50.1 has it" in answer["fix"]
+    states = {one["name"]: one["state"] for one in answer["trackers"]}
+    assert states["verl-project/verl#4522"] == "open"
+    assert states["huggingface/accelerate#3976"] == "closed"
+    assert "upgrade accelerate" in answer["way_round"]
+
+
+@pytest.mark.parametrize("entry", THREAD, ids=lambda entry: entry["link"].partition("#")[2])
+def test_answer_to_one_failure_fits_one_screen(entry):
+    lines = diagnosis_text(diagnose(entry["text"])).splitlines()
+    assert len(lines) <= 26 and max(map(len, lines)) <= 113
+
+
+@pytest.mark.parametrize("text, unit", [
+    ("x" * (MOST_LINE_CHARS + 1), "characters in one line"), ("x\n" * MOST_LINES, "lines"), ("é\n" * 2 + "x" * 10, ""),
+    (("x" * 1000 + "\n") * (MOST_BYTES // 1000), "bytes"), (" \n\t\n", "no text"), ("", "no text"),
+])  # fmt: skip
+def test_size_is_limited_before_anything_is_read(text, unit):
+    if not unit:
+        assert label_of(text) == UNKNOWN
+        return
+    with pytest.raises(RequestError, match=unit) as refused:
+        diagnose(text)
+    assert refused.value.field == "--trace"
+
+
+@pytest.mark.parametrize("text", [
+    "/a.py" * 9000, "\n" * 49_000 + "x", ("Error: " * 5000 + "\n") * 40, "KeyError: " + "base_model.model." * 2900,
+    "infer_auto_device_map( self " * 1500, ("x.dequantize() " * 3000 + "\n") * 30, "│ x │\n" * 40_000,
+])  # fmt: skip
+def test_hostile_text_is_read_in_a_moment(text):
+    start = time.process_time()
+    classify(text)
+    assert time.process_time() - start < 5
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+
+def test_trace_imports_no_torch(tmp_path):
+    (tmp_path / "t.txt").write_text(META, encoding="utf-8")
+    code = (
+        "import sys\nfrom trimtab import cli\n"
+        f"assert cli.main(['doctor', '--trace', {str(tmp_path / 't.txt')!r}]) == 0\n"
+        "heavy = {'torch', 'transformers', 'peft', 'accelerate', 'bitsandbytes'} & set(sys.modules)\nassert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("FAIL_QUANT_STATE_META_ITEM: ")
+
+
+def test_trace_from_stdin_as_json(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(META.encode())))
+    assert cli.main(["doctor", "--trace", "-", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["label"] == "FAIL_QUANT_STATE_META_ITEM"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_trace_file_may_be_what_powershell_writes(encoding, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text(META, encoding=encoding)
+    assert cli.main(["doctor", "--trace", str(tmp_path / "t.txt")]) == 0
+    assert "FAIL_QUANT_STATE_META_ITEM" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("extra, reason", [
+    (["model"], "does not go with MODEL"), (["--report"], "does not go with --report"), (["--matrix"], "does not go with --matrix"),
+])  # fmt: skip
+def test_trace_with_another_question_is_refused(extra, reason, tmp_path, capsys):
+    (tmp_path / "t.txt").write_text(META, encoding="utf-8")
+    assert cli.main(["doctor", "--trace", str(tmp_path / "t.txt"), *extra]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_missing_trace_file_is_refused(capsys):
+    assert cli.main(["doctor", "--trace", "no-such-file.txt"]) == 2
+    assert "no-such-file.txt" in capsys.readouterr().err
+
+
+def test_doctor_given_a_file_says_what_it_takes(tmp_path, capsys):
+    (tmp_path / "error.txt").write_text(META, encoding="utf-8")
+    assert cli.main(["doctor", str(tmp_path / "error.txt")]) == 2
+    shown = capsys.readouterr().err
+    assert "is a file, not a model" in shown and "--trace FILE" in shown and "--device-map FILE" in shown
+
+
+# The block to paste ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def environment():
+    from trimtab.doctor.environment import Environment, Gpu, Package
+
+    return Environment(
+        python="3.11.7", implementation="CPython", packages={"torch": Package("2.8.0", "index"), "peft": Package("0.19.1", "index"),
+        "accelerate": Package(None, None)}, cuda="12.9", hip=None, torch_error=None,
+        gpus=(Gpu(0, "NVIDIA GeForce RTX 3060", 12 * 2**30, 3 * 2**30, "8.6"),), driver="580.1", os="Windows 11",
+        architecture="AMD64", cpu="x", cpu_flags=(), cpu_capability=None, cores=8, threads=8, host_total_bytes=32 * 2**30,
+        host_available_bytes=20 * 2**30, is_other=False,
+    )  # fmt: skip
+
+
+def test_report_says_versions_memory_model_map_and_adapter(environment):
+    from trimtab.doctor.traces.report_block import report_block
+
+    demo = ROOT / "trimtab" / "demo"
+    text = report_block(
+        environment, model=str(demo / "base"), adapter=str(demo / "adapters" / "style"),
+        device_map={"model.vision_tower": "cpu", "": 0},
+    )  # fmt: skip
+    assert "- torch 2.8.0 (built for CUDA 12.9)" in text and "- peft 0.19.1" in text and "- accelerate" not in text
+    assert "GPU 0: NVIDIA GeForce RTX 3060, 3.00 GiB free of 12.00 GiB" in text
+    assert "- model_type: `gemma4`" in text and '"model.vision_tower": "cpu"' in text and '- a "" key: yes' in text
+    assert "- r: `8`" in text and "language_model" in text and "hf_device_map" in text
+
+
+def test_report_holds_no_private_path(environment, tmp_path):
+    from trimtab.doctor.traces.report_block import report_block
+
+    folder = tmp_path / "secret-folder"
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"],
+              "base_model_name_or_path": "/home/somebody/models/secret"}  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    source = ROOT / "trimtab" / "demo" / "adapters" / "style" / "adapter_model.safetensors"
+    (folder / "adapter_model.safetensors").write_bytes(source.read_bytes())
+    text = report_block(environment, adapter=str(folder), device_map={"/home/somebody/x": "cpu"})
+    assert "somebody" not in text and "secret" not in text and '"<path>"' in text
+
+
+def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
+    from trimtab.doctor import environment as room
+
+    monkeypatch.setattr(room, "read_environment", lambda python=None: environment)
+    assert cli.main(["doctor", "--report", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"].startswith("### System")

@@ -1,0 +1,76 @@
+"""The two questions of a forum: which known failure a pasted error is, and what to paste into a question of one's own."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import sys
+from pathlib import Path
+
+from trimtab.commands.flags import read_device_map
+from trimtab.commands.saying import print_json
+from trimtab.errors import RequestError
+
+# Flags of the doctor that go with neither.
+_OTHERS = ("matrix", "bisect", "runs", "drafts", "html", "probe", "quant", "gpu_memory", "host_memory")
+TAKES = (
+    "MODEL is a folder or a hub id in the local cache; an error's text goes to --trace FILE, a device map to --device-map "
+    "FILE, an adapter to --adapter FOLDER"
+)
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+
+
+def run_trace(options: argparse.Namespace) -> int:
+    """Print what a pasted error is; FILE or - (stdin)."""
+    _check_alone(options, "--trace", ("model", "adapter", "device_map", "python", "report", *_OTHERS))
+    from trimtab.doctor.traces.answer import diagnose, diagnosis_text
+
+    found = diagnose(_read(options.trace))
+    if options.json:
+        print_json(found.to_json())
+    else:
+        print(diagnosis_text(found))
+    return 0
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Print the block to paste."""
+    _check_alone(options, "--report", _OTHERS)
+    from trimtab.doctor.environment import read_environment
+    from trimtab.doctor.traces.report_block import report_block
+
+    device_map = None if options.device_map is None else read_device_map(options.device_map)
+    text = report_block(
+        read_environment(options.python), model=options.model, adapter=options.adapter, device_map=device_map
+    )
+    print_json({"report": text}) if options.json else print(text, end="")
+    return 0
+
+
+def check_model(model: str | None) -> None:
+    """Raise RequestError for a file where a model's folder belongs, with what takes such a file."""
+    if model is not None and Path(model).is_file():
+        raise RequestError("is a file, not a model", field="MODEL", value=model, hint=TAKES)
+
+
+def _check_alone(options: argparse.Namespace, flag: str, others: tuple[str, ...]) -> None:
+    given = [name for name in others if getattr(options, name, None) not in (None, False)]
+    if given:
+        names = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
+        raise RequestError(f"does not go with {names}", field=flag)
+
+
+def _read(name: str) -> str:
+    """Return a file's text, or stdin's for "-", in UTF-8 or in UTF-16 as PowerShell writes it."""
+    from trimtab.doctor.traces.reading import MOST_BYTES
+
+    try:
+        if name == "-":
+            data = sys.stdin.buffer.read(2 * MOST_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                data = file.read(2 * MOST_BYTES + 1)
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="--trace", value=name) from exc
+    encoding = next((encoding for mark, encoding in _MARKS if data.startswith(mark)), "utf-8")
+    return data.decode(encoding, "replace")

@@ -1,0 +1,114 @@
+"""A block to paste into a question or an issue: versions, memory, model, map, adapter; no path, user or host name.
+
+It states what is on this machine and what was given, and judges nothing. Imports no torch; the interpreter's packages are
+asked in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from trimtab.doctor.draft_clean import check_clean, clean, clean_all
+from trimtab.errors import gib
+
+if TYPE_CHECKING:
+    from trimtab.doctor.environment import Environment
+
+PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "triton", "torchao", "trimtab")
+MOST_KEYS = 40
+MOST_CHARS = 600
+# What of a config.json says which model it is; the rest is sizes.
+CONFIG_FIELDS = ("model_type", "architectures", "num_hidden_layers", "tie_word_embeddings", "quantization_config")
+# What a reader of a report asks for next, and only the one who has the live model can say.
+TO_ADD = (
+    "`print(model.hf_device_map)`, before and after the adapter was loaded",
+    "the call of from_pretrained, and of PEFT's, with all arguments",
+    "the whole traceback",
+)  # fmt: skip
+
+
+def report_block(
+    environment: Environment, *, model: str | None = None, adapter: str | None = None,
+    device_map: Mapping[str, Any] | None = None,
+) -> str:  # fmt: skip
+    """Return the block as Markdown. Errors: CheckpointError, AdapterError for what cannot be read; RequestError if something
+    personal would get into it."""
+    parts = [("System", _system(environment)), ("Memory", _memory(environment))]
+    if model is not None:
+        parts.append(("Model", _model(model)))
+    if device_map is not None:
+        parts.append(("Placement that was asked for", _map(device_map)))
+    if adapter is not None:
+        parts.append(("Adapter", _adapter(adapter)))
+    parts.append(("Please add", [f"- {text}" for text in TO_ADD]))
+    text = "\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in parts) + "\n"
+    check_clean(text, what="report")
+    return text
+
+
+def _system(environment: Environment) -> list[str]:
+    rows = [f"- {environment.implementation} {environment.python}, {clean(environment.os)}, {environment.architecture}"]
+    built = f"CUDA {environment.cuda}" if environment.cuda else f"ROCm {environment.hip}" if environment.hip else "CPU"
+    for name in PACKAGES:
+        package = environment.packages.get(name)
+        if package is not None and package.version:
+            rows.append(f"- {name} {package.version}{f' (built for {built})' if name == 'torch' else ''}")
+    if environment.driver:
+        rows.append(f"- NVIDIA driver {environment.driver}")
+    return rows
+
+
+def _memory(environment: Environment) -> list[str]:
+    gpus = [
+        f"- GPU {gpu.index}: {clean(gpu.name)}, {gib(gpu.free_bytes)} free of {gib(gpu.total_bytes)}"
+        for gpu in environment.gpus
+    ]
+    host = f"- host: {gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}"
+    return [*(gpus or ["- no GPU that torch can use"]), host]
+
+
+def _model(model: str) -> list[str]:
+    from trimtab.checkpoint.folder import read_checkpoint
+
+    checkpoint = read_checkpoint(model)
+    text = checkpoint.config.get("text_config") or {}
+    config = {name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None}
+    nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    return [f"- {name}: {_short(value)}" for name, value in config.items()] + [
+        f"- weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
+    ]
+
+
+def _map(device_map: Mapping[str, Any]) -> list[str]:
+    counts = Counter(str(device) for device in device_map.values())
+    shown = dict(list(device_map.items())[:MOST_KEYS])
+    more = f"\n({len(device_map) - MOST_KEYS} keys more)" if len(device_map) > MOST_KEYS else ""
+    return [
+        "- keys by device: " + ", ".join(f"{device}: {count}" for device, count in counts.items()),
+        f'- a "" key: {"yes" if "" in device_map else "no"}',
+        f"```json\n{json.dumps(clean_all(shown), indent=1)}\n```{more}",
+    ]
+
+
+def _adapter(adapter: str) -> list[str]:
+    from trimtab.checkpoint.adapter import describe, read_adapter
+
+    found = describe(read_adapter(adapter), None)
+    rows = [f"- {name}: {_short(value)}" for name, value in found["config"].items()]
+    rows.append(f"- target_modules: {_short(found['target_modules'])}")
+    rows.append(f"- {found['tensors']} tensors, {gib(found['bytes'])}, by part: {_short(found['parts'])}")
+    if found["peft_version"]:
+        rows.append(f"- written by PEFT {found['peft_version']}")
+    return rows
+
+
+def _short(value: Any) -> str:
+    text = clean(value if isinstance(value, str) else json.dumps(clean_all(value), default=str))
+    return f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
+
+
+def _dtypes(tensors: Any) -> str:
+    return ", ".join(f"{dtype} {count}" for dtype, count in sorted(Counter(one.dtype for one in tensors).items()))
