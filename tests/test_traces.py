@@ -123,20 +123,26 @@ META = (
 FLAG = "ValueError: Some modules are dispatched on the CPU or the disk. Make sure you have enough GPU RAM"
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: text,
-    lambda text: text.replace('"', "“", 1).replace('"', "”"),
-    lambda text: " ".join(text.split()),
-    lambda text: text.replace("/home/me/venv/lib/python3.11/", "E:\\Folder\\env\\Lib\\").replace("/", "\\"),
-    lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
-    lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
-    lambda text: "".join(f"(Worker pid=12) {line}\n" for line in text.splitlines()),
-    lambda text: text.replace("\n", "\r\n"),
-    lambda text: text.replace('"', "&quot;"),
-    lambda text: f"\x1b[31m{text}\x1b[0m",
-    lambda text: text.replace("/home/me/venv/lib/python3.11/site-packages/", "..."),
-    lambda text: "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next",
-], ids=["plain", "curly", "one line", "Windows", "mail", "rank", "ray", "CRLF", "HTML", "colours", "shortened", "log"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text,
+        lambda text: text.replace('"', "“", 1).replace('"', "”"),
+        lambda text: " ".join(text.split()),
+        lambda text: text.replace("/home/me/venv/lib/python3.11/", "E:\\Folder\\env\\Lib\\").replace("/", "\\"),
+        lambda text: "".join(f"> {line}\n" for line in text.splitlines()),
+        lambda text: "".join(f"[rank0]: {line}\n" for line in text.splitlines()),
+        lambda text: "".join(f"(Worker pid=12) {line}\n" for line in text.splitlines()),
+        lambda text: text.replace("\n", "\r\n"),
+        lambda text: text.replace('"', "&quot;"),
+        lambda text: f"\x1b[31m{text}\x1b[0m",
+        lambda text: text.replace("/home/me/venv/lib/python3.11/site-packages/", "..."),
+        lambda text: (
+            "2026-04-24 11:35:12,470 | Worker (6904) | ERROR | " + text + "2026-04-24 11:35:13,000 | INFO | next"
+        ),
+    ],
+    ids=["plain", "curly", "one line", "Windows", "mail", "rank", "ray", "CRLF", "HTML", "colours", "shortened", "log"],
+)
 def test_one_failure_in_every_form_is_named_by_its_frame(change):
     finding = classify(change(META))[1][0]
     assert finding.label == "FAIL_QUANT_STATE_META_ITEM" and finding.confidence == "high"
@@ -166,7 +172,8 @@ def test_message_before_its_trace_belongs_to_it():
 
 
 def test_log_with_several_failures_names_each_and_counts_repeats():
-    log = "step\n" * 300 + META * 3 + "step\n" * 300 + f"Traceback (most recent call last):\n{FLAG}\n" + "KeyError: 22\n"
+    between = "step\n" * 300
+    log = between + META * 3 + between + f"Traceback (most recent call last):\n{FLAG}\n" + "KeyError: 22\n"
     found = diagnose(log)
     assert [one.label for one in found.answers] == ["FAIL_QUANT_STATE_META_ITEM", "FAIL_OFFLOAD_FLAG_NEEDED", UNKNOWN]
     assert found.answers[0].times == 3 and found.answers[0].line == 304
@@ -176,12 +183,15 @@ def test_log_with_several_failures_names_each_and_counts_repeats():
 
 def test_settings_far_away_in_a_log_do_not_name_a_failure():
     near = 'device_map={"a": "disk", "": 0}\n'
-    error = FRAMES.format("accelerate/utils/modeling.py", "x") + "ValueError: w is on the meta device, we need a `value` to put in on 0"
+    error = FRAMES.format("accelerate/utils/modeling.py", "x")
+    error += "ValueError: w is on the meta device, we need a `value` to put in on 0"
     assert label_of(near + "Traceback (most recent call last):\n" + error) == "FAIL_CATCH_ALL_DISK"
     assert label_of(near + "KeyError: 1\n" + "step\n" * 300 + "Traceback (most recent call last):\n" + error) == UNKNOWN
 
 
-@pytest.mark.parametrize("text", ["KeyError: 22", "KeyError: 13", "AssertionError", "RuntimeError: CUDA error", "what now?"])
+@pytest.mark.parametrize(
+    "text", ["KeyError: 22", "KeyError: 13", "AssertionError", "RuntimeError: CUDA error", "what now?"]
+)
 def test_line_that_many_causes_share_is_unknown_and_says_what_to_ask(text):
     answer = diagnose(text).answers[0]
     assert (answer.label, answer.confidence, answer.bug) == (UNKNOWN, "none", None)
@@ -196,7 +206,10 @@ def test_unknown_key_error_asks_for_the_line_that_decides():
 
 
 def test_answer_says_owner_trackers_fix_way_round_and_what_it_rests_on():
-    text = "accelerate: 1.13.0, bitsandbytes 0.50.1\nTypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
+    text = (
+        "accelerate: 1.13.0, bitsandbytes 0.50.1\n"
+        "TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'"
+    )
     found = diagnose(text).to_json()
     answer = found["answers"][0]
     assert found["versions"] == {"accelerate": "1.13.0", "bitsandbytes": "0.50.1"}

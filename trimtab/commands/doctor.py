@@ -18,7 +18,8 @@ from trimtab.errors import RequestError
 STOPPED = 130
 # What each flag needs beside it to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "adapter": ("model", "report"), "device_map": ("model", "report"), "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
+    "adapter": ("model", "report"), "device_map": ("model", "report"),
+    "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
     "overwrite": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
@@ -32,7 +33,9 @@ def add(command: Command) -> None:
         "model", metavar="MODEL", nargs="?", help="say what lies ahead of the stock stack with this model"
     )
     found.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
-    found.add_argument("--report", action="store_true", help="print a block to paste into a question, without private paths")
+    found.add_argument(
+        "--report", action="store_true", help="print a block to paste into a question, without private paths"
+    )
     found.add_argument("--adapter", metavar="PATH", help="an adapter for MODEL")
     found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
     found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")

@@ -1,7 +1,8 @@
 """Which known failure a run is: by the signatures of exceptions, and by silent faults, as data. Pure.
 
-A failure that no signature (traces/signatures.py) knows is UNKNOWN, never the nearest one. What ended without an exception is judged by facts of the record: nothing quantized
-first (another arithmetic altogether), then a wrong answer, an ignored picture or key, and last the placement.
+A failure that no signature (traces/signatures.py) knows is UNKNOWN, never the nearest one. What ended without an
+exception is judged by facts of the record: nothing quantized first (another arithmetic altogether), then a wrong
+answer, an ignored picture or key, and last the placement.
 """
 
 from __future__ import annotations

@@ -102,7 +102,11 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     trace, exception = finding.trace, ""
     if trace is not None:
         exception = f"{trace.kind}: {trace.message.splitlines()[0] if trace.message else ''}".strip(": ")
-    given: dict[str, Any] = {"exception": exception, "line": trace.line if trace else 0, "times": trace.times if trace else 1}
+    given: dict[str, Any] = {
+        "exception": exception,
+        "line": trace.line if trace else 0,
+        "times": trace.times if trace else 1,
+    }
     if finding.match is None:
         return Answer(
             label=UNKNOWN, meaning="no signature knows it", confidence=finding.confidence, rests_on=(), bug=None, bucket="",
@@ -203,7 +207,9 @@ def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
 
 
 def _trackers(trackers: tuple[Tracker, ...]) -> str:
-    shown = "; ".join(f"{one.name} ({one.state or 'state not known: look there first'})" for one in trackers[:MOST_TRACKERS])
+    shown = "; ".join(
+        f"{one.name} ({one.state or 'state not known: look there first'})" for one in trackers[:MOST_TRACKERS]
+    )
     more = f"; {len(trackers) - MOST_TRACKERS} more" if len(trackers) > MOST_TRACKERS else ""
     head = "" if any(one.known_state == OPEN for one in trackers) else "none known to be open: "
     return f"{head}{shown}{more}"

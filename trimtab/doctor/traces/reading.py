@@ -23,7 +23,9 @@ MOST_FRAMES = 400
 PASTE_LINES = 200
 MESSAGE_LINES = 6
 _GOES_ON = ("(", ",", ":")
-LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "torchao", "transformers", "auto_round", "vllm", "sglang")
+LIBRARIES = (
+    "accelerate", "bitsandbytes", "peft", "safetensors", "torch", "torchao", "transformers", "auto_round", "vllm", "sglang",
+)  # fmt: skip
 
 _QUOTES = str.maketrans({
     "“": '"', "”": '"', "„": '"', "«": '"', "»": '"', "‘": "'", "’": "'", "：": ":", "\u00a0": " ", "\u200b": "", "❱": " ",
@@ -40,13 +42,13 @@ _TRACEBACK = re.compile(r"Traceback(?:\s*\(most recent call last\))?:?")
 
 # A frame is read from its ".py" on: what follows says which form it has, the path is what stands before.
 _FILE = re.compile(r"\.py(?=[\"'`:\]]| in )")
-_AFTER_PYTHON = re.compile(r"\.py[\"'`]\s{0,4},?\s{0,4}line\s{1,4}\d+\s{0,4},?\s{0,4}in\s{1,4}(?P<function>[\w<>\\.]{1,200})")
+_AFTER_PYTHON = re.compile(
+    r"\.py[\"'`]\s{0,4},?\s{0,4}line\s{1,4}\d+\s{0,4},?\s{0,4}in\s{1,4}(?P<function>[\w<>\\.]{1,200})"
+)
 _AFTER_NUMBER = re.compile(r"\.py:\d+\]?(?:\([^)\n]{0,500}\))?[,:]? {1,8}in {1,8}(?P<function>[\w<>.]{1,200})")
 _AFTER_NAME = re.compile(r"\.py\]?(?:\([^)\n]{0,500}\))? in (?P<function>[\w<>]{1,200})\(")
 _PATH_CHARS, _AFTER_CHARS = 400, 800
-_MENTION = re.compile(
-    rf"(?<![\w/.:\\-])(?P<file>(?:{'|'.join(LIBRARIES)})/[\w/]+\.py)(?![\"'`]\s*,?\s*line|:\d)"
-)
+_MENTION = re.compile(rf"(?<![\w/.:\\-])(?P<file>(?:{'|'.join(LIBRARIES)})/[\w/]+\.py)(?![\"'`]\s*,?\s*line|:\d)")
 _EXCEPTION = re.compile(
     r"(?<![\w.])(?:[A-Za-z_]\w*\.){0,6}(?P<kind>[A-Z]\w*(?:Error|Exception))(?:[ \t]*:[ \t]*(?P<message>[^\n]*)"
     r"|\((?P<called>'?\w+'?)\)|[ \t]*(?=$))", re.MULTILINE,
@@ -209,7 +211,11 @@ def _message(text: str, match: re.Match[str]) -> str:
     first = _LOG_LINE.split((match["message"] or "").strip().rstrip("`"))[0].rstrip()
     if match["kind"] == "KeyError" and (key := _KEY.match(first)):
         return key["key"]
-    following = text[match.end() : match.end() + 2000].split("\n")[1 : MESSAGE_LINES + 1] if match["message"] is not None else []
+    following = (
+        text[match.end() : match.end() + 2000].split("\n")[1 : MESSAGE_LINES + 1]
+        if match["message"] is not None
+        else []
+    )
     lines = [first]
     for line in following:
         if not (lines[-1].endswith(_GOES_ON) or line[:1] in " \t)" or not lines[-1]):

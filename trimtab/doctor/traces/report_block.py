@@ -17,7 +17,17 @@ from trimtab.errors import gib
 if TYPE_CHECKING:
     from trimtab.doctor.environment import Environment
 
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "triton", "torchao", "trimtab")
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "peft",
+    "bitsandbytes",
+    "safetensors",
+    "triton",
+    "torchao",
+    "trimtab",
+)
 MOST_KEYS = 40
 MOST_CHARS = 600
 # What of a config.json says which model it is; the rest is sizes.
@@ -75,7 +85,9 @@ def _model(model: str) -> list[str]:
 
     checkpoint = read_checkpoint(model)
     text = checkpoint.config.get("text_config") or {}
-    config = {name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None}
+    config = {
+        name: value for name in CONFIG_FIELDS if (value := checkpoint.config.get(name, text.get(name))) is not None
+    }
     nbytes = sum(entry.nbytes for entry in checkpoint.tensors.values())
     return [f"- {name}: {_short(value)}" for name, value in config.items()] + [
         f"- weights: {len(checkpoint.tensors)} tensors, {gib(nbytes)}, {_dtypes(checkpoint.tensors.values())}"
@@ -107,7 +119,9 @@ def _adapter(adapter: str) -> list[str]:
 
 def _short(value: Any) -> str:
     text = clean(value if isinstance(value, str) else json.dumps(clean_all(value), default=str))
-    return f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
+    return (
+        f"`{text}`" if len(text) <= MOST_CHARS else f"`{text[:MOST_CHARS]}` ({len(text) - MOST_CHARS} characters more)"
+    )
 
 
 def _dtypes(tensors: Any) -> str:

@@ -70,7 +70,8 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_QUANT_STATE_META_ITEM", type="RuntimeError", message=r"Tensor\.item\(\) cannot be called on meta tensors",
         frame=r"bitsandbytes/functional\.py:as_dict", code=r"quant_state\.as_dict\(|QuantState\.as_dict|nested_offset",
-        catalogue="A1", owner="bitsandbytes", meaning="the scales of an offloaded 4-bit weight are gone when its state is asked for",
+        catalogue="A1", owner="bitsandbytes",
+        meaning="the scales of an offloaded 4-bit weight are gone when its state is asked for",
         ask="whether a frame is in bitsandbytes/functional.py, as_dict",
     ),
     Signature(
@@ -81,7 +82,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_QUANT_STATE_META_USE", type="RuntimeError", message=r"on device meta|meta is not on the expected device",
-        frame=_BNB, innermost=True, catalogue="A2", owner="bitsandbytes", meaning="a 4-bit weight is used although its scales are gone",
+        frame=_BNB, innermost=True, catalogue="A2", owner="bitsandbytes",
+        meaning="a 4-bit weight is used although its scales are gone",
         ask="whether the innermost frame is in bitsandbytes",
     ),
     Signature(
@@ -104,7 +106,8 @@ SIGNATURES: tuple[Signature, ...] = (
         ask="whether the base had modules on disk, and the frames in peft/peft_model.py and accelerate/utils/offload.py",
     ),
     Signature(
-        label="FAIL_DEVICE_MAP_KEYS", type="ValueError", message=r"device_map provided does not give any device .{0,80}base_model\.model",
+        label="FAIL_DEVICE_MAP_KEYS", type="ValueError",
+        message=r"device_map provided does not give any device .{0,80}base_model\.model",
         catalogue="B3", owner="peft", meaning="PEFT's map needs the names of the wrapped model",
     ),
     Signature(
@@ -176,7 +179,8 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_EMBED_TOKENS_META", type="RuntimeError", message=r"Tensor on device meta is not on the expected device",
-        frame=_GEMMA, innermost=True, code=r"Gemma ?-?4[\s\S]{0,2000}embed_tokens|embed_tokens[\s\S]{0,2000}Gemma ?-?4", stages=_RUNNING,
+        frame=_GEMMA, innermost=True, stages=_RUNNING,
+        code=r"Gemma ?-?4[\s\S]{0,2000}embed_tokens|embed_tokens[\s\S]{0,2000}Gemma ?-?4",
         catalogue="D4", owner="transformers", meaning="the model reads the embedding's weight outside its module",
         ask="the model, and where embed_tokens is in model.hf_device_map",
     ),
