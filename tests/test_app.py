@@ -453,6 +453,12 @@ def test_a_slow_reader_costs_no_more_than_the_text_it_has_not_read():
     assert asyncio.run(many()) == "x" * 10_000
 
 
+@pytest.mark.parametrize("field, value", [("temperature", 1e-38), ("temperature", 5e-324), ("repetition_penalty", 1e-39)])
+def test_what_would_leave_the_numbers_of_the_logits_is_the_clients_mistake(field, value):
+    response = chat(client(pool := MockPool()), **{field: value})
+    assert error_of(response, 400)["param"] == field and "retry-after" not in response.headers and pool.jobs == []
+
+
 # The way in -----------------------------------------------------------------------------------------------------------
 
 

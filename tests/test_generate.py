@@ -16,9 +16,10 @@ from tests import stock, talking
 from trimtab.errors import RequestError
 from trimtab.proof import forced
 from trimtab.proof.compare import NoiseFloor, noise_between
-from trimtab.request import GenerateRequest
+from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.generate import Detokenizer, Generation
+from trimtab.runtime.hf_generate import Sampler
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
@@ -83,6 +84,41 @@ def test_a_seed_repeats_and_leaves_the_process_alone(model):
 def test_top_k_1_is_greedy(model):
     greedy = model.answer("Hello", max_new_tokens=8).token_ids
     assert model.answer("Hello", max_new_tokens=8, temperature=1.0, top_k=1, seed=0).token_ids == greedy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("penalty", [None, PENALTIES[0], PENALTIES[1]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": LEAST_TEMPERATURE}, {"temperature": 100.0}, {"temperature": 1.0, "top_p": 5e-324},
+        {"temperature": 1.0, "top_p": 1.0}, {"temperature": 1.0, "min_p": 5e-324}, {"temperature": 1.0, "min_p": 1.0},
+        {"temperature": 1.0, "top_k": 2**31 - 1}, {"temperature": 1.0, "top_k": 1}, {"temperature": 0.0},
+        {"temperature": LEAST_TEMPERATURE, "top_p": 5e-324, "min_p": 1.0, "top_k": 1},
+    ],
+)  # fmt: skip
+def test_at_the_ends_of_every_range_a_token_is_sampled(options, penalty, dtype):
+    # Larger logits than any model's, of both signs, and equal ones.
+    logits = torch.tensor([3e4, -3e4, 1e-30, 0.0, 3e4, -1.0] * 4).to(dtype).float()
+    seed = {} if options["temperature"] == 0 else {"seed": 0}
+    sampler = Sampler(GenerateRequest(**options, **seed, repetition_penalty=penalty), torch.device("cpu"))
+    for _ in range(3):
+        token = sampler.draw(list(range(24)), logits)
+        assert 0 <= token < 24 and logits[token] > -3e4
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("temperature", 1e-38), ("temperature", 9e-7), ("temperature", 101), ("temperature", float("nan")), ("temperature", -1e-9),
+        ("repetition_penalty", 1e-39), ("repetition_penalty", 0), ("repetition_penalty", 1e38),
+        ("repetition_penalty", float("nan")), ("top_p", float("nan")), ("min_p", float("inf")), ("top_k", 0),
+    ],
+)  # fmt: skip
+def test_values_that_could_leave_the_numbers_of_float32_are_refused(field, value):
+    with pytest.raises(RequestError) as caught:
+        GenerateRequest(**{"temperature": 1.0, field: value})
+    assert caught.value.field == field
 
 
 def test_a_repetition_penalty_changes_a_repeating_answer(model, stock_model):

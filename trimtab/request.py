@@ -147,11 +147,16 @@ class LoadRequest:
         return cls(**kept)
 
 
+LEAST_TEMPERATURE = 1e-6
+PENALTIES = (0.01, 100.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are transformers' own.
 
-    temperature 0 is greedy. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
+    temperature 0 is greedy; between it and LEAST_TEMPERATURE logits divided by it could leave the numbers of float32, and so
+    could those multiplied or divided by a penalty outside PENALTIES. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
     """
 
     max_new_tokens: int = 256
@@ -166,16 +171,21 @@ class GenerateRequest:
     def __post_init__(self) -> None:
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
-        if not 0 <= self.temperature <= 100:
-            raise RequestError("must be between 0 and 100", field="temperature", value=self.temperature)
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
+            raise RequestError(
+                f"must be 0 (greedy) or between {LEAST_TEMPERATURE:g} and 100", field="temperature", value=self.temperature
+            )
         if self.top_k is not None and self.top_k < 1:
             raise RequestError("must be at least 1", field="top_k", value=self.top_k)
         for name in ("top_p", "min_p"):
             value = getattr(self, name)
             if value is not None and not 0 < value <= 1:
                 raise RequestError("must be above 0 and at most 1", field=name, value=value)
-        if self.repetition_penalty is not None and self.repetition_penalty <= 0:
-            raise RequestError("must be above 0", field="repetition_penalty", value=self.repetition_penalty)
+        least, most = PENALTIES
+        if self.repetition_penalty is not None and not least <= self.repetition_penalty <= most:
+            raise RequestError(
+                f"must be between {least:g} and {most:g}", field="repetition_penalty", value=self.repetition_penalty
+            )
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every answer at once", field="stop", value=self.stop)
         if self.temperature == 0:

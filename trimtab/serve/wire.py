@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError, model_validator
 
 from trimtab.errors import RequestError
+from trimtab.request import PENALTIES
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Text = Annotated[str, Field(max_length=16 * 2**20)]
@@ -171,7 +172,7 @@ class _Sampling(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=PENALTIES[0], le=10)] | None = None
     n: Count = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
