@@ -178,6 +178,8 @@ def test_pictures_become_bytes_in_the_job():
         ({"top_logprobs": 2}, 400, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, 400, "stream_options"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}}, 400,
+         "response_format.json_schema.schema"),
         ({"stop": [""]}, 400, "stop"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [
@@ -453,7 +455,9 @@ def test_a_slow_reader_costs_no_more_than_the_text_it_has_not_read():
     assert asyncio.run(many()) == "x" * 10_000
 
 
-@pytest.mark.parametrize("field, value", [("temperature", 1e-38), ("temperature", 5e-324), ("repetition_penalty", 1e-39)])
+@pytest.mark.parametrize(
+    "field, value", [("temperature", 1e-38), ("temperature", 5e-324), ("repetition_penalty", 1e-39)]
+)
 def test_what_would_leave_the_numbers_of_the_logits_is_the_clients_mistake(field, value):
     response = chat(client(pool := MockPool()), **{field: value})
     assert error_of(response, 400)["param"] == field and "retry-after" not in response.headers and pool.jobs == []

@@ -11,6 +11,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.runtime.hf import load_tokenizer
 from trimtab.serve.constraint import Grammar
+from trimtab.serve.schema import check_ends
 
 ANSWERS = [
     json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()
@@ -65,6 +66,68 @@ def test_a_schema_decides_keys_and_values(grammar, tokenizer):
     assert not is_allowed(grammar, tokenizer, '{"shape": "circle"}', schema)
     assert not is_allowed(grammar, tokenizer, '{"colour": "red"}', schema)
     assert not is_allowed(grammar, tokenizer, "{}", schema)
+
+
+# What no finite value satisfies, and what looks like it and has one.
+ENDLESS = [
+    {"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]},
+    {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"type": ["object", "array"], "properties": {"a": {"$ref": "#"}}, "required": ["a"], "minItems": 1, "items": {"$ref": "#"}},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1}, {"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1},
+    {"type": "object", "additionalProperties": {"$ref": "#"}, "minProperties": 1},
+    {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["a"]},
+    {"$ref": "#/$defs/a~1b%20c", "$defs": {"a/b c": {"type": "array", "minItems": 2, "prefixItems": [{}, {"$ref": "#"}]}}},
+    {"anyOf": [{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}, {"type": "integer", "$ref": "#"}]},
+]  # fmt: skip
+ENDING = [
+    ({"type": "object", "properties": {"a": {"$ref": "#"}}}, '{"a": {}}'),
+    ({"type": "object", "properties": {"a": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["a"]},
+     '{"a": {"a": null}}'),
+    ({"type": "array", "items": {"$ref": "#"}}, "[[], []]"), ({"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "null"),
+    ({"properties": {"a": {"$ref": "#"}}, "required": ["a"]}, "5"),  # an object must have it, and 5 is none
+    ({"type": "object", "additionalProperties": {"$ref": "#"}}, '{"a": {}}'),
+    ({"$ref": "#/$defs/tree", "$defs": {"tree": {"type": "object", "properties": {
+        "left": {"$ref": "#/$defs/leaf"}, "right": {"$ref": "#/$defs/tree"}}, "required": ["left"], "additionalProperties": False},
+        "leaf": {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#/$defs/tree"}, {"const": 1}]}}}},
+     '{"left": [1], "right": {"left": [1]}}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", ENDLESS)
+def test_a_schema_that_no_finite_value_satisfies_is_refused(schema):
+    with pytest.raises(RequestError, match="no finite value") as caught:
+        check_ends(schema, field="here")
+    assert caught.value.field == "here"
+
+
+@pytest.mark.parametrize("schema, text", ENDING)
+def test_a_schema_that_refers_to_itself_and_ends_is_taken(schema, text, grammar, tokenizer):
+    check_ends(schema, field="here")
+    assert is_allowed(grammar, tokenizer, text, schema)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_long_chain_of_references_is_followed_and_its_cost_has_an_end(order, monkeypatch):
+    names = [f"d{i}" for i in range(1000)][::order]
+    chain = {
+        name: {"type": "array", "minItems": 1, "items": {"$ref": f"#/$defs/{after}"}}
+        for name, after in zip(names, [*names[1:], "end"], strict=True)
+    }
+    schema = {"$ref": f"#/$defs/{names[0]}", "$defs": {**chain, "end": {"type": "null"}}}
+    check_ends(schema, field="here")
+    with pytest.raises(RequestError, match="no finite value"):
+        check_ends({**schema, "$defs": {**chain, "end": {"$ref": "#"}}}, field="here")
+    monkeypatch.setattr("trimtab.serve.schema.MOST_VISITS", 500)
+    with pytest.raises(RequestError, match="more references"):
+        check_ends(schema, field="here")
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"enum": []}, {"anyOf": []}, {"type": "integer", "minimum": 5, "maximum": 3},
+                                    {"type": "object", "required": ["a"], "additionalProperties": False}])  # fmt: skip
+def test_a_schema_without_any_value_is_refused_by_the_grammar_too(grammar, schema):
+    with pytest.raises(RequestError, match="cannot be held to"):
+        grammar.constraint(schema)
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(grammar):

@@ -43,7 +43,8 @@ def requested(**fields):
     [
         ({"max_tokens": "5"}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 2**31}, "max_tokens"), ({"n": 1.0}, "n"), ({"stream": 1}, "stream"), ({"stream": "true"}, "stream"),
-        ({"repetition_penalty": 1e-39}, "repetition_penalty"), ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
+        ({"repetition_penalty": 1e-39}, "repetition_penalty"),
+        ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
         ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 5}}, "logit_bias"),

@@ -155,8 +155,8 @@ PENALTIES = (0.01, 100.0)
 class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are transformers' own.
 
-    temperature 0 is greedy; between it and LEAST_TEMPERATURE logits divided by it could leave the numbers of float32, and so
-    could those multiplied or divided by a penalty outside PENALTIES. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
+    temperature 0 is greedy; below LEAST_TEMPERATURE, and with penalties outside PENALTIES, logits could leave the numbers of
+    float32. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
     """
 
     max_new_tokens: int = 256
@@ -173,7 +173,9 @@ class GenerateRequest:
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
             raise RequestError(
-                f"must be 0 (greedy) or between {LEAST_TEMPERATURE:g} and 100", field="temperature", value=self.temperature
+                f"must be 0 (greedy) or between {LEAST_TEMPERATURE:g} and 100",
+                field="temperature",
+                value=self.temperature,
             )
         if self.top_k is not None and self.top_k < 1:
             raise RequestError("must be at least 1", field="top_k", value=self.top_k)

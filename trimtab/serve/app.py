@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.applications import Starlette
@@ -235,10 +236,12 @@ class _Api:
     async def _answer(
         self, request: Request, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape
     ) -> Response:
-        jobs = asking.jobs_of(
-            asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
+        make = partial(
+            asking.jobs_of, asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
         )  # fmt: skip
+        # A schema may take a moment to look through.
+        jobs = await self.reader.run(0, make) if getattr(asked, "response_format", None) else make()
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs])
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage

@@ -11,6 +11,7 @@ from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import media
 from trimtab.serve.job import Job
+from trimtab.serve.schema import check_ends
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, ImagePart, TextPart
 
@@ -120,6 +121,7 @@ def schema_of(asked: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
         raise RequestError("holds a number that JSON has not", field=field) from exc
     if size > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
+    check_ends(wanted.json_schema.schema_, field=field)
     return wanted.json_schema.schema_
 
 

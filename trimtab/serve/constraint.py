@@ -45,9 +45,13 @@ class Grammar:
 
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT), defaults=WHITE_SPACE)
         problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
+        if not problem:
+            matcher = LLMatcher(self._tokenizer, grammar)
+            matcher.compute_bitmask()  # a grammar that no text satisfies is known only once a first token is looked for
+            problem = matcher.get_error().partition("\n")[0]
         if problem:
             raise RequestError(f"cannot be held to ({problem})", field="response_format.json_schema")
-        return SchemaConstraint(LLMatcher(self._tokenizer, grammar), self._ends)
+        return SchemaConstraint(matcher, self._ends)
 
 
 class SchemaConstraint:

@@ -1,0 +1,133 @@
+"""Whether any finite JSON value satisfies a schema that refers to itself.
+
+`{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
+again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot hold to. A schema is
+called endless only where that is certain; what this file does not know counts as satisfiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from trimtab.errors import RequestError
+
+# Every schema that a person or a library writes stays far below it; it ends what is written to cost.
+MOST_VISITS = 50_000
+_MANY = 2**31
+
+
+def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
+    """Raise RequestError if no finite value satisfies the schema, or if its references are too many to follow."""
+    if any("$ref" in node for node in _nodes(schema)) and not _Ends(schema, field).has_finite_value():
+        raise RequestError("no finite value satisfies it: its references lead back to themselves", field=field)
+
+
+def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+    waiting = [schema]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, dict):
+            yield node
+            waiting.extend(node.values())
+        elif isinstance(node, list):
+            waiting.extend(node)
+
+
+class _Ends:
+    """The least set of references that a finite value satisfies: begun empty, and grown until it stays the same."""
+
+    def __init__(self, schema: Mapping[str, Any], field: str) -> None:
+        self._root, self._field, self._visits = schema, field, 0
+        self._known: set[str] = set()
+        # Every reference that was looked at, in that order.
+        self._met: list[str] = []
+        self._seen: set[str] = set()
+
+    def has_finite_value(self) -> bool:
+        while not self._is_finite(self._root):
+            before = len(self._known)
+            for pointer in self._met:  # grows as it goes on
+                self._look(pointer)
+            for pointer in reversed(self._met):
+                self._look(pointer)
+            if before == len(self._known):
+                return False
+        return True
+
+    def _look(self, pointer: str) -> None:
+        if pointer not in self._known and self._is_finite(self._target(pointer)):
+            self._known.add(pointer)
+
+    def _is_finite(self, schema: Any) -> bool:
+        """Whether a value that is known to end satisfies a schema."""
+        self._visits += 1
+        if self._visits > MOST_VISITS:
+            raise RequestError("has more references than this server follows", field=self._field)
+        if not isinstance(schema, dict):
+            return schema is not False
+        if "$ref" in schema and not self._is_known(schema["$ref"]):
+            return False
+        if not all(map(self._is_finite, _list(schema, "allOf"))):
+            return False
+        for name in ("anyOf", "oneOf"):
+            if name in schema and not any(map(self._is_finite, _list(schema, name))):
+                return False
+        kinds = schema.get("type")
+        kinds = [kinds] if isinstance(kinds, str) else kinds
+        if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"object", "array"}:
+            return True
+        return any(
+            self._is_finite_object(schema) if kind == "object" else self._is_finite_array(schema) for kind in kinds
+        )
+
+    def _is_known(self, pointer: Any) -> bool:
+        if not isinstance(pointer, str) or not pointer.startswith("#") or self._target(pointer) is None:
+            return True  # not ours to judge
+        if pointer not in self._seen:
+            self._seen.add(pointer)
+            self._met.append(pointer)
+        return pointer in self._known
+
+    def _is_finite_object(self, schema: Mapping[str, Any]) -> bool:
+        named = schema.get("properties")
+        named = named if isinstance(named, dict) else {}
+        patterns = schema.get("patternProperties")
+        others = [*(patterns.values() if isinstance(patterns, dict) else ()), schema.get("additionalProperties", True)]
+        allows_others = any(map(self._is_finite, others))
+        for name in _list(schema, "required"):
+            if not (self._is_finite(named[name]) if name in named else allows_others):
+                return False
+        fewest = schema.get("minProperties", 0)
+        if not isinstance(fewest, (int, float)) or fewest <= 0:
+            return True
+        return (_MANY if allows_others else sum(map(self._is_finite, named.values()))) >= fewest
+
+    def _is_finite_array(self, schema: Mapping[str, Any]) -> bool:
+        items, first = schema.get("items", True), _list(schema, "prefixItems")
+        if isinstance(items, list):  # as drafts before 2020-12 have it
+            items, first = schema.get("additionalItems", True), items
+        fewest = schema.get("minItems", 0)
+        if not isinstance(fewest, (int, float)) or fewest <= 0:
+            return True
+        needed = first[: int(min(fewest, len(first)))]
+        return all(map(self._is_finite, needed)) and (fewest <= len(first) or self._is_finite(items))
+
+    def _target(self, pointer: str) -> Any:
+        """Return what a JSON pointer leads to, None if it leads nowhere. Source: RFC 6901."""
+        found: Any = self._root
+        for step in unquote(pointer[1:]).split("/")[1:]:
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(found, dict) and step in found:
+                found = found[step]
+            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+                found = found[int(step)]
+            else:
+                return None
+        return found if pointer[1:2] in ("", "/") else None
+
+
+def _list(schema: Mapping[str, Any], name: str) -> list[Any]:
+    value = schema.get(name)
+    return value if isinstance(value, list) else []
