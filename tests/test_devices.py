@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trimtab.errors import RequestError
+from trimtab.machine import memory, own_folder, rates_file
 from trimtab.plan import Rates
 from trimtab.runtime import devices
 
@@ -53,7 +54,7 @@ def test_a_machine_without_gpu_has_host_memory_only():
 
 
 def group(folder, limit, used, cached, *, version=2):
-    limit_name, used_name, cache_keys = devices.CGROUP_FILES[2 - version]
+    limit_name, used_name, cache_keys = memory.CGROUP_FILES[2 - version]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / limit_name).write_text(f"{limit}\n")
     (folder / used_name).write_text(f"{used}\n")
@@ -62,7 +63,7 @@ def group(folder, limit, used, cached, *, version=2):
 
 def available(tmp_path, line):
     (tmp_path / "membership").write_text(f"{line}\n")
-    return devices.cgroup_available_bytes(tmp_path / "membership", tmp_path / "fs")
+    return memory.cgroup_available_bytes(tmp_path / "membership", tmp_path / "fs")
 
 
 def test_a_limit_leaves_what_is_not_used(tmp_path):
@@ -105,11 +106,11 @@ def test_a_group_of_the_outer_machine_falls_back_to_the_folders_that_are_there(t
 
 
 def test_other_systems_have_no_groups(tmp_path):
-    assert devices.cgroup_available_bytes(tmp_path / "none", tmp_path) is None
+    assert memory.cgroup_available_bytes(tmp_path / "none", tmp_path) is None
 
 
 def test_the_container_limit_bounds_what_the_machine_has(monkeypatch):
-    monkeypatch.setattr(devices, "cgroup_available_bytes", lambda: 123)
+    monkeypatch.setattr(memory, "cgroup_available_bytes", lambda: 123)
     assert devices.host_available_bytes() == 123
 
 
@@ -144,7 +145,7 @@ def test_the_spill_folder_is_the_one_asked_for_and_its_disk_is_measured(tmp_path
 
 
 def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
-    monkeypatch.setattr(devices.Path, "exists", lambda self: False)
+    monkeypatch.setattr(memory.Path, "exists", lambda self: False)
     with pytest.raises(RequestError) as caught:
         devices.disk_free_bytes("E:/spill")
     assert (caught.value.field, caught.value.value) == ("offload_dir", "E:/spill")
@@ -157,23 +158,26 @@ def test_a_disk_that_does_not_exist_is_refused(monkeypatch):
 def cache(tmp_path, monkeypatch):
     """Count measurements and keep the cache in the test's folder."""
     calls = []
-    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(devices, "_measure", lambda device: calls.append(str(device)) or MEASURED)
     return calls
+
+
+def file_of(device="cpu"):
+    return rates_file.path_of(devices.device_name(device), str(torch.__version__), torch.get_num_threads())
 
 
 def test_rates_are_measured_once_and_read_back_equal(cache):
     assert devices.measure_rates("cpu") == MEASURED == devices.measure_rates("cpu")
     assert cache == ["cpu"]
-    assert json.loads(devices.rates_file("cpu").read_text()) == asdict(MEASURED)
-    assert [file.name for file in devices.rates_file("cpu").parent.iterdir()] == [devices.rates_file("cpu").name]
+    assert [file.name for file in file_of().parent.iterdir()] == [file_of().name]
 
 
 def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(cache):
     devices.measure_rates("cpu", cache=False)
     devices.measure_rates("cpu", cache=False)
     assert cache == ["cpu", "cpu"]
-    assert not devices.rates_file("cpu").exists()
+    assert not file_of().exists()
 
 
 @pytest.mark.parametrize(
@@ -185,13 +189,16 @@ def test_without_the_cache_they_are_measured_every_time_and_nothing_is_written(c
         json.dumps(asdict(MEASURED) | {"disk_Bps": float("nan")}),
     ],
 )  # fmt: skip
-def test_a_damaged_cache_is_measured_again_and_replaced(damaged, cache):
-    file = devices.rates_file("cpu")
-    file.parent.mkdir(parents=True)
-    file.write_text(damaged, encoding="latin-1")
+@pytest.mark.parametrize("has_digest", [False, True], ids=["as it is", "with its digest"])
+def test_a_damaged_cache_is_measured_again_and_replaced(damaged, has_digest, cache):
+    file = file_of()
+    if has_digest:
+        own_folder.write_own(file, file.name, damaged.encode("latin-1"))
+    else:
+        file.write_text(damaged, encoding="latin-1")
+    assert devices.measure_rates("cpu") == MEASURED
     assert devices.measure_rates("cpu") == MEASURED
     assert cache == ["cpu"]
-    assert json.loads(file.read_text()) == asdict(MEASURED)
 
 
 def test_a_cache_that_cannot_be_written_costs_nothing_but_time(cache, tmp_path):
@@ -200,23 +207,16 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(cache, tmp_path):
     assert (tmp_path / "trimtab").read_text() == "a file where the folder should be"
 
 
-def test_another_device_torch_or_thread_count_is_another_file(cache, monkeypatch):
-    names = {devices.rates_file("cpu")}
-    with monkeypatch.context() as change:
-        change.setattr(devices, "device_name", lambda device: "Another/Card 9000")
-        names.add(devices.rates_file("cpu"))
-    with monkeypatch.context() as change:
-        change.setattr(torch, "__version__", "9.9.9+cu999")
-        names.add(devices.rates_file("cpu"))
-    with monkeypatch.context() as change:
-        change.setattr(torch, "get_num_threads", lambda: 77)
-        names.add(devices.rates_file("cpu"))
+def test_another_device_torch_or_thread_count_is_another_file(cache):
+    facts = ("a card", "2.9.0", 4)
+    changed = [("Another/Card 9000", *facts[1:]), (facts[0], "9.9.9+cu999", 4), (*facts[:2], 77)]
+    names = {rates_file.path_of(*one) for one in (facts, *changed)}
     assert len(names) == 4
     assert len({name.parent for name in names}) == 1  # no separator of a device name makes a folder
 
 
 def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch):
-    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(memory, "user_cache_path", lambda name: tmp_path / name)
     rates = devices.measure_rates("cpu", cache=False)
     assert rates.host_Bps > 1e8
     assert rates.disk_Bps > 1e6
@@ -231,7 +231,7 @@ def test_a_real_measurement_has_every_rate_and_makes_sense(tmp_path, monkeypatch
 
 def test_a_disk_that_cannot_be_written_leaves_the_assumed_rate(tmp_path, monkeypatch):
     (tmp_path / "trimtab").write_text("a file where the folder should be")
-    monkeypatch.setattr(devices, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(memory, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(devices, "_host_matmul", lambda: (1e9, 1e10))
     measured = devices.measure_rates("cpu", cache=False)
     assumed = Rates()

@@ -22,8 +22,9 @@ DOCS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rg
 PURE = [
     file for file in SOURCES if file.parent.name in ("checkpoint", "plan") or file.name in ("request.py", "errors.py")
 ]
+NO_TORCH = [file for file in SOURCES if file.parent.name == "machine"]
 PSUTIL = (
-    "trimtab/runtime/devices.py", "trimtab/process.py", "trimtab/doctor/environment.py",
+    "trimtab/machine/memory.py", "trimtab/process.py", "trimtab/doctor/environment.py",
     "trimtab/doctor/environment_inside.py", "trimtab/merge/measure.py",
 )  # fmt: skip
 HEAVY = {"torch", "transformers", "bitsandbytes", "numpy", "accelerate", "peft", "safetensors", "psutil"}
@@ -110,6 +111,12 @@ def test_pure_files_import_the_standard_library_and_each_other(file):
     if file.name == "picture.py":
         allowed.add("matplotlib")  # for a PNG, when one is drawn
     assert imports_of(file) <= allowed
+
+
+@pytest.mark.parametrize("file", NO_TORCH, ids=name_of)
+def test_files_that_a_plan_needs_beside_the_pure_ones_import_no_torch(file):
+    assert imports_of(file) <= set(sys.stdlib_module_names) | {"trimtab", "psutil", "platformdirs"}
+    assert "trimtab.runtime" not in file.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=name_of)

@@ -16,12 +16,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "CONTRIBUTING.md"
 # The order in which a newcomer meets them; a folder that is not here comes last.
-FOLDERS = ("", "checkpoint", "plan", "runtime", "bridge", "merge", "proof", "speed", "doctor", "serve", "commands",
+FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "speed", "doctor", "serve", "commands",
            "demo")  # fmt: skip
 # Folders with one small file a thing: shown as one line.
 CLOSED = ("doctor/upstream", "serve/page")
 TITLES = {
-    "checkpoint": "WHAT IS ON DISK (pure: no torch)", "plan": "WHAT GOES WHERE (pure: no torch)", "runtime": "WHAT RUNS",
+    "checkpoint": "WHAT IS ON DISK (pure: no torch)", "plan": "WHAT GOES WHERE (pure: no torch)",
+    "machine": "WHAT THIS MACHINE IS, AND WHAT IS KEPT BETWEEN RUNS (no torch)", "runtime": "WHAT RUNS",
     "bridge": "STOCK OBJECTS IN, STOCK OBJECTS OUT", "merge": "A CHECKPOINT AND ADAPTERS -> A NEW CHECKPOINT",
     "proof": "WHAT IS RIGHT", "speed": "HOW FAST IT IS, AND WHAT THE LIMIT IS",
     "doctor": "WHAT IS BROKEN", "serve": "WHO ASKS", "commands": "WHAT EACH COMMAND DOES",

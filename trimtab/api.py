@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
-from trimtab.plan import Plan, make_plan
+from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_here, find_card
 from trimtab.plan.max_memory import merged_budgets
@@ -77,26 +78,31 @@ def plan(
 
 
 def plan_request(request: LoadRequest) -> Plan:
-    """Return the plan of a request made elsewhere (the command line)."""
-    from trimtab.runtime import devices, hf
+    """Return the plan of a request made elsewhere (the command line).
+
+    In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
+    tree of this config and these releases, and the machine's rates.
+    """
+    from trimtab.machine import known
+    from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
-    probe = hf.probe(checkpoint, request.dtype)
-    anatomy = hf.anatomy_of(
-        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
-    )
+    bytes_before = None if known.torch_is_loaded() else process_bytes()
+    card = None if request.card is None else find_card(request.card)
+    if card is not None:
+        here: tuple[Machine, Rates] | None = (
+            machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card),
+        )  # fmt: skip
+    else:
+        here = known.find_machine(request.device)
+    anatomy, probe = _anatomy(checkpoint, request, may_be_kept=here is not None)
     adapters = {
         name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
     }
-    card = None if request.card is None else find_card(request.card)
-    if card is None:
-        machine = devices.read_machine(request.device)
-        rates = devices.measure_rates(machine.execution_device)
-    else:
-        machine, rates = machine_of(card, host_available_bytes=devices.host_available_bytes()), rates_of(card)
-    disk_bytes = devices.disk_free_bytes(request.offload_dir)
-    found = make_plan(
+    machine, rates = here or _ask_machine(request.device, bytes_before)
+    disk_bytes = disk_free_bytes(request.offload_dir)
+    made = make_plan(
         request,
         anatomy,
         adapters=adapters,
@@ -105,11 +111,45 @@ def plan_request(request: LoadRequest) -> Plan:
         checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
     )
-    found = replace(found, card=card)
-    # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
-    # it is no part of the plan's value: not compared, not saved, not copied.
-    object.__setattr__(found, PROBE, probe)
-    return found
+    made = replace(made, card=card)
+    if probe is not None:
+        # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
+        # it is no part of the plan's value: not compared, not saved, not copied.
+        object.__setattr__(made, PROBE, probe)
+    return made
+
+
+def _anatomy(checkpoint: Checkpoint, request: LoadRequest, *, may_be_kept: bool) -> tuple[Anatomy, Any]:
+    """Return the anatomy of a checkpoint and the probe that it was read from, None where an earlier process kept it."""
+    from trimtab.machine import anatomies
+
+    kept = anatomies.find_anatomy(checkpoint, request) if may_be_kept else None
+    if kept is not None:
+        return kept, None
+    from trimtab.runtime import hf
+
+    probe = hf.probe(checkpoint, request.dtype)
+    anatomy = hf.anatomy_of(
+        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
+    )
+    anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values)
+    return anatomy, probe
+
+
+def _ask_machine(device: str, bytes_before: int | None) -> tuple[Machine, Rates]:
+    """Return the machine and its rates, asked through torch, and keep what a later process needs to plan without it.
+
+    bytes_before: what this process had before torch; None if torch was there already.
+    """
+    import torch
+
+    from trimtab.machine import known
+    from trimtab.runtime import devices
+
+    machine = devices.read_machine(device)
+    if bytes_before is not None:
+        known.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())
+    return machine, devices.measure_rates(machine.execution_device)
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:

@@ -10,7 +10,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class Probe:
     model: in eval mode; every tensor is traced, or real and on the CPU (computed at load). sources: tensor_path -> how
     to make it. missing: persistent buffers that no file holds and that keep their initial value. unexpected: file
     tensors that the model does not use (after its own list of known ones). ties: tensor_path -> the tensor_path that
-    owns the storage. dtype: what was asked.
+    owns the storage. dtype: what was asked. compares_values: whether the loader asked if stored tensors are equal.
     """
 
     model: Any
@@ -50,6 +50,7 @@ class Probe:
     unexpected: tuple[str, ...]
     ties: dict[str, str]
     dtype: str
+    compares_values: bool = False
 
 
 # Configs and classes --------------------------------------------------------------------------------------------------
@@ -153,7 +154,8 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     config = read_config(checkpoint)
     found = model_class(checkpoint, config)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    trace = Trace(lambda a, b: _equal_in_files(plain, a, b))
+    compared: list[bool] = []
+    trace = Trace(lambda a, b: compared.append(True) or _equal_in_files(plain, a, b))  # type: ignore[func-returns-value]
     tensors = _trace(trace, plain, packed, torch_dtype)
     with _ONE_PROBE, _quiet():
         model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
@@ -164,7 +166,7 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
                 return _declared_result(model, tensors, dtype)
             model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
     model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
-    return _result(checkpoint, model.eval(), info, dtype)
+    return replace(_result(checkpoint, model.eval(), info, dtype), compares_values=bool(compared))
 
 
 def _trace(

@@ -1,0 +1,101 @@
+"""The anatomies that earlier processes read, kept so that a plan needs neither torch nor transformers.
+
+An entry is found by everything that shapes the tree: the hash of config.json and of the other files that transformers reads for
+it, the tensors' names, types and shapes, what the request says of formats, and the releases of Python, torch, transformers,
+bitsandbytes and this package, this package's own files included. Where the loader compared stored values, the weight files must
+be the very same. Anything that cannot be read is as if it were not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import trimtab
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.checkpoint.anatomy_json import form, read_anatomy, write_anatomy
+from trimtab.checkpoint.folder import CONFIG, Checkpoint
+from trimtab.checkpoint.packed import split_packed
+from trimtab.machine.installed import versions
+from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
+from trimtab.request import LoadRequest
+
+FOLDER = "anatomies"
+MOST_FILES, MOST_BYTES, MOST_FILE_BYTES = 64, 64 * 2**20, 16 * 2**20
+# What transformers reads of a checkpoint beside its weights when it makes the empty model (5.6.2 to 5.23.0).
+SHAPING_FILES = (CONFIG, "generation_config.json")
+# This package's files that make an anatomy: an installation that is edited in place keeps its version.
+MAKERS = (
+    "checkpoint/anatomy.py", "checkpoint/packed.py", "runtime/anatomy_builder.py", "runtime/hf.py", "runtime/probe.py",
+)  # fmt: skip
+
+
+def key_of(checkpoint: Checkpoint, request: LoadRequest) -> str:
+    """Return what decides the anatomy of a checkpoint for a request, as text. request: its quant is not "auto"."""
+    plain, packed = split_packed(checkpoint)
+    tensors: list[tuple[Any, ...]] = [(name, entry.dtype, entry.shape) for name, entry in sorted(plain.items())]
+    tensors += [
+        (name, entry.kind, entry.dtype, entry.shape, entry.blocksize, entry.nested)
+        for name, entry in sorted(packed.items())
+    ]
+    facts = {
+        "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
+        "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
+        "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
+        "versions": versions(), "makers": [_stamp(Path(trimtab.__file__).parent / name) for name in MAKERS],
+    }  # fmt: skip
+    return json.dumps(facts, sort_keys=True)
+
+
+def _hash_of(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    try:
+        seen = file.stat()
+    except OSError:
+        return None
+    return seen.st_size, seen.st_mtime_ns
+
+
+def find_anatomy(checkpoint: Checkpoint, request: LoadRequest) -> Anatomy | None:
+    """Return the anatomy that an earlier process read of this checkpoint for a request like this, None if it was not kept."""
+    key = key_of(checkpoint, request)
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        path = own_folder(FOLDER) / hashed(key)
+        text = read_own(path, key, limit_bytes=MOST_FILE_BYTES)
+        if text is not None:
+            whole = json.loads(text)
+            if whole["values_of"] in (None, _same_files(checkpoint)):
+                anatomy = read_anatomy(whole["anatomy"])
+                touch(path)
+                return anatomy
+    return None
+
+
+def keep_anatomy(checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy, *, compares_values: bool) -> None:
+    """Keep an anatomy for later processes. compares_values: whether stored values decided something of it."""
+    key = key_of(checkpoint, request)
+    whole = {"values_of": _same_files(checkpoint) if compares_values else None, "anatomy": write_anatomy(anatomy)}
+    contents = json.dumps(whole).encode()
+    if len(contents) <= MOST_FILE_BYTES:
+        with suppress(OSError):
+            folder = own_folder(FOLDER)
+            if read_own(folder / hashed(key), key, limit_bytes=MOST_FILE_BYTES) == contents:
+                return
+            write_own(folder / hashed(key), key, contents)
+            prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
+
+
+def _same_files(checkpoint: Checkpoint) -> list[Any]:
+    """Return what tells weight files from others, as JSON gives it back."""
+    stamps: Iterable[tuple[str, int, int]] = checkpoint.stamps
+    return [str(checkpoint.folder.absolute()), *([*stamp] for stamp in stamps)]

@@ -1,0 +1,99 @@
+"""Which NVIDIA GPUs this machine has and what is free on them, asked of the driver's own libraries, without torch or a context.
+
+The driver numbers GPUs as CUDA does (CUDA_VISIBLE_DEVICES included); NVML, which knows free memory, is asked by UUID.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# cuda.h: CUDA_ERROR_NO_DEVICE, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, ..._COMPUTE_CAPABILITY_MAJOR and _MINOR.
+_NO_DEVICE = 100
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. free_bytes: of the device, before this process has a context there. driver: the CUDA release it knows."""
+
+    name: str
+    capability: tuple[int, int]
+    multiprocessors: int
+    total_bytes: int
+    free_bytes: int
+    driver: tuple[int, int]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _UnknownError(Exception):
+    """The driver's libraries do not answer."""
+
+
+def read_gpus() -> tuple[Gpu, ...] | None:
+    """Return the GPUs in CUDA's order, empty without a driver or a GPU; None if the driver cannot be asked."""
+    if sys.platform == "darwin":
+        return ()
+    windows = sys.platform == "win32"
+    try:
+        cuda = ctypes.CDLL("nvcuda.dll" if windows else "libcuda.so.1")
+    except OSError:
+        return ()
+    try:
+        code = cuda.cuInit(0)
+        if code == _NO_DEVICE:
+            return ()
+        _check(code)
+        nvml = ctypes.CDLL("nvml.dll" if windows else "libnvidia-ml.so.1")
+        _check(nvml.nvmlInit_v2())
+        try:
+            count, driver = _int(cuda.cuDeviceGetCount), _int(cuda.cuDriverGetVersion)
+            return tuple(_gpu(cuda, nvml, index, (driver // 1000, driver % 1000 // 10)) for index in range(count))
+        finally:
+            nvml.nvmlShutdown()
+    except (OSError, AttributeError, _UnknownError):
+        return None
+
+
+def _check(code: int) -> None:
+    if code:
+        raise _UnknownError(code)
+
+
+def _int(function: Callable[..., int], *args: ctypes.c_int) -> int:
+    value = ctypes.c_int()
+    _check(function(ctypes.byref(value), *args))
+    return value.value
+
+
+def _gpu(cuda: ctypes.CDLL, nvml: ctypes.CDLL, index: int, driver: tuple[int, int]) -> Gpu:
+    device = ctypes.c_int(_int(cuda.cuDeviceGet, ctypes.c_int(index)))
+    name, total = ctypes.create_string_buffer(256), ctypes.c_size_t()
+    _check(cuda.cuDeviceGetName(name, ctypes.c_int(256), device))
+    _check(cuda.cuDeviceTotalMem_v2(ctypes.byref(total), device))
+
+    def attribute(which: int) -> int:
+        return _int(cuda.cuDeviceGetAttribute, ctypes.c_int(which), device)
+
+    return Gpu(
+        name.value.decode(errors="replace"), (attribute(_MAJOR), attribute(_MINOR)), attribute(_MULTIPROCESSORS),
+        total.value, _free_bytes(cuda, nvml, device), driver,
+    )  # fmt: skip
+
+
+def _free_bytes(cuda: ctypes.CDLL, nvml: ctypes.CDLL, device: ctypes.c_int) -> int:
+    raw = (ctypes.c_ubyte * 16)()
+    _check(cuda.cuDeviceGetUuid_v2(ctypes.byref(raw), device))
+    named, handle = uuid.UUID(bytes=bytes(raw)), ctypes.c_void_p()
+    # A slice of a card that is shared (MIG) has a UUID of its own.
+    if nvml.nvmlDeviceGetHandleByUUID(f"GPU-{named}".encode(), ctypes.byref(handle)):
+        _check(nvml.nvmlDeviceGetHandleByUUID(f"MIG-{named}".encode(), ctypes.byref(handle)))
+    memory = _Memory()
+    _check(nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)))
+    return int(memory.free)

@@ -1,0 +1,119 @@
+"""How much memory this machine and this process have: host memory within its limits, the spill disk, peaks. Imports no torch."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+from platformdirs import user_cache_path
+
+from trimtab.errors import RequestError
+
+# Control groups, version 2 and 1: limit, use, and in memory.stat the page cache that is given back under pressure.
+CGROUP_FILES = (
+    ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+)
+
+
+def cpu_name() -> str:
+    """Return the processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def host_available_bytes() -> int:
+    """Return the host memory that can still be taken, within a container's limit where there is one."""
+    available = int(psutil.virtual_memory().available)
+    limited = cgroup_available_bytes()
+    return available if limited is None else min(available, limited)
+
+
+def cgroup_available_bytes(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> int | None:
+    """Return what the control groups of this process still let it take, None without a limit.
+
+    Every group up to the root counts. The page cache is counted as use by the kernel but given back under pressure:
+    after a checkpoint was read it would otherwise look as if the weights' size were taken already.
+    """
+    found = []
+    for folder, (limit_name, used_name, cache_keys) in _cgroup_folders(membership, root):
+        limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
+        if limit is not None and used is not None and limit < 2**60:
+            found.append(max(limit - used + _stat_bytes(folder / "memory.stat", cache_keys), 0))
+    return min(found, default=None)
+
+
+def _cgroup_folders(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base, files = (root / "memory", CGROUP_FILES[1]) if controllers else (root, CGROUP_FILES[0])
+        # Inside a container the path may be the outer machine's: folders that are not there have no limit to read.
+        pieces = [piece for piece in path.split("/") if piece not in ("", "..")]
+        for end in range(len(pieces), -1, -1):
+            yield base.joinpath(*pieces[:end]), files
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None
+
+
+def _stat_bytes(path: Path, keys: tuple[str, ...]) -> int:
+    try:
+        pairs = (line.split() for line in path.read_text().splitlines())
+        return sum(int(value) for key, value in pairs if key in keys)
+    except (OSError, ValueError):
+        return 0
+
+
+def process_bytes() -> int:
+    """Return the resident host memory of this process now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak_host_bytes() -> int:
+    """Return the largest resident host memory that this process has had."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # Not ru_maxrss: a process started by a large one inherits the large one's peak there.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak if sys.platform == "darwin" else peak * 1024)
+
+
+def spill_folder(offload_dir: str | None) -> Path:
+    """Return the folder of the disk tier's file."""
+    return Path(offload_dir) if offload_dir else user_cache_path("trimtab") / "spill"
+
+
+def disk_free_bytes(offload_dir: str | None) -> int:
+    """Return the free bytes of the disk that the spill folder is on. Errors: RequestError if there is no such disk."""
+    folder = spill_folder(offload_dir).absolute()
+    while not folder.exists():
+        if folder == folder.parent:
+            raise RequestError("there is no such disk", field="offload_dir", value=offload_dir)
+        folder = folder.parent
+    return int(psutil.disk_usage(str(folder)).free)

@@ -1,0 +1,43 @@
+"""The rates of this machine as an earlier process measured them, in a file of the user's own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from trimtab.machine.own_folder import own_folder, read_own, write_own
+from trimtab.plan.cost import Rates
+
+FOLDER = "machine"
+MOST_BYTES = 64 * 1024
+
+
+def path_of(device_name: str, torch_version: str, threads: int) -> Path:
+    """Return the file of a device, a torch release and a thread count. Errors: OSError if there is no folder for it."""
+    key = "-".join(_slug(part) for part in (device_name, f"torch{torch_version}"))
+    return own_folder(FOLDER) / f"rates-{key[:150]}-{threads}threads"
+
+
+def _slug(text: str) -> str:
+    return "".join(char if char.isalnum() or char in ".-" else "-" for char in text) or "unknown"
+
+
+def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
+    """Return the rates that were kept; None if there are none that can be used."""
+    names = {item.name for item in fields(Rates)}
+    try:
+        path = path_of(device_name, torch_version, threads)
+        text = read_own(path, path.name, limit_bytes=MOST_BYTES)
+        values = {} if text is None else json.loads(text)
+        return Rates(**values) if set(values) == names else None
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def write(device_name: str, torch_version: str, threads: int, rates: Rates) -> None:
+    """Keep rates; a folder that cannot be written costs time only."""
+    with suppress(OSError):
+        path = path_of(device_name, torch_version, threads)
+        write_own(path, path.name, json.dumps(asdict(rates), indent=1).encode())
