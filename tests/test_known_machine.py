@@ -288,6 +288,7 @@ def seen(monkeypatch, tmp_path):
     """Keep, in a folder that child processes use too, what a first plan on this machine keeps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(devices, "measure_rates", lambda device: Rates())
     first = trimtab.plan(BASE, device="cpu")
     machine = devices.read_machine("cpu")
     rates_file.write(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), first.rates)
