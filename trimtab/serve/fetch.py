@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import ipaddress
 import socket
 import ssl
 import threading
@@ -20,12 +19,11 @@ from contextlib import suppress
 from urllib.parse import SplitResult, quote, urlsplit
 
 from trimtab.errors import RequestError
+from trimtab.serve.addresses import is_public
 from trimtab.serve.settings import Settings
 
 CHUNK_BYTES = 64 * 2**10
 AT_ONCE = 8
-# IPv6 networks whose addresses carry an IPv4 one that a gateway may lead to.
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
 
 
 class Fetcher:
@@ -144,20 +142,6 @@ class Fetcher:
         if not found or not all(is_public(address) for address in found):
             raise RequestError("is not on the public network", field=field, value=host)
         return list(dict.fromkeys(found))
-
-
-def is_public(address: str) -> bool:
-    """Whether an address, and every IPv4 address that it carries, belongs to the public network."""
-    ip = ipaddress.ip_address(address.partition("%")[0])
-    carried: tuple[ipaddress.IPv4Address | None, ...] = ()
-    if isinstance(ip, ipaddress.IPv6Address):
-        if ip.ipv4_mapped is not None:
-            return is_public(str(ip.ipv4_mapped))
-        carried = (ip.sixtofour, *(ip.teredo or ()))
-        if ip in _NAT64:
-            return is_public(str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)))
-    inner = all(is_public(str(found)) for found in carried if found is not None)
-    return inner and ip.is_global and not ip.is_multicast
 
 
 def _shut(found: socket.socket) -> None:

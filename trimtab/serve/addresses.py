@@ -1,0 +1,67 @@
+"""Whether an IP address belongs to the public network: by IANA's registries, the same on every Python.
+
+What `ipaddress` calls global differs between Python releases, and it does not know every form in which an IPv6 address
+carries an IPv4 one. So both are asked: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,
+and two forms with a public IPv4 address inside: IPv4-mapped, and the NAT64 prefix that everybody uses.
+
+Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates); RFC 1112 and 4291
+(multicast), 3879 (site-local), 4213 and 4291 (IPv4-compatible), 5214 (ISATAP), 6052 and 8215 (NAT64), 7526 (6to4),
+7915 (IPv4-translated), 9602 (SRv6), 9637 (documentation). Networks that a registry calls globally reachable although they lie
+inside one that is not (192.0.0.9, 2001:20::/28 and others) hold no server of pictures, and count as the one around them.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+
+_V4 = tuple(
+    map(
+        ipaddress.IPv4Network,
+        (
+            "0.0.0.0/8",  # this network
+            "10.0.0.0/8",  # private
+            "100.64.0.0/10",  # shared with carriers' customers (CGNAT)
+            "127.0.0.0/8",  # loopback
+            "169.254.0.0/16",  # link-local, where clouds keep their metadata
+            "172.16.0.0/12",  # private
+            "192.0.0.0/24",  # IETF protocols
+            "192.0.2.0/24",  # documentation
+            "192.88.99.0/24",  # 6to4 relays
+            "192.168.0.0/16",  # private
+            "198.18.0.0/15",  # benchmarks
+            "198.51.100.0/24",  # documentation
+            "203.0.113.0/24",  # documentation
+            "224.0.0.0/4",  # multicast
+            "240.0.0.0/4",  # reserved, and broadcast
+        ),
+    )
+)
+_V6_PUBLIC = ipaddress.IPv6Network("2000::/3")
+_V6 = tuple(
+    map(
+        ipaddress.IPv6Network,
+        (
+            "2001::/23",  # IETF protocols: Teredo, benchmarks, ORCHID
+            "2001:db8::/32",  # documentation
+            "2002::/16",  # 6to4
+            "3fff::/20",  # documentation
+        ),
+    )
+)
+_MAPPED = ipaddress.IPv6Network("::ffff:0:0/96")
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# Upper half of an interface identifier that carries an IPv4 address.
+_ISATAP = (0x00005EFE, 0x02005EFE)
+
+
+def is_public(address: str) -> bool:
+    """Whether an address, and the IPv4 address that it carries, belongs to the public network."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(ip, ipaddress.IPv4Address):
+        return ip.is_global and not any(ip in network for network in _V4)
+    inner = str(ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF))
+    if ip in _MAPPED or ip in _NAT64:
+        return is_public(inner)
+    if int(ip) >> 32 & 0xFFFFFFFF in _ISATAP and not is_public(inner):
+        return False
+    return ip in _V6_PUBLIC and ip.is_global and not any(ip in network for network in _V6)
