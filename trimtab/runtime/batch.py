@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite, graphs, hf_generate, hf_slots
+from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
 
@@ -121,7 +121,9 @@ class Batch:
         self._ahead: _Ahead | None = None
         self._told = False  # whether `tokens` holds what the lists of tokens end with, not what a step has gone on to
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
-        self.steps = graphs.Steps(self, self.decode or self.model.decode)
+        mode = self.decode or self.model.decode
+        self.steps = graphs.Steps(self, mode)
+        self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the steps that the first requests would otherwise wait for; where steps are not captured, do nothing.
@@ -148,8 +150,11 @@ class Batch:
             self.steps.prepare([self.model.fitting(held) for held in expected])
         finally:
             self.active.clear()
+            self.prompts.release(prompt)
             self.cache.positions.zero_()
             self.model.route.none()
+        self.prompts.prepare(token, next(iter(self.model.adapters), None))
+        self.model.route.none()
 
     @property
     def free_rows(self) -> int:
@@ -176,6 +181,8 @@ class Batch:
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
 
     def _prefill(self, prompt: Prompt) -> bool:
+        if self.prompts.takes(prompt):
+            return self.prompts.step(prompt)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
         start = prompt.done_tokens
@@ -205,9 +212,13 @@ class Batch:
             raise RequestError("the prompt is not through the model yet", field="prompt")
         if not self.free_rows:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
+        self.prompts.evict(len(self.active), prompt)
+        while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
+            self._prefill(prompt)
         row = prompt.row
         row.number = len(self.active)
         self._fill(row.number, prompt)
+        self.prompts.release(prompt)
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
@@ -224,6 +235,9 @@ class Batch:
         return found
 
     def _fill(self, number: int, prompt: Prompt) -> None:
+        if self.prompts.holds(prompt):
+            self.cache.take(number, prompt.inputs.prompt_tokens, offset=prompt.offset)
+            return
         try:
             self.cache.fill(number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
         except hf_slots.UnsupportedLayersError as exc:

@@ -23,8 +23,11 @@ class UnsupportedLayersError(Exception):
     """The family keeps a state that is not keys and values by position; the message names it."""
 
 
-class _Places(CacheLayerMixin):  # type: ignore[misc]
-    """One layer's keys and values: [rows, H, places, D]. shared: the cache that knows the rows' positions."""
+class LayerCache(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values: [rows, H, places, D], a row for a prompt on its way among them if the cache has one.
+
+    shared: the cache that knows the rows' positions.
+    """
 
     is_compileable = True
 
@@ -34,7 +37,7 @@ class _Places(CacheLayerMixin):  # type: ignore[misc]
         self.is_sliding = is_ring
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        rows = self.shared.rows
+        rows = self.shared.held_rows
         self.keys = key_states.new_zeros(rows, key_states.shape[1], self.places, key_states.shape[-1])
         self.values = value_states.new_zeros(rows, value_states.shape[1], self.places, value_states.shape[-1])
         self.is_initialized = True
@@ -86,7 +89,8 @@ class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of `rows` rows of up to `context_tokens` positions.
 
     positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
-    `attention_mask` of a step, see `begin`.
+    `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt that goes
+    through in pieces; it can be set until the first states are kept.
     """
 
     def __init__(self, rows: int, context_tokens: int, device: torch.device) -> None:
@@ -100,18 +104,49 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.seen_places = context_tokens
         self._masks: dict[int, Tensor] = {}
         self._numbers = torch.arange(context_tokens, device=device)
+        self.has_prompt_row = False
+
+    @property
+    def held_rows(self) -> int:
+        """How many rows there is memory for."""
+        return self.rows + self.has_prompt_row
+
+    @property
+    def prompt_row(self) -> int:
+        """The row that a prompt is written to before it has one of its own; the only row of a cache that has but one."""
+        return self.rows if self.has_prompt_row else 0
+
+    def lay_out(self, prompt: DynamicCache) -> None:
+        """Take over the kinds of a family's layers. Errors: UnsupportedLayersError."""
+        try:
+            self._build(prompt)
+        except BaseException:
+            self.layers.clear()  # half of them would be taken for all of them next time
+            raise
 
     def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
         """Take over a row whose prompt of `length` tokens has gone through the model. Errors: UnsupportedLayersError."""
         if not self.layers:
-            try:
-                self._build(prompt)
-            except BaseException:
-                self.layers.clear()  # half of them would be taken for all of them next time
-                raise
+            self.lay_out(prompt)
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
-            if isinstance(mine, _Places):
+            if isinstance(mine, LayerCache):
                 mine.fill(row, theirs.keys, theirs.values, length)
+        self.positions[row] = length
+        self.offsets[row] = offset
+
+    def clear(self, row: int) -> None:
+        """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
+        held = [tensor[row] for layer in self._own() for tensor in (layer.keys, layer.values)]
+        if held:
+            torch._foreach_zero_(held)
+
+    def take(self, row: int, length: int, *, offset: int = 0) -> None:
+        """Give a row the prompt of `length` tokens that was written to the prompt's row."""
+        if row != self.prompt_row:
+            pairs = [
+                (tensor[row], tensor[self.prompt_row]) for layer in self._own() for tensor in (layer.keys, layer.values)
+            ]
+            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
         self.positions[row] = length
         self.offsets[row] = offset
 
@@ -119,12 +154,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         for number, layer in enumerate(prompt.layers):
             if type(layer) is DynamicSlidingWindowLayer:
                 window = min(layer.sliding_window, self.context_tokens)
-                self.layers.append(_Places(self, window, is_ring=True))
+                self.layers.append(LayerCache(self, window, is_ring=True))
                 if window not in self.ring_places:
                     self.ring_places[window] = torch.zeros_like(self.positions)
                     self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
             elif type(layer) is DynamicLayer:
-                self.layers.append(_Places(self, self.context_tokens, is_ring=False))
+                self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
             elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
             else:
@@ -145,8 +180,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         window = next(iter(self.ring_places)) if is_ring else self.context_tokens
         return self._masks[window][:count, :, :, : min(window, self.seen_places)]
 
-    def _own(self) -> list[_Places]:
-        return [layer for layer in self.layers if isinstance(layer, _Places) and layer.is_initialized]
+    def _own(self) -> list[LayerCache]:
+        return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
 
     def window_mask(self, count: int, window: int) -> Tensor:
         """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
@@ -235,6 +270,11 @@ def read_offset(hf_model: Any) -> int:
 
 def _rope_module(hf_model: Any) -> Any:
     return next((module for module in hf_model.modules() if hasattr(module, "rope_deltas")), None)
+
+
+def has_three_axes(hf_model: Any) -> bool:
+    """Whether the family's positions count along three axes."""
+    return _rope_module(hf_model) is not None
 
 
 def placeholder_ids(hf_model: Any) -> frozenset[int]:

@@ -1,0 +1,300 @@
+"""How long a prompt takes to its first token: captured, one kernel after the other, and stock, in one run on one GPU.
+
+    python -m bench.prompts --work FOLDER --save bench/results/prompts.json [--models e4b,e2b,...] [--engines trimtab,stock]
+
+Checkpoints are bench.checkpoints' random ones, NF4 with double quantization, a rank-8 adapter on language and towers. Each model
+and engine is a process of its own; what the file to be saved has rows of is not run again. A row: `tokens` of the prompt,
+`adapter`, `way` ("captured", "eager", "stock"), `ms` to the first token (median of seven), `gpu_ms` of the graph's replays
+alone, `difference` of the scores from the eager ones' in parts of their largest, `same_token`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (64, 512, 2048)
+CONTEXT = 2560
+MODELS = ("e4b", "e2b", "qwen3-8b", "qwen3-vl-4b")
+REPEAT = 7
+
+
+def prepare(size: str, work: Path) -> None:
+    """Make a checkpoint and its adapter unless they are there."""
+    import torch
+
+    from bench.checkpoints import write_adapter, write_checkpoint
+
+    if not (work / size / "config.json").is_file():
+        write_checkpoint(size, work / size)
+    if not (work / f"{size}-r8" / "adapter_config.json").is_file():
+        write_adapter(work / size, work / f"{size}-r8", 8)
+    torch.cuda.empty_cache()
+
+
+def timed_ms(call: Any) -> float:
+    import torch
+
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1000
+
+
+def median_ms(call: Any) -> float:
+    return round(statistics.median(timed_ms(call) for _ in range(REPEAT)), 2)
+
+
+# trimtab -----------------------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """Times prompts of one loaded model."""
+
+    def __init__(self, model: Any, size: str) -> None:
+        from trimtab.request import GenerateRequest
+
+        self.model, self.size, self.rows = model, size, []
+        self.request = GenerateRequest(max_new_tokens=4)
+
+    def batch(self, mode: str) -> Any:
+        from trimtab.runtime.batch import Batch
+        from trimtab.runtime.prefill_graphs import Prompts
+
+        batch = Batch(self.model, rows=1, decode="eager")
+        batch.prompts = Prompts(batch, mode)
+        batch.ends = frozenset()
+        return batch
+
+    def once(self, batch: Any, inputs: Any, adapter: str | None) -> Any:
+        """Put one prompt through and draw its first token; returns its scores."""
+        prompt = batch.begin(inputs, self.request, adapter=adapter)
+        while not prompt.step():
+            pass
+        scores = prompt.logits
+        batch.leave(batch.join(prompt).row)
+        return scores
+
+    def row(self, what: str, inputs: Any, adapter: str | None, batches: dict[str, Any]) -> None:
+        """Add the rows of one prompt: eager first, then captured beside it."""
+        import torch
+
+        expected = None
+        for way, batch in batches.items():
+            row: dict[str, Any] = {
+                "model": self.size, "engine": "trimtab", "what": what, "tokens": inputs.prompt_tokens,
+                "adapter": adapter is not None, "way": way,
+            }  # fmt: skip
+            self.rows.append(row)
+            try:
+                for _ in range(3):  # as it is, captured, replayed
+                    scores = self.once(batch, inputs, adapter).clone()
+                row["ms"] = median_ms(lambda batch=batch: self.once(batch, inputs, adapter))
+                if expected is None:
+                    expected = scores
+                row |= {
+                    "difference": float(f"{float((scores - expected).abs().max() / expected.abs().max()):.2e}"),
+                    "same_token": bool(scores.argmax() == expected.argmax()),
+                    "gpu_peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3),
+                }
+                if way == "captured":
+                    row |= self.replays(batch)
+            except Exception as exc:
+                row["error"] = f"{type(exc).__name__}: {exc}"[:300]
+            print("ROW " + json.dumps(row), flush=True)
+
+    def replays(self, batch: Any) -> dict[str, Any]:
+        """Return the milliseconds that the graphs of the last prompt take by themselves, and what was captured."""
+        import torch
+
+        captured = batch.prompts._graphs
+        last = next(reversed(captured), None)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        found: dict[str, Any] = {"graphs": len(captured), "capture_s": round(batch.prompts.capture_s, 2)}
+        found["fallbacks"] = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
+        if last is not None and self.model.streamer is None:
+            start.record()
+            for _ in range(5):
+                captured[last].graph.replay()
+            end.record()
+            end.synchronize()
+            found |= {"last_graph": str(last[0]), "gpu_ms": round(start.elapsed_time(end) / 5, 2)}
+        return found
+
+    def profile(self, inputs: Any, adapter: str | None, batch: Any) -> None:
+        """Print where the GPU's time goes in one prompt."""
+        import torch
+
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            self.once(batch, inputs, adapter)
+            torch.cuda.synchronize()
+        events = sorted(found.key_averages(), key=lambda one: -one.self_device_time_total)
+        total = sum(one.self_device_time_total for one in events)
+        count = sum(one.count for one in events if one.self_device_time_total)
+        print(f"PROFILE {self.size} {inputs.prompt_tokens} {adapter}: {total / 1000:.2f} ms in {count} kernels")
+        for one in events[:24]:
+            print(f"  {one.self_device_time_total / 1000:8.3f} ms {one.count:6d} x  {one.key[:110]}")
+
+
+def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]:
+    import torch
+
+    import trimtab
+    from bench.checkpoints import media_inputs, text_inputs
+    from trimtab.runtime.chat import Inputs
+
+    plan = trimtab.plan(
+        work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq",
+        place={"*": "resident"},
+    )  # fmt: skip
+    with trimtab.load(plan, decode="eager") as model:
+        bench, config = Bench(model, size), model.hf_model.config
+        eager = bench.batch("eager")
+        before = torch.cuda.mem_get_info()[0]
+        captured = bench.batch("auto")
+        print(f"COUNTED {captured.prompts.extra_bytes()} for {captured.prompts.sizes}", flush=True)
+        for tokens in LENGTHS:
+            ids = text_inputs(config, tokens, device="cpu")["input_ids"][0].tolist()
+            ids = [token % min(config.get_text_config().vocab_size - 2000, 100000) + 1000 for token in ids]
+            for adapter in ("r8", None):
+                bench.row("text", model.prepare(ids), adapter, {"eager": eager, "captured": captured})
+        if size.startswith("e"):
+            tensors = media_inputs(config, device="cuda")
+            tensors = {name: one.to(model.dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+            ids = tensors["input_ids"][0].tolist()
+            inputs = Inputs(tensors, len(ids), tuple(ids), has_media=True)
+            bench.row("picture and sound", inputs, "r8", {"eager": eager, "captured": captured})
+        torch.cuda.empty_cache()
+        print(f"TAKEN {before - torch.cuda.mem_get_info()[0]} with {len(captured.prompts._graphs)} graphs", flush=True)
+        if profile:
+            ids = [1000 + number for number in range(512)]
+            for adapter in ("r8", None):
+                for _ in range(2):
+                    bench.profile(model.prepare(ids), adapter, captured)
+    return bench.rows
+
+
+# Stock -------------------------------------------------------------------------------------------------------------------
+
+
+def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
+    import torch
+    import transformers
+    from peft import PeftModel
+
+    from bench.checkpoints import CLASSES, text_inputs
+
+    model = getattr(transformers, CLASSES[size]).from_pretrained(
+        work / size, dtype=torch.bfloat16, device_map={"": 0},
+        quantization_config=transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+    )  # fmt: skip
+    peft_model = PeftModel.from_pretrained(model, work / f"{size}-r8").eval()
+    rows = []
+    for tokens in LENGTHS:
+        ids = text_inputs(model.config, tokens, device="cuda")["input_ids"] % 100000 + 1000
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+        def once(given: dict[str, Any] = given) -> None:
+            with torch.no_grad():
+                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
+
+        once()
+        rows.append({
+            "model": size, "engine": "stock", "what": "text", "tokens": tokens, "adapter": True, "way": "stock",
+            "ms": median_ms(once),
+        })  # fmt: skip
+        print("ROW " + json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+# One run -----------------------------------------------------------------------------------------------------------------
+
+
+def run_case(size: str, engine: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "bench.prompts", "--work", str(given.work), "--case", f"{engine}:{size}"]
+    command += ["--profile"] if given.profile else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
+        said, wrong = done.stdout, done.stderr if done.returncode else ""
+    except subprocess.TimeoutExpired as exc:
+        said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
+        wrong = f"longer than {given.timeout_s} s"
+    lines = said.splitlines()
+    print("\n".join(line for line in lines if not line.startswith("ROW ")), flush=True)
+    rows = [json.loads(line[4:]) for line in lines if line.startswith("ROW ") and line.endswith("}")]
+    if wrong:
+        print(wrong[-1500:], flush=True)
+        last = (wrong.strip().splitlines() or ["?"])[-1][:300]
+        rows.append({"model": size, "engine": engine, "error": last})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the first-token times as lines of text: a model, a length and an adapter each, the three ways beside each other."""
+    names = f"{'stock':>8} {'eager':>8} {'captured':>8} {'gpu':>7} {'differ':>8}"
+    lines = [f"{'model':12} {'what':18} {'tokens':>6} {'adapter':7} {names}"]
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        if "way" in row:
+            key = row["model"], row["what"], row["tokens"], row["adapter"]
+            groups.setdefault(key, {})[row["way"]] = row
+    for (model, what, tokens, adapter), ways in groups.items():
+        ms = [f"{ways.get(way, {}).get('ms', '-'):>8}" for way in ("stock", "eager", "captured")]
+        captured = ways.get("captured", {})
+        lines.append(
+            f"{model:12} {what:18} {tokens:>6} {'yes' if adapter else 'no':7} {' '.join(ms)} "
+            f"{captured.get('gpu_ms', '-'):>7} {captured.get('difference', '-'):>8}"
+        )
+    return "\n".join(lines + [f"{row['model']} {row['engine']}: {row['error']}" for row in rows if "error" in row])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--engines", default="trimtab,stock")
+    parser.add_argument("--timeout-s", type=float, default=150)
+    parser.add_argument("--profile", action="store_true", help="print where the GPU's time goes")
+    parser.add_argument("--case")
+    given = parser.parse_args()
+    if given.case:
+        import warnings
+
+        warnings.filterwarnings("ignore")
+        engine, _, size = given.case.partition(":")
+        run_stock(size, given.work) if engine == "stock" else run_trimtab(size, given.work, profile=given.profile)
+        return
+    from bench.memory import environment
+
+    rows: list[dict[str, Any]] = []
+    if given.save and given.save.is_file():
+        rows = json.loads(given.save.read_text())["rows"]
+    for size in given.models.split(","):
+        engines = [
+            engine for engine in given.engines.split(",")
+            if not any(row["model"] == size and row["engine"] == engine and "error" not in row for row in rows)
+        ]  # fmt: skip
+        if engines:
+            prepare(size, given.work)
+        for engine in engines:
+            rows = [row for row in rows if (row["model"], row["engine"]) != (size, engine)]
+            rows += run_case(size, engine, given)
+            if given.save:
+                given.save.parent.mkdir(parents=True, exist_ok=True)
+                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""How many bytes of the device captured prompts take: their graphs, what the passes hand to each other, their inputs.
+
+Pure: sizes of the model, of the request and of the chunks. What runs them is `runtime/prefill_graphs.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
+from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
+
+# A kernel in a captured graph: its node in the driver and its arguments.
+KERNEL_BYTES = 3 * 2**10
+# Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
+# float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention, gates), and around layers.
+QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
+# Graphs of one chunk size: a prompt of one chunk, and, for the largest size, a first and a later chunk of a longer prompt.
+GRAPHS_OF_LONG_PROMPTS = 3
+# Embeddings of tokens that are given, and what up to three layers add to them.
+EMBEDDINGS = 4
+INDEX_BYTES = 8
+
+
+def prompt_graph_bytes(
+    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_bytes: int = 0
+) -> int:
+    """Return what prompts captured in chunks of these sizes take on the device, beside keys and values.
+
+    adapter_bytes: of the largest adapter; captured passes read it from a place of their own. The activations of one chunk of
+    the largest size are kept for good, and shared by all sizes: a plan that counts them for prompts that are not captured
+    may count the larger of the two. 0 without chunks.
+    """
+    if not chunks:
+        return 0
+    piece = max(chunks)
+    one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
+    activations = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters).phases["prompt"][1]
+    graphs = len(chunks) + (GRAPHS_OF_LONG_PROMPTS if use.context_tokens > piece else 0)
+    kernels = kernels_of(anatomy, has_adapters=has_adapters)
+    return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
+
+
+def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
+    """Return about how many kernels a pass through the decoder launches."""
+    layers, total = set(), OTHER_KERNELS
+    for row in anatomy.rows:
+        if row.part != "language" or row.kind != "linear":
+            continue
+        total += QUANTIZED_KERNELS if row.quantized else PLAIN_KERNELS
+        total += ADAPTER_KERNELS if has_adapters else 0
+        layers.add(row.block)
+    return total + LAYER_KERNELS * len(layers)
+
+
+def _input_bytes(anatomy: Anatomy, chunks: Sequence[int]) -> int:
+    total = anatomy.vocab_size * FLOAT32_BYTES
+    for size in chunks:
+        embeddings = EMBEDDINGS * size * anatomy.hidden_size * DTYPE_BYTES[anatomy.dtype]
+        total += 4 * size * INDEX_BYTES + embeddings + 3 * size * size
+    return total

@@ -1,0 +1,546 @@
+"""How a piece of a prompt goes through the model with shapes and addresses that never change: what a CUDA graph can hold.
+
+    chunks = chunks_of(prompt_tokens, CHUNKS)
+    forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a SlotCache
+    forward.begin(row)
+    for chunk in chunks:
+        forward.load(chunk, token_ids)           # the only copy from the host
+        logits = forward.run(forward.form_of(chunk))     # [V] float32 of the last chunk
+
+A chunk has one of a few sizes and is padded; its first position and its number of tokens are tensors, from which masks,
+places in the cache and the index of the last token are computed on the device. What is part of the program instead of the
+data (`Form`) is the size, whether it is the first or the last chunk, and how many places of the cache attention reads.
+Modules and their operations are transformers' own; a decoder layer is given another mask, not another computation.
+
+Layers that read the keys and values of earlier ones (Gemma 3n, Gemma 4) write none: they see the last token of the last
+chunk alone, and no other chunk at all. That is exact: the same operations on fewer rows; a product of one row may be
+another kernel than one of many, which rounds its sums in another order.
+
+What is not covered: attention other than torch's `sdpa`, layers with a state that is not keys and values by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from trimtab.runtime import hf_slots
+from trimtab.runtime.hf_slots import LayerCache, SlotCache
+
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+# Attention of a chunk that is not the first reads this many places at least, doubled until its last token fits.
+SMALLEST_PLACES = 256
+_KINDS = ("full_attention", "sliding_attention")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens start .. start + count of a prompt, padded to `size`."""
+
+    start: int
+    count: int
+    size: int
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Form:
+    """What of a chunk is part of the program. places: of a full layer's cache that attention reads, 0 in a first chunk.
+    has_embeddings: the tokens' embeddings are given (pictures and sounds are among them), and `deep` later layers' parts.
+    has_own_mask: which of the chunk's tokens see each other is given, not causal."""
+
+    size: int
+    places: int
+    is_last: bool
+    has_embeddings: bool = False
+    deep: int = 0
+    has_own_mask: bool = False
+
+    @property
+    def is_first(self) -> bool:
+        return self.places == 0
+
+
+def chunks_of(
+    tokens: int, sizes: Sequence[int], *, may_end_at: Callable[[int], bool] = lambda _: True
+) -> list[Chunk] | None:
+    """Return the chunks of a prompt: the largest size as often as it is filled, then the smallest that holds the rest.
+
+    may_end_at: whether a chunk may end before this token. None if tokens that have to be in one chunk are more than any holds.
+    """
+    largest, start, chunks = max(sizes), 0, []
+    while tokens - start > largest:
+        end = next((place for place in range(start + largest, start, -1) if may_end_at(place)), None)
+        if end is None:
+            return None
+        chunks.append(_chunk(start, end, sizes, is_last=False))
+        start = end
+    return [*chunks, _chunk(start, tokens, sizes, is_last=True)]
+
+
+def _chunk(start: int, end: int, sizes: Sequence[int], *, is_last: bool) -> Chunk:
+    return Chunk(start, end - start, min(size for size in sizes if size >= end - start), is_last)
+
+
+def why_not(hf_model: Any) -> str | None:
+    """Return why this family's prompts cannot go through in such chunks, None if they can."""
+    state = hf_slots.why_not(hf_model)
+    if state is not None:
+        return state
+    config = hf_model.config.get_text_config()
+    attention = getattr(config, "_attn_implementation", None)
+    if attention != "sdpa":
+        return f"its attention is {attention}, not sdpa"
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if not kinds <= set(_KINDS):
+        return f"its layers are of kinds {sorted(kinds - set(_KINDS))}"
+    layers = getattr(hf_model.get_decoder(), "layers", None)
+    if layers is None or len(layers) != len(hf_slots.prompt_cache(hf_model).layers):
+        return f"the layers of {type(hf_model).__name__} were not recognized"
+    if getattr(config, "use_bidirectional_attention", None) == "all":
+        return "its attention looks ahead"
+    return None
+
+
+# The cache -----------------------------------------------------------------------------------------------------------
+
+
+class _ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's keys and values of one row, as a chunk writes and reads them."""
+
+    is_compileable = True
+
+    def __init__(self, target: LayerCache, owner: ChunkForward) -> None:
+        super().__init__()
+        self.target, self.owner = target, owner
+        self.is_sliding = target.is_ring
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.target.lazy_initialization(key_states, value_states)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the chunk's positions and return what its tokens look at: its own, and what came before."""
+        if not self.target.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        pairs = ((self.target.keys, key_states), (self.target.values, value_states))
+        keys, values = (self._one(kept, new) for kept, new in pairs)
+        return keys, values
+
+    def _one(self, kept: Tensor, new: Tensor) -> Tensor:
+        """Shapes: kept [rows, H, places, D], new [1, H, size, D]."""
+        owner = self.owner
+        form, row = owner.form, kept[owner.row]
+        if self.target.is_ring:
+            both = new if form.is_first else torch.cat((row[None], new), dim=2)
+            row.copy_(both[0].index_select(1, owner.ring_sources(self.target.places)))
+            return both
+        if form.is_first:
+            count = min(form.size, self.target.places)
+            row[:, :count].copy_(new[0, :, :count])
+            return new
+        row.index_copy_(1, owner.buffers.places, new[0])
+        return row[None, :, : form.places]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.owner.form.places or self.owner.form.size, 0
+
+    def get_seq_length(self, *args: Any) -> int:
+        return 0
+
+    def get_max_cache_shape(self) -> int:
+        return self.target.places
+
+    def get_max_length(self) -> int:
+        return self.target.places
+
+
+# What a chunk reads --------------------------------------------------------------------------------------------------
+
+
+class Buffers:
+    """The tensors of one chunk size, written before each pass. Shapes: ids [1, size], positions [1 or 3, size], start and
+    count [1], all parts of one tensor; embeddings [1, size, D], deep [n][1, size, D], own masks [size, size]: made on first use."""
+
+    def __init__(self, size: int, axes: int, context_tokens: int, device: torch.device) -> None:
+        self.size, self.axes, self.context_tokens, self.device = size, axes, context_tokens, device
+        self._held = torch.zeros((1 + axes) * size + 2, dtype=torch.long, device=device)
+        self.ids = self._held[:size][None]
+        self.positions = self._held[size : (1 + axes) * size].view(axes, size)
+        self.start, self.count = self._held[-2:-1], self._held[-1:]
+        self.numbers = torch.arange(size, device=device)
+        self.causal = self.numbers[None, :] <= self.numbers[:, None]
+        self.embeddings: Tensor | None = None
+        self.deep: list[Tensor] = []
+        self.own_masks: dict[str, Tensor] = {}
+        self.derive()
+
+    def derive(self) -> None:
+        """Compute what follows from start and count; the first operations of a pass."""
+        self.last = self.count - 1
+        # Padding behind the context's end goes to its last place, which no prompt that leaves room for an answer uses.
+        self.places = (self.start + self.numbers).clamp(max=self.context_tokens - 1)
+
+    def write(self, chunk: Chunk, ids: Sequence[int], positions: Tensor | None) -> None:
+        """Bring a chunk's numbers to the device in one copy. positions [axes, count]: on the CPU, None for those in order."""
+        values = torch.zeros_like(self._held, device="cpu", pin_memory=self.device.type == "cuda")
+        values[: chunk.count] = torch.tensor(ids, dtype=torch.long)
+        own = values[self.size : (1 + self.axes) * self.size].view(self.axes, self.size)
+        own.copy_(torch.arange(chunk.start, chunk.start + self.size))
+        if positions is not None:
+            own[:, : chunk.count] = positions
+        values[-2], values[-1] = chunk.start, chunk.count
+        self._held.copy_(values, non_blocking=True)
+
+    def write_media(self, chunk: Chunk, media: Media) -> None:
+        """Copy the embeddings of a chunk's tokens; behind them are zeros."""
+        part = slice(chunk.start, chunk.start + chunk.count)
+        if self.embeddings is None:
+            self.embeddings = media.embeddings.new_zeros(1, self.size, media.embeddings.shape[-1])
+        self._fill(self.embeddings, media.embeddings[:, part])
+        while len(self.deep) < len(media.deep):
+            self.deep.append(torch.zeros_like(self.embeddings))
+        for target, source in zip(self.deep, media.deep, strict=False):
+            self._fill(target, source[:, part])
+        for kind, mask in media.masks.items():
+            own = self.own_masks.setdefault(kind, torch.zeros_like(self.causal))
+            own.copy_(self.causal)
+            own[: chunk.count, : chunk.count] = mask[part, part]
+
+    def _fill(self, target: Tensor, source: Tensor) -> None:
+        target[:, : source.shape[1]].copy_(source)
+        target[:, source.shape[1] :].zero_()
+
+    @property
+    def nbytes(self) -> int:
+        held = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
+        return sum(one.nbytes for one in held) + (0 if self.embeddings is None else self.embeddings.nbytes)
+
+
+@dataclass(frozen=True)
+class Media:
+    """What a prompt with pictures or sounds is made of once its towers have run, of all its S tokens.
+
+    Shapes: embeddings [1, S, D]; deep [n][1, S, D], added behind the first n layers; positions [3, S] on the CPU or None;
+    masks: kind of layer -> [S, S], only where tokens look ahead. reach: by token, the last one that it looks at.
+    """
+
+    embeddings: Tensor
+    deep: tuple[Tensor, ...] = ()
+    positions: Tensor | None = None
+    masks: Mapping[str, Tensor] = field(default_factory=dict)
+    reach: tuple[int, ...] = ()
+
+    def may_end_at(self, place: int) -> bool:
+        """Whether no token before this one looks at it or beyond."""
+        return not self.reach or max(self.reach[:place], default=-1) < place
+
+
+class _StoppedError(Exception):
+    """Carries what the decoder was called with."""
+
+    def __init__(self, inputs: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+@contextmanager
+def _covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let each module compute with another forward while the block runs; no class is touched."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            vars(module)["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            if forward is not None:
+                vars(module)["forward"] = forward
+
+
+def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
+    """Return what the model's own code gives its decoder for a prompt with pictures or sounds: the towers run, the decoder does
+    not. Errors: RuntimeError for inputs of a form that is not known."""
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        if args:
+            raise RuntimeError(f"{type(hf_model).__name__} calls its decoder by position")
+        raise _StoppedError(kwargs)
+
+    decoder = hf_model.get_decoder()
+    try:
+        with _covered({decoder: stop}):
+            hf_model(
+                **tensors, past_key_values=hf_slots.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
+                return_dict=True,
+            )  # fmt: skip
+    except _StoppedError as exc:
+        inputs = exc.inputs
+    else:
+        raise RuntimeError(f"{type(hf_model).__name__} does not call its decoder")
+    embeddings = inputs["inputs_embeds"]
+    positions = inputs.get("position_ids")
+    if positions is not None and positions.dim() == 3:
+        positions = positions[-3:, 0].cpu()
+    else:
+        positions = None
+    masks, reach = _looking_ahead(inputs.get("attention_mask"))
+    return Media(embeddings, _dense(inputs, embeddings), positions, masks, reach)
+
+
+def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
+    """Return what later layers add at some positions as tensors of all positions."""
+    deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")
+    if deep is None or where is None:
+        return ()
+    made = []
+    for part in deep:
+        whole = torch.zeros_like(embeddings)
+        whole[where] = part.to(whole.dtype)
+        made.append(whole)
+    return tuple(made)
+
+
+def _looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """Return (kind -> [S, S], True where a token looks, of every kind; the last that each looks at) if any looks ahead."""
+    if not isinstance(masks, dict):
+        return {}, ()
+    looks = {
+        kind: (mask if mask.dtype == torch.bool else mask >= 0)[0, 0]
+        for kind, mask in masks.items() if isinstance(mask, Tensor)
+    }  # fmt: skip
+    if not any(bool(mask.triu(1).any()) for mask in looks.values()):
+        return {}, ()
+    causal = torch.ones_like(next(iter(looks.values()))).tril()  # what a missing mask stands for
+    looks = {kind: looks.get(kind, causal) for kind in masks}
+    furthest = torch.zeros(next(iter(looks.values())).shape[0], dtype=torch.long)
+    for mask in looks.values():
+        numbers = torch.arange(mask.shape[1], device=mask.device)
+        furthest = torch.maximum(furthest, (mask * numbers).amax(dim=1).cpu())
+    return looks, tuple(furthest.tolist())
+
+
+# The pass ------------------------------------------------------------------------------------------------------------
+
+
+class ChunkForward:
+    """Passes of chunks through a model, their keys and values in one row of a cache. Inference only.
+
+    Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
+    """
+
+    def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
+        self.hf_model, self.cache, self.device, self.dtype = hf_model, cache, cache.device, dtype
+        self.config = hf_model.config.get_text_config()
+        self.decoder = hf_model.get_decoder()
+        self.layers = list(self.decoder.layers)
+        if not cache.layers:
+            cache.lay_out(hf_slots.prompt_cache(hf_model))
+        mine = [_ChunkLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
+        self._cache = Cache(layers=mine)
+        self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
+        self._by_size: dict[int, Buffers] = {}
+        self._places = torch.arange(cache.context_tokens, device=self.device)
+        self._kinds = self._kinds_of_layers()
+        self.first_shared = self._first_shared()
+        self.row = 0
+        self.form = Form(0, 0, is_last=False)
+        self._ring_sources: dict[int, Tensor] = {}
+        # Any mask of four dimensions is one that is ready: each layer gets its own instead.
+        self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+
+    def _kinds_of_layers(self) -> list[str]:
+        kinds = getattr(self.config, "layer_types", None)
+        if kinds is not None:
+            return list(kinds)
+        return [_KINDS[1 if getattr(one, "is_ring", False) else 0] for one in self.cache.layers]
+
+    def _first_shared(self) -> int:
+        """Return the number of the first layer from which on all use the keys and values of earlier ones."""
+        shared = [bool(getattr(layer.self_attn, "is_kv_shared_layer", False)) for layer in self.layers]
+        first = len(shared)
+        while first and shared[first - 1]:
+            first -= 1
+        return first
+
+    @property
+    def buffers(self) -> Buffers:
+        """Those of the form that runs."""
+        return self._by_size[self.form.size]
+
+    def begin(self, row: int) -> None:
+        """Begin a prompt in a row: what it held before is cleared, as a masked place that is not a number still counts."""
+        self.row = row
+        self.cache.clear(row)
+
+    def form_of(self, chunk: Chunk, media: Media | None = None) -> Form:
+        """Return the form of a chunk's pass."""
+        places = 0
+        if chunk.start:
+            places = SMALLEST_PLACES
+            while places < chunk.start + chunk.count:
+                places *= 2
+            places = min(places, self.cache.context_tokens)
+        if media is None:
+            return Form(chunk.size, places, chunk.is_last)
+        return Form(
+            chunk.size, places, chunk.is_last, has_embeddings=True, deep=len(media.deep), has_own_mask=bool(media.masks)
+        )
+
+    def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
+        """Bring the tokens of a chunk, and what stands for pictures and sounds among them, to where its pass reads them."""
+        buffers = self._by_size.get(chunk.size)
+        if buffers is None:
+            buffers = Buffers(chunk.size, self._axes, self.cache.context_tokens, self.device)
+            self._by_size[chunk.size] = buffers
+        part = slice(chunk.start, chunk.start + chunk.count)
+        positions = None if media is None or media.positions is None else media.positions[:, part]
+        buffers.write(chunk, ids[part], positions)
+        if media is not None:
+            buffers.write_media(chunk, media)
+
+    def run(self, form: Form) -> Tensor:
+        """Return the logits [V] of the last token of a last chunk, of another its hidden state [D], which nobody needs but to
+        see that a pass is another's; float32. Keys and values are written."""
+        self.form = form
+        buffers = self.buffers
+        buffers.derive()
+        self._ring_sources.clear()
+        masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
+        forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
+        if form.has_embeddings:
+            forwards[self.decoder] = self._with_embeddings()
+        inputs: dict[str, Any] = {
+            "input_ids": buffers.ids, "position_ids": self._positions(), "past_key_values": self._cache,
+            "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
+            "use_cache": True, "return_dict": True,
+        }  # fmt: skip
+        with torch.no_grad(), _covered(forwards):
+            if not form.is_last:
+                hidden: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
+                return hidden[0].index_select(0, buffers.last)[0].float()
+            kept = torch.zeros_like(buffers.last) if self.first_shared < len(self.layers) else buffers.last
+            logits: Tensor = self.hf_model(**inputs, logits_to_keep=kept).logits
+        return logits[0, -1].float()
+
+    def _positions(self) -> Tensor:
+        positions = self.buffers.positions
+        return positions[:, None] if self._axes == 3 else positions
+
+    # Masks ---------------------------------------------------------------------------------------------------------
+
+    def ring_sources(self, places: int) -> Tensor:
+        """Return, for each place of a sliding layer, which of (places kept, tokens of the chunk) it holds afterwards."""
+        if places not in self._ring_sources:
+            buffers, numbers = self.buffers, self._places[:places]
+            if self.form.is_first:  # there are none kept; what no token is for holds the first one, and is masked
+                newest = buffers.last - torch.remainder(buffers.last - numbers, places)
+                self._ring_sources[places] = newest.clamp(min=0)
+            else:
+                end = buffers.start + buffers.last
+                newest = end - torch.remainder(end - numbers, places)
+                self._ring_sources[places] = torch.where(
+                    newest >= buffers.start, places + newest - buffers.start, numbers
+                )
+        return self._ring_sources[places]
+
+    def _mask(self, kind: str) -> Tensor | None:
+        """Return what is added to the scores of a kind of layer [1, 1, size, keys], None where they are causal."""
+        form, buffers = self.form, self.buffers
+        window, ring = self._window(kind)
+        own = buffers.own_masks.get(kind) if form.has_own_mask else None
+        if own is None:
+            is_narrow = window is not None and window < form.size
+            if form.is_first and not is_narrow:
+                return None
+            own = buffers.causal
+            if window is not None and is_narrow:
+                own = own & (buffers.numbers[None, :] > buffers.numbers[:, None] - window)
+        if form.is_first:
+            return self._added(own)
+        positions = (buffers.start + buffers.numbers)[:, None]
+        if ring is not None:
+            numbers, end = self._places[:ring], buffers.start - 1
+            kept = end - torch.remainder(end - numbers, ring)
+            return self._added(torch.cat(((kept >= 0) & (kept > positions - (window or ring)), own), dim=1))
+        numbers = self._places[: form.places]
+        seen = numbers <= positions
+        if form.has_own_mask:
+            among = numbers - buffers.start  # where a place is in the chunk
+            looked = own.index_select(1, among.clamp(0, form.size - 1))
+            seen = torch.where((among >= 0) & (among < form.size), looked, seen)
+        if window is not None:
+            seen = seen & (numbers > positions - window)
+        return self._added(seen)
+
+    def _window(self, kind: str) -> tuple[int | None, int | None]:
+        """Return (how far a token looks back, itself included, None for everything; the places of the layer's ring, None for
+        one that keeps every position)."""
+        if kind != "sliding_attention":
+            return None, None
+        for number, layer in enumerate(self.cache.layers):
+            if self._kinds[number] == kind and isinstance(layer, LayerCache):
+                if layer.is_ring:
+                    return layer.places, layer.places
+                break
+        return int(self.config.sliding_window), None
+
+    def _added(self, mask: Tensor) -> Tensor:
+        made = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+        return made[None, None]
+
+    # What modules are given ----------------------------------------------------------------------------------------
+
+    def _with_embeddings(self) -> Callable[..., Any]:
+        """Return what stands for the decoder's forward where the tokens' embeddings are given."""
+        inner, embeddings = self.decoder.forward, self.buffers.embeddings
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if args or "inputs_embeds" not in kwargs:
+                raise RuntimeError(f"{type(self.hf_model).__name__} does not give its decoder embeddings by name")
+            return inner(**kwargs | {"inputs_embeds": embeddings})
+
+        return forward
+
+    def _layer(self, number: int, masks: Mapping[str, Tensor | None]) -> Callable[..., Any]:
+        """Return what stands for a decoder layer's forward in this pass."""
+        layer, mask, form = self.layers[number], masks[self._kinds[number]], self.form
+        inner: Callable[..., Any] = layer.forward
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            if "attention_mask" not in kwargs:
+                raise RuntimeError(f"{type(layer).__name__} is not given its mask by name")
+            return inner(*args, **kwargs | {"attention_mask": mask})
+
+        def deep(*args: Any, **kwargs: Any) -> Any:
+            return own(*args, **kwargs) + self.buffers.deep[number]
+
+        def skipped(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return hidden_states
+
+        def last(*args: Any, **kwargs: Any) -> Any:
+            named = {name: self._last_of(value) for name, value in kwargs.items()}
+            return inner(*map(self._last_of, args), **named | {"attention_mask": self._mask_of_last(mask)})
+
+        if number >= self.first_shared:
+            return last if form.is_last else skipped
+        return deep if number < form.deep else own
+
+    def _mask_of_last(self, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            return mask.index_select(-2, self.buffers.last)
+        return self._added(self.buffers.numbers[None, :] <= self.buffers.last)
+
+    def _last_of(self, value: Any) -> Any:
+        """Return the last token's part of what a layer is given: of tensors whose last dimension but one is the tokens."""
+        if isinstance(value, tuple):
+            return tuple(self._last_of(one) for one in value)
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-2] == self.form.size:
+            return value.index_select(-2, self.buffers.last)
+        return value

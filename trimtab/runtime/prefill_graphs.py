@@ -1,0 +1,504 @@
+"""Which prompts go through the model as CUDA graphs, and which as transformers runs them; `fallbacks` says why.
+
+    prompts = Prompts(batch)
+    if prompts.takes(prompt):        # else: transformers' own pass
+        is_through = prompts.step(prompt)
+
+A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
+(`prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
+pass runs as it is. Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share a
+graph, which reads a copy of the piece: changing the adapter is one copy on the device. An adapter of another kind (DoRA,
+embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import gib
+from trimtab.plan.activations import use_of
+from trimtab.plan.prompt_memory import prompt_graph_bytes
+from trimtab.runtime import graphs, hf_slots, lora, prefill, short_ops, tables, tiers
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.prefill import Chunk, Form, Media
+
+if TYPE_CHECKING:
+    from trimtab.runtime.batch import Batch, Prompt
+
+# Graphs and layouts of adapters that are kept; beyond, what was used longest ago goes.
+MOST_GRAPHS, MOST_LAYOUTS = 24, 2
+
+
+@dataclass(eq=False)
+class _Job:
+    """A prompt on its way: its chunks, and how many are through."""
+
+    chunks: list[Chunk]
+    media: Media | None
+    offset: int
+    done: int = 0
+
+
+@dataclass(eq=False)
+class _Layout:
+    """Where graphs read adapters of one layout: `name` routes layers to tensors in `buffer`. holds: (name, serial) of whose
+    values are there."""
+
+    name: str
+    buffer: Tensor
+    leaves: list[Any]
+    holds: tuple[str, int] | None = None
+
+
+@dataclass(eq=False)
+class _Captured:
+    graph: torch.cuda.CUDAGraph
+    serial: int | None  # of the adapter whose own addresses it reads
+
+
+class Prompts:
+    """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
+    captured, on any device; "eager": none. sizes: of chunks, None for what fits."""
+
+    def __init__(self, batch: Batch, mode: str = "auto", sizes: Sequence[int] | None = None) -> None:
+        self.batch, self.model, self.device = batch, batch.model, batch.model.device
+        self.captures = mode == "auto" and self.device.type == "cuda"
+        self.capture_s, self.count = 0.0, 0
+        self.sizes: tuple[int, ...] = ()
+        self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
+        self._owner: weakref.ref[Prompt] | None = None
+        self._forward: prefill.ChunkForward | None = None
+        self._short: short_ops.ShortOps | None = None
+        self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
+        self._met: set[tuple[Hashable, ...]] = set()
+        self._layouts: OrderedDict[Hashable, _Layout] = OrderedDict()
+        self._pool: Any = None
+        self._outputs: dict[bool, Tensor] = {}
+        self._takes_media = True
+        self._tables = [
+            module for module in self.model.hf_model.modules()
+            if isinstance(module, tables.GatheredTable) and module.seen is None
+        ]  # fmt: skip
+        self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
+        if self.captures or mode == "static":
+            why = self._why_not(sizes)
+            if why is not None:
+                self._fall_back(why)
+        batch.cache.has_prompt_row = self.is_on and batch.rows > 1
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any prompt goes through in chunks of still shapes."""
+        return bool(self.sizes)
+
+    def _fall_back(self, why: str, what: str = "captured prompts") -> None:
+        one = graphs.Fallback(what, why)
+        if one not in self.batch.steps.fallbacks:
+            self.batch.steps.fallbacks.append(one)
+
+    def _why_not(self, sizes: Sequence[int] | None) -> str | None:
+        why = prefill.why_not(self.model.hf_model)
+        if why is not None:
+            return why
+        for row in self.model.plan.placements if self.captures else ():
+            if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
+                return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
+        self.sizes, needed, left = self._fitting(sizes)
+        return (
+            None
+            if self.sizes
+            else f"they need {gib(needed)} more than the plan and the captured steps, {gib(left)} are left"
+        )
+
+    def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
+        """Return the sizes of chunks that the plan leaves room for, and (bytes of the smallest one alone, bytes left)."""
+        plan = self.model.plan
+        most = min(plan.prefill_tokens, self.batch.context_tokens or plan.prefill_tokens)
+        chosen = tuple(sizes or [size for size in prefill.CHUNKS if size <= most] or prefill.CHUNKS[:1])
+        if not self.captures:
+            return chosen, 0, 0
+        left = self._left_bytes()
+        while chosen and self.extra_bytes(chosen) > left:
+            chosen = chosen[:-1]
+        return chosen, self.extra_bytes(prefill.CHUNKS[:1]), max(left, 0)
+
+    def _left_bytes(self) -> int:
+        plan = self.model.plan
+        left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes)
+        return left - graphs.extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
+
+    def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
+        """Return what is counted for captured prompts on the device, beside the plan; `sizes` None for those in use."""
+        plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.route.holders
+        use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
+        held = [_source(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
+        return prompt_graph_bytes(
+            anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
+            has_adapters=bool(plan.request.adapters), adapter_bytes=max(held, default=0),
+        )  # fmt: skip
+
+    # One prompt ------------------------------------------------------------------------------------------------------
+
+    def takes(self, prompt: Prompt) -> bool:
+        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is asked for."""
+        if prompt in self._jobs:
+            return True
+        if not self.sizes or prompt.done_tokens or not self._is_row_free():
+            return False
+        job = self._begin(prompt)
+        if job is None:
+            return False
+        self._jobs[prompt], self._owner = job, weakref.ref(prompt)
+        self._new_forward().begin(self.batch.cache.prompt_row)
+        return True
+
+    def _new_forward(self) -> prefill.ChunkForward:
+        if self._forward is None:
+            self._forward = prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
+        return self._forward
+
+    def _is_row_free(self) -> bool:
+        owner = None if self._owner is None else self._owner()
+        return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
+
+    def _begin(self, prompt: Prompt) -> _Job | None:
+        inputs, media, offset = prompt.inputs, None, 0
+        if inputs.has_media:
+            if not self._takes_media:
+                return None
+            self.model.route.set(prompt.row.adapter)
+            hf_slots.reset_offset(self.model.hf_model)
+            try:
+                with torch.no_grad():
+                    media = prefill.media_of(self.model.hf_model, inputs.tensors)
+            except (RuntimeError, KeyError) as exc:
+                if isinstance(exc, torch.OutOfMemoryError):
+                    raise
+                self._takes_media = False
+                self._fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+                return None
+            offset = hf_slots.read_offset(self.model.hf_model)
+        chunks = prefill.chunks_of(
+            inputs.prompt_tokens, self.sizes, may_end_at=(lambda _: True) if media is None else media.may_end_at
+        )
+        return None if chunks is None else _Job(chunks, media, offset)
+
+    def step(self, prompt: Prompt) -> bool:
+        """Put the next chunk through; returns True when the whole prompt is, its states in the cache's prompt row."""
+        job, forward = self._jobs[prompt], self._forward
+        assert forward is not None
+        chunk = job.chunks[job.done]
+        form = forward.form_of(chunk, job.media)
+        forward.load(chunk, prompt.row.token_ids, job.media)
+        found = self._run(form, chunk, prompt)
+        job.done += 1
+        prompt.done_tokens = chunk.start + chunk.count
+        if chunk.is_last:
+            prompt.logits, prompt.offset = found.clone(), job.offset
+            job.media = None
+        return chunk.is_last
+
+    def holds(self, prompt: Prompt) -> bool:
+        """Whether a prompt's states are in the cache's prompt row."""
+        return self._owner is not None and self._owner() is prompt
+
+    def release(self, prompt: Prompt) -> None:
+        """Let another prompt have the row: this one has been given its own."""
+        if self.holds(prompt):
+            self._owner = None
+        self._jobs.pop(prompt, None)
+
+    def evict(self, row: int, but: Prompt) -> None:
+        """Make room where a row is about to be filled in the place of the prompts' row: a prompt that waits there starts again,
+        as transformers runs it."""
+        owner = None if self._owner is None else self._owner()
+        if owner is None or owner is but or row != self.batch.cache.prompt_row:
+            return
+        self.release(owner)
+        owner.cache, owner.done_tokens = hf_slots.prompt_cache(self.model.hf_model), 0
+
+    # One chunk -------------------------------------------------------------------------------------------------------
+
+    def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
+        name = prompt.row.adapter
+        key, serial = self._set_adapter(name)
+        if not self._can_stage(form, chunk, prompt.row.token_ids):
+            return self._static(form)
+        whole = (form, key)
+        captured = self._graphs.get(whole)
+        if captured is None and self._may_capture(whole):
+            captured = self._captured(whole, serial, chunk, prompt.row.token_ids)
+            if captured is not None:
+                return self._outputs[form.is_last]
+        if captured is None:
+            return self._static(form)
+        self._graphs.move_to_end(whole)
+        self._stage(chunk, prompt.row.token_ids)
+        with self._streamed():
+            captured.graph.replay()
+        return self._outputs[form.is_last]
+
+    def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
+        """Whether the rows of tables that the host fetches are those of the chunk's tokens: for one that stands for a picture or a
+        sound transformers looks another one up."""
+        if not self._tables:
+            return True
+        return not form.has_embeddings and self._placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
+
+    def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
+        if not self.captures:
+            return False
+        if key in self._met:
+            return True
+        self._met.add(key)
+        return False
+
+    def _static(self, form: Form) -> Tensor:
+        """Return what a graph of this form computes, kernel by kernel."""
+        assert self._forward is not None
+        with self._short_ops():
+            return self._forward.run(form)
+
+    @contextmanager
+    def _short_ops(self) -> Iterator[None]:
+        if self.device.type != "cuda":  # on a CPU the operations themselves take the time
+            yield
+            return
+        if self._short is None:
+            self._short = short_ops.ShortOps(
+                self.model.hf_model, self.model.route, self.device,
+                lambda what, why: self._fall_back(f"{what}: {why}", "norm as one operation"),
+            )  # fmt: skip
+        with self._short.step():
+            yield
+
+    # Adapters --------------------------------------------------------------------------------------------------------
+
+    def _set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
+        """Route the model to an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
+        would read its own addresses."""
+        route: lora.Route = self.model.route
+        if name is None or name not in route.names:  # which is an error there
+            route.set(name)
+            return None, None
+        layout = self._layout_of(name)
+        if layout is None:
+            route.set(name)
+            serial = route.serials[name]
+            return (name, serial), serial
+        route.none()
+        route.name = layout.name
+        return layout.name, None
+
+    def _layout_of(self, name: str) -> _Layout | None:
+        """Return the layout of an adapter with its values in place, None for one that has none."""
+        route: lora.Route = self.model.route
+        holders, serial = route.holders[name], route.serials[name]
+        fitting = holders.fitting
+        if not fitting.plain or any(_part(module, name) not in lora.TOWERS for _, module in holders.rest):
+            return None
+        source = _source(name, holders)
+        places = [one for one in fitting.plain if one.part not in lora.TOWERS]
+        key = (
+            source.numel(),
+            tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
+        )
+        layout = self._layouts.get(key)
+        if layout is None:
+            if not self._has_room(source.nbytes):
+                self._fall_back(
+                    f"a copy of {name} takes {gib(source.nbytes)}, which are not left", "prompts that share graphs"
+                )
+                return None
+            layout = self._layouts[key] = self._new_layout(places, source)
+        self._layouts.move_to_end(key)
+        if layout.holds != (name, serial):
+            layout.buffer.copy_(source)
+            layout.holds = (name, serial)
+        return layout
+
+    def _has_room(self, needed: int) -> bool:
+        if not self.captures:
+            return True
+        counted = self.extra_bytes() - self.extra_bytes(self.sizes, adapters=False)
+        others = sum(one.buffer.nbytes for one in self._layouts.values())
+        return needed + others <= counted or needed + others - counted <= self._left_bytes() - self.extra_bytes()
+
+    def _new_layout(self, places: Sequence[lora.PlainPlace], source: Tensor) -> _Layout:
+        while len(self._layouts) >= MOST_LAYOUTS:
+            _, old = self._layouts.popitem(last=False)
+            for leaf in old.leaves:
+                leaf.adapters.pop(old.name, None)
+            for key in [key for key in self._graphs if key[1] == old.name]:
+                del self._graphs[key]
+        buffer = torch.empty_like(source)
+        self.count += 1
+        layout = _Layout(f"\0prompt layout {self.count}", buffer, [one.leaf for one in places])
+        for one in places:
+            wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
+            A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)
+            B = buffer.as_strided((high, rank), (rank, 1), one.B_start)
+            one.leaf.adapters[layout.name] = lora.LinearAdapter(one.part, one.scale, A, B)
+        return layout
+
+    # Graphs ----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, token: int, adapter: str | None) -> None:
+        """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory.
+        No row may be active."""
+        if not self.captures or not self.sizes or not self._is_row_free():
+            return
+        for size in sorted(self.sizes, reverse=True):
+            if not self.captures:
+                return
+            forward = self._new_forward()
+            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
+            forward.begin(self.batch.cache.prompt_row)
+            forward.load(chunk, [token] * size)
+            key, serial = self._set_adapter(adapter)
+            whole = (forward.form_of(chunk), key)
+            if whole not in self._graphs:
+                self._captured(whole, serial, chunk, [token] * size)
+
+    def _captured(
+        self, key: tuple[Hashable, ...], serial: int | None, chunk: Chunk, ids: Sequence[int]
+    ) -> _Captured | None:  # fmt: skip
+        """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
+        form = key[0]
+        assert isinstance(form, Form)
+        self._forget(serial)
+        start = time.perf_counter()
+        before = self._rings()
+        self._stage(chunk, ids)
+        for table in self._tables:
+            table.reads_staged = True
+        try:
+            found = _Captured(self._graph(form, before), serial)
+        except Exception as exc:
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
+            self._pool = None  # a failed capture leaves its pool unusable
+            self._graphs.clear()
+            self.captures = False
+            self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
+            _restore(before)
+            return None
+        finally:
+            for table in self._tables:
+                table.reads_staged = False
+        self._graphs[key] = found
+        self.capture_s += time.perf_counter() - start
+        return found
+
+    def _forget(self, serial: int | None) -> None:
+        """Drop graphs of adapters that are gone, and the one used longest ago where there are too many."""
+        there = {None, serial, *self.model.route.serials.values()}
+        for key in [key for key, one in self._graphs.items() if one.serial not in there]:
+            del self._graphs[key]
+        while len(self._graphs) >= MOST_GRAPHS:
+            self._graphs.popitem(last=False)
+
+    def _rings(self) -> list[tuple[Tensor, Tensor]]:
+        """Return (a sliding layer's states in the prompt's row, a copy): a second pass of a chunk would find its own there."""
+        cache = self.batch.cache
+        rows = [
+            tensor[cache.prompt_row] for layer in cache.layers if getattr(layer, "is_ring", False) and layer.is_initialized
+            for tensor in (layer.keys, layer.values)
+        ]  # fmt: skip
+        return [(row, row.clone()) for row in rows]
+
+    def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
+        """Return a graph that has run once, and computed what the pass that it was captured from did."""
+        expected, order = self._warm(form)
+        _restore(before)
+        output = self._outputs.get(form.is_last)
+        if output is None:
+            output = self._outputs[form.is_last] = torch.empty_like(expected)
+        graph = self._record(form, order, output)
+        output.zero_()
+        with self._streamed():
+            graph.replay()
+        graphs.check_replay(output[None], expected[None], 1)
+        return graph
+
+    def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
+        """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
+        order: list[tiers.Group] = []
+        with side_stream(self.device) as side, torch.cuda.stream(side), self._pass((), order):
+            expected = self._static(form).clone()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        return expected, order
+
+    def _record(self, form: Form, order: Sequence[tiers.Group], output: Tensor) -> torch.cuda.CUDAGraph:
+        with side_stream(self.device) as side:
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
+            graph = torch.cuda.CUDAGraph()
+            if self._pool is None or not self._graphs:  # a pool ends with the last graph that was captured into it
+                self._pool = torch.cuda.graph_pool_handle()
+            with torch.cuda.stream(side):
+                # Other threads (a reader of the disk) may use the device meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    with self._pass(order, []):
+                        output.copy_(self._static(form))
+                except BaseException:
+                    with suppress(Exception):
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        return graph
+
+    def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
+        if not self._tables:
+            return
+        padded = torch.zeros(chunk.size, dtype=torch.long)
+        padded[: chunk.count] = torch.tensor(ids[chunk.start : chunk.start + chunk.count])
+        for table in self._tables:
+            table.stage(padded, chunk.size)
+
+    @contextmanager
+    def _pass(self, order: Sequence[tiers.Group], entered: list[tiers.Group]) -> Iterator[None]:
+        """A pass that begins with empty staging buffers, as every replay of it will; `entered` becomes what it entered."""
+        streamer = self.model.streamer
+        if streamer is None:
+            yield
+            return
+        streamer.begin_pass(order)
+        try:
+            yield
+        finally:
+            entered[:] = streamer.end_pass()
+
+    def _streamed(self) -> Any:
+        """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
+        return nullcontext() if self.model.streamer is None else self._pass((), [])
+
+
+def _restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([row for row, _ in pairs], [copy for _, copy in pairs])
+
+
+def _part(module: Any, name: str) -> str | None:
+    found = module.__dict__["adapters"][name]
+    part: str | None = getattr(found, "part", None) or module.__dict__.get("part")
+    return part
+
+
+def _source(name: str, holders: lora.Holders) -> Tensor:
+    """Return the values [N] that an attached adapter's plain places count in."""
+    first = holders.fitting.plain[0]
+    A: Tensor = first.leaf.adapters[name].A
+    begins = A.storage_offset() - first.A_start
+    count = A.untyped_storage().nbytes() // A.element_size() - begins
+    return A.as_strided((count,), (1,), begins)
