@@ -122,9 +122,8 @@ class Prompts:
 
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
         """Return the sizes of chunks that the plan leaves room for, and (bytes of the smallest one alone, bytes left)."""
-        plan = self.model.plan
-        most = min(plan.prefill_tokens, self.batch.context_tokens or plan.prefill_tokens)
-        chosen = tuple(sizes or [size for size in prefill.CHUNKS if size <= most] or prefill.CHUNKS[:1])
+        most = min(self.model.prefill_tokens, self.batch.context_tokens or self.model.prefill_tokens)
+        chosen = tuple(sizes or [size for size in prefill.CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
         left = self._left_bytes()
