@@ -23,10 +23,10 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime import hf, prefill, prefill_graphs
+from trimtab.runtime import hf, hf_prefill, prefill_graphs
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
-from trimtab.runtime.prefill import Chunk, Media, chunks_of
+from trimtab.runtime.hf_prefill import Chunk, Media, chunks_of
 from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -165,7 +165,7 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family, tmp_pat
             expected = answered(whole, inputs)
             for _ in range(3 if ON_GPU else 1):
                 assert differ(answered(batch, inputs), expected) < TOLERANCE, before
-            media = prefill.media_of(model.hf_model, inputs.tensors)
+            media = hf_prefill.media_of(model.hf_model, inputs.tensors)
             seen = [place for place, token in enumerate(inputs.token_ids) if token == pico.IMAGE]
             ends = [chunk.start for chunk in chunks_of(inputs.prompt_tokens, (8, 16), may_end_at=media.may_end_at)]
             split += any(seen[0] < end <= seen[-1] for end in ends)
@@ -487,7 +487,7 @@ def test_prompts_are_captured_where_the_plan_leaves_room(demo, monkeypatch):
     monkeypatch.setattr(batch.steps, "is_captured", False)
     prompts = batch.prompts
     prompts.captures = True
-    every = tuple(size for size in prefill.CHUNKS if size <= 384)
+    every = tuple(size for size in hf_prefill.CHUNKS if size <= 384)
     needed = {count: prompts.extra_bytes(every[:count]) for count in range(len(every) + 1)}
     assert needed[0] == 0 and all(needed[count] < needed[count + 1] for count in range(len(every)))
     before = demo.plan

@@ -5,7 +5,7 @@
         is_through = prompts.step(prompt)
 
 A prompt's kernels are launched one by one from Python unless they are a graph. There is one for each form of a chunk
-(`prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
+(`hf_prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
 pass runs as it is. Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share a
 graph, which reads a copy of the piece: changing the adapter is one copy on the device. An adapter of another kind (DoRA,
 embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs.
@@ -28,9 +28,9 @@ from torch import Tensor
 from trimtab.errors import gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import prompt_graph_bytes
-from trimtab.runtime import graphs, hf_slots, lora, prefill, short_ops, tables, tiers
+from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.prefill import Chunk, Form, Media
+from trimtab.runtime.hf_prefill import Chunk, Form, Media
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
@@ -77,7 +77,7 @@ class Prompts:
         self.sizes: tuple[int, ...] = ()
         self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
-        self._forward: prefill.ChunkForward | None = None
+        self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
         self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
         self._met: set[tuple[Hashable, ...]] = set()
@@ -107,7 +107,7 @@ class Prompts:
             self.batch.steps.fallbacks.append(one)
 
     def _why_not(self, sizes: Sequence[int] | None) -> str | None:
-        why = prefill.why_not(self.model.hf_model)
+        why = hf_prefill.why_not(self.model.hf_model)
         if why is not None:
             return why
         for row in self.model.plan.placements if self.captures else ():
@@ -123,13 +123,13 @@ class Prompts:
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
         """Return the sizes of chunks that the plan leaves room for, and (bytes of the smallest one alone, bytes left)."""
         most = min(self.model.prefill_tokens, self.batch.context_tokens or self.model.prefill_tokens)
-        chosen = tuple(sizes or [size for size in prefill.CHUNKS if size <= most])
+        chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
         left = self._left_bytes()
         while chosen and self.extra_bytes(chosen) > left:
             chosen = chosen[:-1]
-        return chosen, self.extra_bytes(prefill.CHUNKS[:1]), max(left, 0)
+        return chosen, self.extra_bytes(hf_prefill.CHUNKS[:1]), max(left, 0)
 
     def _left_bytes(self) -> int:
         plan = self.model.plan
@@ -161,9 +161,9 @@ class Prompts:
         self._new_forward().begin(self.batch.cache.prompt_row)
         return True
 
-    def _new_forward(self) -> prefill.ChunkForward:
+    def _new_forward(self) -> hf_prefill.ChunkForward:
         if self._forward is None:
-            self._forward = prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
+            self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
         return self._forward
 
     def _is_row_free(self) -> bool:
@@ -179,7 +179,7 @@ class Prompts:
             hf_slots.reset_offset(self.model.hf_model)
             try:
                 with torch.no_grad():
-                    media = prefill.media_of(self.model.hf_model, inputs.tensors)
+                    media = hf_prefill.media_of(self.model.hf_model, inputs.tensors)
             except (RuntimeError, KeyError) as exc:
                 if isinstance(exc, torch.OutOfMemoryError):
                     raise
@@ -187,7 +187,7 @@ class Prompts:
                 self._fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
                 return None
             offset = hf_slots.read_offset(self.model.hf_model)
-        chunks = prefill.chunks_of(
+        chunks = hf_prefill.chunks_of(
             inputs.prompt_tokens, self.sizes, may_end_at=(lambda _: True) if media is None else media.may_end_at
         )
         return None if chunks is None else _Job(chunks, media, offset)
