@@ -6,6 +6,7 @@ import io
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 
 from tests import talking
@@ -51,12 +52,22 @@ def test_what_is_no_picture_is_refused(source, words):
     assert caught.value.field == "image"
 
 
-@pytest.mark.parametrize("side, words", [(9_000, "9000 x 9000 pixels"), (20_000, "decompression bomb")])
-def test_a_decompression_bomb_is_refused_before_it_is_decoded(side, words):
-    """Above twice its own limit Pillow refuses while it opens the file; between the limits the refusal is ours."""
+@pytest.mark.parametrize(
+    "size, words",
+    [
+        ((9_000, 9_000), "has 9000 x 9000 pixels, the limit is 64000000"),
+        ((20_000, 20_000), "decompression bomb"),  # Pillow refuses while it opens the file
+        ((16_385, 1_000), "has 16385 x 1000 pixels, a side has 4 to 16384"),
+        ((31_000_000, 1), "has 31000000 x 1 pixels, a side has 4 to 16384"),
+        ((16_000, 79), "has 16000 x 79 pixels, the longer side may be 200 times the shorter"),
+        ((3, 500), "a side has 4 to 16384"),  # transformers would take the three columns for colors
+    ],
+)
+def test_a_picture_of_a_senseless_size_is_refused_before_it_is_decoded(size, words, monkeypatch):
     bomb = io.BytesIO()
-    Image.new("1", (side, side)).save(bomb, "PNG")
+    Image.new("1", size).save(bomb, "PNG")
     assert len(bomb.getvalue()) < 2**20
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
     with pytest.raises(RequestError, match=words):
         read_image(bomb.getvalue())
 
@@ -71,6 +82,35 @@ def test_a_sound_becomes_mono_16_khz(rate, channels, form):
     assert abs(np.argmax(spectrum) * SAMPLE_RATE / len(found) - 440) < 3  # the tone is still where it was
 
 
+@pytest.mark.parametrize("rate, channels", [(44_100, 1), (8_000, 2), (48_000, 16), (16_000, 2)])
+def test_samples_with_their_rate_are_resampled_as_a_file_is(rate, channels):
+    file = talking.wav(rate=rate, channels=channels)
+    samples, _ = soundfile.read(io.BytesIO(file), dtype="float32", always_2d=channels > 1)
+    assert np.array_equal(read_audio((samples, rate)), read_audio(file))
+
+
+@pytest.mark.parametrize("form", ["OGG", "MP3"])
+def test_ogg_and_mp3_are_read_where_libsndfile_can(form, tmp_path):
+    if form not in soundfile.available_formats():
+        pytest.skip("this libsndfile has none")
+    data = talking.wav(rate=44_100, channels=2, form=form)
+    (tmp_path / "a").write_bytes(data)
+    for found in (read_audio(data), read_audio(tmp_path / "a")):
+        assert abs(len(found) - 0.8 * SAMPLE_RATE) < 0.06 * SAMPLE_RATE  # mp3 has whole frames
+        spectrum = np.abs(np.fft.rfft(found))
+        assert abs(np.argmax(spectrum) * SAMPLE_RATE / len(found) - 440) < 3
+    with pytest.raises(RequestError, match="the limit is 0.5 s"):
+        read_audio(data, max_s=0.5)
+
+
+def test_what_a_decoder_says_is_one_line_without_an_address():
+    for data in (b"\0\0\0\x18ftypM4A " + bytes(100), b"ID3\4" + bytes(60), b"OggS" + bytes(60)):
+        with pytest.raises(RequestError, match="cannot be decoded") as caught:
+            read_audio(data)
+        assert "0x" not in str(caught.value) and "\n" not in str(caught.value)
+        assert caught.value.allowed == ("wav", "flac", "ogg", "mp3")
+
+
 def test_samples_are_taken_as_they_are():
     samples = np.linspace(-1, 1, 1600, dtype=np.float32)
     assert np.array_equal(read_audio(samples), samples)
@@ -81,9 +121,14 @@ def test_samples_are_taken_as_they_are():
     [
         (b"not a sound", "cannot be decoded"),
         ("missing.wav", "no such file"),
-        (np.zeros((2, 10), np.float32), "one row"),
-        (np.array([np.nan], np.float32), "finite"),
-        (np.zeros(0, np.float32), "0.0 s"),
+        (np.zeros((2, 100), np.float32), "one row"),
+        (np.zeros(10, np.int16), "floats from -1 to 1"),
+        (np.array([np.nan], np.float32), "not numbers"),
+        (np.zeros(0, np.float32), "no samples"),
+        ((np.zeros(10, np.float32), 0), "rate from 1000"),
+        ((np.zeros(10, np.float32), 16_000, 1), "rate from 1000"),
+        ((44_100, np.zeros(10, np.float32)), "rate from 1000"),
+        ([0.0, 0.1], "neither a path"),
         (3.5, "neither a path"),
         (talking.wav(form="AIFF"), "AIFF"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import pytest
@@ -30,8 +31,14 @@ class MockEngine:
         self.rows, self.slots = rows, slots
         self.active, self.prefilling, self.log = [], None, []
         self.fail_prefill, self.fail_steps = {}, deque()
+        self.begun = {}
+        self.preparing = {}  # job id -> the future of its inputs
 
-    def begin(self, job):
+    def prepare(self, job):
+        return self.preparing.get(job.id)
+
+    def begin(self, job, inputs=None):
+        self.begun[job.id] = inputs
         if job.prompt.get("refuse"):
             raise RequestError("too long", field="prompt")
         return MockAnswer(job, job.prompt.get("pieces", 1), job.request.max_new_tokens)
@@ -172,10 +179,10 @@ def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(
     scheduler.turn()
     begin = engine.begin
 
-    def slow(job):
+    def slow(job, inputs):
         clock.now += 0.015
         engine.log.append(("begin", job.id))
-        return begin(job)
+        return begin(job, inputs)
 
     monkeypatch.setattr(engine, "begin", slow)
     for number in range(6):
@@ -188,6 +195,26 @@ def test_many_arrivals_are_prepared_between_the_steps_of_those_who_are_answered(
         assert kinds.count("begin") == 2 and kinds[-1] == "step"
     scheduler.cancel("picture5")
     to_the_end(scheduler)
+
+
+def test_a_prompt_that_is_being_prepared_delays_nobody_and_can_be_cancelled():
+    scheduler, engine, told, _ = make()
+    engine.preparing = {name: Future() for name in ("slow", "broken", "left")}
+    for name in engine.preparing:
+        scheduler.submit(job(name))
+    assert scheduler.is_preparing and scheduler.waiting == 3
+    scheduler.submit(job("text"))
+    assert not scheduler.is_preparing
+    for _ in range(4):
+        scheduler.turn()
+    assert ends(told) == {"text": "length"} and scheduler.is_preparing
+    engine.preparing["broken"].set_exception(RequestError("cannot be decoded", field="messages"))
+    engine.preparing["slow"].set_result("inputs")
+    scheduler.cancel("left")
+    assert engine.preparing["left"].cancelled()
+    to_the_end(scheduler)
+    assert ends(told) == {"text": "length", "broken": "error", "slow": "length"} and scheduler.is_idle
+    assert engine.begun["slow"] == "inputs"
 
 
 def test_what_has_just_arrived_can_leave_and_be_late():

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 import struct
+import threading
+import time
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 import trimtab
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
+from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
 from trimtab.serve.engine import LoadedEngine
@@ -56,6 +64,8 @@ def run(engine, *jobs):
     scheduler = Scheduler(engine, told.append)
     for job in jobs:
         scheduler.submit(job)
+    while not all(entry.is_prepared for entry in scheduler._arrived):  # on another thread; then in their order
+        time.sleep(0.001)
     for _ in range(2000):
         if not scheduler.turn():
             break
@@ -155,10 +165,69 @@ def test_a_text_is_gone_on_with_as_it_is(model, engine):
 def test_bad_jobs_are_refused_by_name_and_the_others_go_on(engine):
     broken = [{"role": "user", "content": [{"type": "image", "image": b"not a picture"}]}]
     found = run(engine, ask("a", adapter="stile"), ask("b", prompt=broken), ask("c", tokens=5000), ask("d"))
-    assert found["a"][1].error["fields"] == {"field": "model", "value": "stile", "allowed": ("style",), "hint": ""}
-    assert found["b"][1].error["fields"]["field"] == "image"
-    assert found["c"][1].error["fields"]["field"] == "prompt"
+    fields = {name: event.error["fields"] for name, (_, event, _) in found.items() if event.kind == "error"}
+    assert {name: fields["a"][name] for name in ("field", "value", "allowed")} == {
+        "field": "model", "value": "stile", "allowed": ("style",)
+    }  # fmt: skip
+    assert fields["b"]["field"] == "messages[0].content[0].image_url" and fields["b"]["value"] is None
+    assert fields["c"]["field"] == "messages" and fields["c"]["hint"] == "Shorten it, or lower max_tokens"
     assert found["d"][1].kind == "done"
+
+
+def picture(width, height):
+    out = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(out, "PNG")
+    return {"type": "image", "image": out.getvalue()}
+
+
+def sound(samples, rate=16_000):
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(samples, np.float32), rate, format="WAV")
+    return {"type": "audio", "audio": out.getvalue()}
+
+
+TEXT = {"type": "text", "text": "What is it?"}
+
+
+@pytest.mark.parametrize(
+    "parts, field, words",
+    [
+        ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "has 1 x 65 pixels, a side has 4 to 16384"),
+        ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model knows 128 positions"),
+        ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
+        ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
+        ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
+        ([picture(40, 40), picture(40, 40)], "messages", "has 2 pictures, the model was loaded for 1"),
+        ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+        ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of sound, the model was loaded for 1"),
+        ([{"type": "text", "text": "long " * 5000}], "messages", "tokens and the answer may have 40, together"),
+    ],
+)  # fmt: skip
+def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engine, parts, field, words):
+    found = run(engine, ask("bad", prompt=[{"role": "user", "content": parts}]), ask("good"))
+    error = found["bad"][1].error
+    assert error["class"] == "RequestError" and error["fields"]["field"] == field
+    assert re.search(words, error["message"])
+    assert not re.search(r"0x[0-9a-f]{6}|plan|Plan|--|max_new_tokens|bytes", error["message"])
+    assert found["good"][1].kind == "done"
+
+
+def test_images_are_prepared_while_others_get_their_tokens(engine, monkeypatch):
+    """A decoder that never comes back keeps nobody waiting."""
+    decoded = threading.Event()
+    read = chat.read_image
+    monkeypatch.setattr(chat, "read_image", lambda source: decoded.wait(30) and read(source))
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    scheduler.submit(ask("picture", prompt=[{"role": "user", "content": [picture(40, 40)]}]))
+    scheduler.submit(ask("tokens", prompt=[5, 6, 7]))
+    while [event.job_id for event in told if event.kind == "done"] != ["tokens"]:
+        scheduler.turn()
+    assert scheduler.is_preparing and not decoded.is_set()
+    decoded.set()
+    while scheduler.turn():
+        pass
+    assert [event.kind for event in told if event.job_id == "picture"][-1] == "done"
 
 
 def test_bad_adapters_are_refused_and_leave_nothing(engine, tmp_path):
@@ -248,12 +317,14 @@ def test_a_mistake_in_one_request_ends_it_alone(model, engine, monkeypatch, wher
         raise KeyError("nobody thought of this")
 
     if where == "prepare":
-        prepare = model.prepare
-        monkeypatch.setattr(model, "prepare", lambda prompt, **kw: fail() if prompt == "bad" else prepare(prompt, **kw))
+        prepare = chat.prepare
+        monkeypatch.setattr(
+            chat, "prepare", lambda m, prompt, **kw: fail() if prompt == "bad" else prepare(m, prompt, **kw)
+        )
     begin = LoadedEngine._begin
 
-    def begun(self, job):
-        answer = begin(self, job)
+    def begun(self, job, inputs):
+        answer = begin(self, job, inputs)
         if job.id == "bad" and where == "sampler":
             answer.row.constraint = fail
         elif job.id == "bad":

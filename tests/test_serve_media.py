@@ -18,7 +18,7 @@ from trimtab.serve.settings import Limits
 FIELD = "here"
 
 
-def picture(kind="PNG", size=(4, 3), **options):
+def picture(kind="PNG", size=(8, 6), **options):
     out = io.BytesIO()
     Image.new("RGB", size, "red").save(out, kind, **options)
     return out.getvalue()
@@ -78,6 +78,20 @@ def test_a_picture_is_taken_by_its_size(kind):
     data = picture(kind, (40, 30))
     assert check_image(data, image_pixels=1200) == data
     assert "40 x 30" in str(refused(check_image, data, image_pixels=1199))
+
+
+@pytest.mark.parametrize(
+    "width, height, words",
+    [
+        (31_000_000, 1, "a side has 4 to 16384"),
+        (16_385, 500, "a side has"),
+        (4_000, 19, "200 times"),
+        (1, 65, "a side has"),
+    ],
+)
+def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, words):
+    error = refused(check_image, png(width, height))
+    assert error.field == FIELD and f"has {width} x {height} pixels" in str(error) and words in str(error)
 
 
 def test_a_lossless_and_an_extended_webp_are_measured():

@@ -44,12 +44,17 @@ class TrimtabError(Exception):
 
 
 class RequestError(TrimtabError):
-    """The question is wrong: an option that names nothing, contradicts another or has no effect."""
+    """The question is wrong: an option that names nothing, contradicts another or has no effect.
+
+    number: which image or sound of several, counted from 0.
+    """
+
+    number: int | None = None
 
     def __init__(
         self, reason: str, *, field: str, value: Any = None, allowed: Sequence[str] = (), hint: str = ""
     ) -> None:
-        self.field, self.value, self.allowed = field, value, tuple(allowed)
+        self.reason, self.field, self.value, self.allowed = reason, field, value, tuple(allowed)
         message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
         if allowed:
             message += f" (allowed or near: {_near(self.allowed)})"

@@ -23,6 +23,12 @@ STEP_MODES = ("auto", "eager", "graph", "fused")
 DECODE_MODES = (*STEP_MODES, "repacked")
 DTYPES = ("bfloat16", "float16", "float32")
 
+# The longest side of a picture, and the longest side over the shortest: more is no picture, and costs time and memory before a
+# model's processor shrinks it. The shortest side: transformers takes sides of 1 and 3 pixels for color channels.
+PICTURE_SIDES, PICTURE_ASPECT = range(4, 16_385), 200
+# Seconds of the longest sound.
+MAX_SOUND_S = 3600.0
+
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
@@ -54,6 +60,20 @@ def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> No
     """Raise RequestError unless value is one of allowed."""
     if value not in allowed:
         raise RequestError("unknown choice", field=field_name, value=value, allowed=allowed)
+
+
+def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: str, value: Any = None) -> None:
+    """Raise RequestError unless a picture of this size is worth decoding."""
+    shown = f"has {width} x {height} pixels"
+    sides = PICTURE_SIDES
+    if min(width, height) not in sides or max(width, height) not in sides:
+        raise RequestError(f"{shown}, a side has {sides[0]} to {sides[-1]}", field=field_name, value=value)
+    if max(width, height) > PICTURE_ASPECT * min(width, height):
+        raise RequestError(
+            f"{shown}, the longer side may be {PICTURE_ASPECT} times the shorter", field=field_name, value=value
+        )
+    if width * height > max_pixels:
+        raise RequestError(f"{shown}, the limit is {max_pixels}", field=field_name, value=value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +118,8 @@ class LoadRequest:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)
-        if not 0 <= self.audio_s <= 3600:
-            raise RequestError("must be between 0 and 3600 seconds", field="audio_s", value=self.audio_s)
+        if not 0 <= self.audio_s <= MAX_SOUND_S:
+            raise RequestError(f"must be between 0 and {MAX_SOUND_S:g} seconds", field="audio_s", value=self.audio_s)
         for name in self.adapters:
             if not _NAME.match(name):
                 raise RequestError(

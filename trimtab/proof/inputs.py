@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.errors import RequestError
 from trimtab.proof.prompts import Prompt
-
-MAX_AUDIO_S = 3600.0
+from trimtab.request import MAX_SOUND_S
 
 
 class _Asked:
@@ -31,7 +30,7 @@ class _Asked:
         self.device, self.dtype = torch.device("cpu"), getattr(torch, dtype)
         self.hf_model = SimpleNamespace(config=hf.read_config(read_checkpoint(folder)))
         # The routes' own plans are made for these prompts: nothing is counted here.
-        self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_AUDIO_S))
+        self.plan = SimpleNamespace(request=SimpleNamespace(images=10**6, audio_s=MAX_SOUND_S))
 
     @cached_property
     def processor(self) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,10 +13,14 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import placeholder_ids
-from trimtab.runtime.media import MAX_AUDIO_S, SAMPLE_RATE, read_audio, read_image
+from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
+# How hints begin and read that only who plans can follow.
+PLAN_HINT = "Plan with "
+CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger --context"
 
 
 @dataclass(frozen=True)
@@ -28,34 +32,39 @@ class Inputs:
     token_ids: tuple[int, ...]
     has_media: bool
 
+    def to(self, device: torch.device) -> Inputs:
+        """Return the same inputs on a device."""
+        return replace(self, tensors={name: tensor.to(device) for name, tensor in self.tensors.items()})
+
 
 def prepare(
     model: Any, prompt: Any, *, images: Sequence[Any] = (), audios: Sequence[Any] = (), system: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None,
+    template_kwargs: Mapping[str, Any] | None = None, device: torch.device | None = None,
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
     A text with pictures and sounds becomes one user message: pictures, text, sounds, the order that Gemma 4's processor
     documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
     characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
+    device: where the tensors are put, None is the model's.
     Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
     known form; CheckpointError if the folder has no processor.
     """
-    if _is_token_ids(prompt):
+    if is_token_ids(prompt):
         if images or audios or system or template_kwargs:
             raise RequestError(
                 "token ids are taken as they are; media, system and template do not apply", field="prompt"
             )
-        return _from_ids(model, prompt)
+        return _from_ids(model, prompt, device)
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
         raise RequestError("is empty: there is nothing to answer", field="prompt", value=prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     _check_modalities(model, pictures, sounds)
     _check_planned(model, "image", len(pictures), "images", "pictures")
-    processor = model.processor
+    processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
-        return _text_only(model, processor, messages, prompt, system, template_kwargs)
-    return _through_processor(model, processor, messages, pictures, sounds, prompt, system, template_kwargs)
+        return _text_only(model, processor, messages, prompt, system, template_kwargs, device)
+    return _through_processor(model, processor, messages, pictures, sounds, prompt, system, template_kwargs, device)
 
 
 def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
@@ -63,22 +72,22 @@ def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
     if inputs.prompt_tokens + max_new_tokens > model.context_tokens:
         raise RequestError(
             f"the prompt has {inputs.prompt_tokens} tokens and the answer may have {max_new_tokens}, together more than the "
-            f"planned context of {model.context_tokens}", field="prompt",
-            hint="Shorten the prompt, lower max_new_tokens, or plan with a larger --context",
+            f"context of {model.context_tokens}", field="prompt", hint=CONTEXT_HINT,
         )  # fmt: skip
 
 
-def _is_token_ids(prompt: Any) -> bool:
+def is_token_ids(prompt: Any) -> bool:
+    """Whether a prompt is a list of token ids."""
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(
         isinstance(item, int) and not isinstance(item, bool) for item in prompt
     )  # fmt: skip
 
 
-def _from_ids(model: Any, ids: Sequence[int]) -> Inputs:
+def _from_ids(model: Any, ids: Sequence[int], device: torch.device | None) -> Inputs:
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     if not all(0 <= token < vocabulary for token in ids):
         raise RequestError(f"token ids must be between 0 and {vocabulary - 1}", field="prompt")
-    tensor = torch.tensor([list(ids)], device=model.device)
+    tensor = torch.tensor([list(ids)], device=device or model.device)
     return Inputs(
         {"input_ids": tensor, "attention_mask": torch.ones_like(tensor)}, len(ids), tuple(ids), has_media=False
     )
@@ -164,8 +173,8 @@ def _check_planned(model: Any, field: str, count: float, planned: str, what: str
     limit = getattr(model.plan.request, planned)
     if count > limit:
         raise RequestError(
-            f"the prompt has {count:g} {what}, the plan counted memory for {limit:g}", field=field,
-            hint=f"Plan with {planned}={count:g}",
+            f"the prompt has {count:g} {what}, the model was loaded for {limit:g}", field=field,
+            hint=f"{PLAN_HINT}{planned}={count:g}",
         )  # fmt: skip
 
 
@@ -192,18 +201,19 @@ def _rendered(
 
 def _text_only(
     model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
-    template_kwargs: Mapping[str, Any] | None,
+    template_kwargs: Mapping[str, Any] | None, device: torch.device,
 ) -> Inputs:  # fmt: skip
     if not getattr(tokenizer, "chat_template", None):
         text = _plain(prompt, system, template_kwargs)
         encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
-        return _inputs(model, tokenizer, encoded, has_media=False)
+        return _inputs(model, tokenizer, encoded, device, has_media=False)
 
     def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
     rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs)
-    return _inputs(model, tokenizer, model.control_tokens.encode(encode, rendered, adds_special=False), has_media=False)
+    encoded = model.control_tokens.encode(encode, rendered, adds_special=False)
+    return _inputs(model, tokenizer, encoded, device, has_media=False)
 
 
 def _plain(prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None) -> str:
@@ -220,7 +230,7 @@ def _adds_special(tokenizer: Any, text: str) -> bool:
 
 def _through_processor(
     model: Any, processor: Any, messages: list[dict[str, Any]], pictures: list[Any], sounds: list[Any], prompt: Any,
-    system: str | None, template_kwargs: Mapping[str, Any] | None,
+    system: str | None, template_kwargs: Mapping[str, Any] | None, device: torch.device,
 ) -> Inputs:  # fmt: skip
     tokenizer = getattr(processor, "tokenizer", processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
@@ -233,14 +243,12 @@ def _through_processor(
     adds_special = _adds_special(tokenizer, rendered.text)
     options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": adds_special}
     if pictures:
-        options["images"] = [read_image(picture) for picture in pictures]
+        options["images"] = [_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]
     if sounds:
         feature = getattr(processor, "feature_extractor", None)
         if feature is None:
             raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
-        options["audio"] = [read_audio(sound, max_s=MAX_AUDIO_S) for sound in sounds]
-        seconds = sum(len(samples) for samples in options["audio"]) / SAMPLE_RATE
-        _check_planned(model, "audio", seconds, "audio_s", "seconds of sound")
+        options["audio"] = _read_sounds(model, feature, sounds)
 
     def encode(text: str) -> Any:
         return processor(text=[text], **options)
@@ -249,15 +257,40 @@ def _through_processor(
         encoded = model.control_tokens.encode(encode, rendered, adds_special=adds_special)
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
-    return _inputs(model, tokenizer, encoded, has_media=bool(pictures or sounds))
+    check_pictures(model.hf_model.config, encoded, options.get("images", ()))
+    check_frames(encoded, options.get("audio", ()), SAMPLE_RATE)
+    return _inputs(model, tokenizer, encoded, device, has_media=bool(pictures or sounds))
 
 
-def _inputs(model: Any, tokenizer: Any, encoded: Mapping[str, Any], *, has_media: bool) -> Inputs:
+def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return what is read; an error says of which medium it is."""
+    try:
+        return read(*arguments, **options)
+    except RequestError as exc:
+        exc.number = number
+        raise
+
+
+def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any]) -> list[Any]:
+    """Return the samples of every sound, of which no more are decoded than were planned."""
+    limit_s = float(model.plan.request.audio_s)
+    read: list[Any] = []
+    for number, sound in enumerate(sounds):
+        read.append(_numbered(number, read_audio, sound, max_s=limit_s))
+        seconds = sum(len(samples) for samples in read) / SAMPLE_RATE
+        _check_planned(model, "audio", seconds, "audio_s", "seconds of sound")
+    check_sound_lengths(feature, read, SAMPLE_RATE)
+    return read
+
+
+def _inputs(
+    model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool
+) -> Inputs:
     tensors = {}
     for name, value in encoded.items():
         if isinstance(value, Tensor):
             # Pixels in the model's dtype: a quantized vision tower would otherwise compute in the float32 it is given.
-            tensors[name] = value.to(model.device, model.dtype if value.is_floating_point() else None)
+            tensors[name] = value.to(device, model.dtype if value.is_floating_point() else None)
     ids = tuple(int(token) for token in tensors["input_ids"][0])
     if not ids:
         raise RequestError("is empty", field="prompt")

@@ -1,7 +1,7 @@
 """How pictures and sounds become pixels and samples: files, bytes or objects in, one form out, with limits.
 
 Pictures: anything Pillow reads of png, jpeg and webp; turned upright by their EXIF, transparency on white. Sounds: what
-libsndfile reads of wav and flac, at any rate and channel count, mixed to mono and resampled to 16 kHz by soxr.
+libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed to mono and resampled to 16 kHz by soxr.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trimtab.errors import RequestError
+from trimtab.request import MAX_SOUND_S, check_picture_size
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
-AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64")
+# libsndfile's names of what is taken, and what users call it.
+AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64", "OGG", "MP3")
+AUDIO_NAMES = ("wav", "flac", "ogg", "mp3")
 MAX_PIXELS = 64 * 10**6
-MAX_AUDIO_S = 3600.0
 SAMPLE_RATE = 16_000
+RATES, MAX_CHANNELS = range(1_000, 768_001), 16
 
 
 def _named(source: Any) -> str:
@@ -47,9 +50,7 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:
-    width, height = found.size
-    if width * height > max_pixels:  # asked before the pixels are decoded
-        raise RequestError(f"has {width} x {height} pixels, the limit is {max_pixels}", field="image", value=name)
+    check_picture_size(*found.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
     turned = ImageOps.exif_transpose(found)
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         turned = turned.convert("RGBA")
@@ -58,18 +59,57 @@ def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:
     return turned.convert("RGB")
 
 
-def read_audio(source: Any, *, max_s: float = MAX_AUDIO_S) -> np.ndarray:
-    """Return mono float32 samples at 16 kHz from a path, bytes, or samples [N] that are already so.
+def read_audio(source: Any, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
+    """Return mono float32 samples at 16 kHz from a path, bytes, (samples, rate), or samples [N] that are at 16 kHz.
 
-    Errors: RequestError(field="audio").
+    samples: floats [N] or [N, channels]. No more than max_s seconds are decoded. Errors: RequestError(field="audio").
     """
-    import soundfile
+    if isinstance(source, np.ndarray):
+        source = (source, SAMPLE_RATE)
+    if isinstance(source, tuple):
+        samples, rate = _given(source)
+    else:
+        samples, rate = _decoded(source, max_s)
+    if not len(samples) or not np.isfinite(samples).all():
+        raise RequestError("holds no samples, or some that are not numbers", field="audio", value=_named(source))
+    if len(samples) > max_s * rate:
+        raise RequestError(
+            f"lasts {len(samples) / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
+        )
+    mono = samples.mean(axis=1) if samples.ndim == 2 else samples
+    if rate == SAMPLE_RATE:
+        return np.asarray(mono, dtype=np.float32)
     import soxr
 
-    if isinstance(source, np.ndarray):
-        if source.ndim != 1 or not np.issubdtype(source.dtype, np.floating) or not np.isfinite(source).all():
-            raise RequestError("samples must be one row of finite floats at 16 kHz", field="audio", value=source.shape)
-        return _limited(source.astype(np.float32), max_s, "samples")
+    return np.asarray(soxr.resample(mono.astype(np.float32), rate, SAMPLE_RATE), dtype=np.float32)
+
+
+def _given(source: tuple[Any, ...]) -> tuple[np.ndarray, int]:
+    """Return samples and their rate. Errors: RequestError for anything else."""
+    if (
+        len(source) != 2
+        or not isinstance(source[0], np.ndarray)
+        or isinstance(source[1], bool)
+        or source[1] not in RATES
+    ):
+        raise RequestError(
+            "is not (samples, rate)", field="audio", value=tuple(type(item).__name__ for item in source),
+            hint=f"Give an array of floats and a rate from {RATES[0]} to {RATES[-1]}",
+        )  # fmt: skip
+    samples, rate = source
+    is_shaped = samples.ndim == 1 or (samples.ndim == 2 and samples.shape[1] <= MAX_CHANNELS)
+    if not is_shaped or not np.issubdtype(samples.dtype, np.floating):
+        raise RequestError(
+            "samples are floats from -1 to 1, in one row or as [samples, channels]", field="audio",
+            value=(samples.shape, str(samples.dtype)),
+        )  # fmt: skip
+    return samples, int(rate)
+
+
+def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
+    """Return the samples [N, channels] of a file. Errors: RequestError."""
+    import soundfile
+
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is neither a path, bytes nor samples", field="audio", value=_named(source))
@@ -78,25 +118,21 @@ def read_audio(source: Any, *, max_s: float = MAX_AUDIO_S) -> np.ndarray:
     try:
         with soundfile.SoundFile(stream) as file:
             if file.format not in AUDIO_FORMATS:
-                raise RequestError(f"is {file.format}", field="audio", value=_named(source), allowed=("wav", "flac"))
-            if file.frames / file.samplerate > max_s:
+                raise RequestError(f"is {file.format}", field="audio", value=_named(source), allowed=AUDIO_NAMES)
+            rate = file.samplerate
+            if rate not in RATES or file.channels > MAX_CHANNELS:
                 raise RequestError(
-                    f"lasts {file.frames / file.samplerate:.1f} s, the limit is {max_s:.1f} s",
-                    field="audio",
-                    value=_named(source),
+                    f"has {file.channels} channels at {rate} Hz, which is no sound", field="audio", value=_named(source)
                 )
-            samples, rate = file.read(dtype="float32", always_2d=True), file.samplerate
-    except soundfile.LibsndfileError as exc:
-        raise RequestError(f"cannot be decoded ({exc})", field="audio", value=_named(source)) from exc
-    if not len(samples) or not np.isfinite(samples).all():
-        raise RequestError("holds no samples", field="audio", value=_named(source))
-    mono = samples.mean(axis=1)
-    return mono if rate == SAMPLE_RATE else soxr.resample(mono, rate, SAMPLE_RATE).astype(np.float32)
-
-
-def _limited(samples: np.ndarray, max_s: float, name: str) -> np.ndarray:
-    if not samples.size or samples.size > max_s * SAMPLE_RATE:
+            if 0 < file.frames < 2**62 and file.frames / rate > max_s:  # some files do not say how long they are
+                raise RequestError(
+                    f"lasts {file.frames / rate:.1f} s, the limit is {max_s:.1f} s", field="audio", value=_named(source)
+                )
+            # A header may say less than there is: no more than one sample above the limit is decoded.
+            return file.read(frames=int(max_s * rate) + 1, dtype="float32", always_2d=True), rate
+    except (soundfile.LibsndfileError, RuntimeError) as exc:
+        # Its own text names Python's object where a path would stand.
+        why = str(getattr(exc, "error_string", exc)).strip().rstrip(".")
         raise RequestError(
-            f"{samples.size / SAMPLE_RATE:.1f} s, allowed are 0 to {max_s:.1f} s", field="audio", value=name
-        )
-    return samples
+            f"cannot be decoded ({why})", field="audio", value=_named(source), allowed=AUDIO_NAMES
+        ) from exc

@@ -473,4 +473,5 @@ def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
 def _several(value: Any) -> Sequence[Any]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+    is_samples = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)  # a sound and its rate
+    return tuple(value) if isinstance(value, (list, tuple)) and not is_samples else (value,)

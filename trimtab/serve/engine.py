@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,13 +20,18 @@ import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
+from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.model import HeldAdapter, LoadedModel
+from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
+from trimtab.serve.preparing import Preparing
 from trimtab.serve.scheduler import MistakeError, error_event
 
+LESS_HINT = "Send less, or try again later"
 # What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
 HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 
@@ -180,25 +186,32 @@ class LoadedEngine:
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
+        self._preparing = Preparing(self._inputs)
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
         self._grammar: Grammar | None = None
 
-    def prepare(self) -> None:
+    def capture(self) -> None:
         """Capture steps before the first request, which would wait for them. Errors: DeviceError."""
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.prepare(self.shelf.held)
 
     # What the scheduler calls -----------------------------------------------------------------------------------------
 
-    def begin(self, job: Job) -> Answer:
-        """Check a job, prepare its inputs and return its answer. Errors: RequestError and what `prepare` raises; MistakeError."""
-        with self._named("preparing a prompt"):
-            return self._begin(job)
+    def prepare(self, job: Job) -> Future[Inputs] | None:
+        """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`."""
+        return None if chat.is_token_ids(job.prompt) else self._preparing.submit(job)
 
-    def _begin(self, job: Job) -> Answer:
+    def begin(self, job: Job, inputs: Inputs | None = None) -> Answer:
+        """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
+        with self._named("preparing a prompt"):
+            try:
+                return self._begin(job, self._inputs(job) if inputs is None else inputs)
+            except RequestError as exc:
+                raise for_client(exc, job) from exc
+
+    def _begin(self, job: Job, inputs: Inputs) -> Answer:
         self.shelf.check(job.adapter)
-        inputs = self._inputs(job)
         if self.prompt_limit is not None and inputs.prompt_tokens > self.prompt_limit:
             raise RequestError(
                 f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
@@ -208,6 +221,7 @@ class LoadedEngine:
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
             job = replace(job, request=request)
         constraint = self._constraint(job)
+        inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint)
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
         detokenizer = Detokenizer(self._tokenizer, job.request.stop)
@@ -218,16 +232,24 @@ class LoadedEngine:
         processor = self.model.processor
         return getattr(processor, "tokenizer", processor)
 
-    def _inputs(self, job: Job) -> Any:
-        prompt = job.prompt
-        if isinstance(prompt, dict):  # a text to go on with, no chat
-            tokenizer = self._tokenizer
-            text = prompt["text"]
-            adds_special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
-            prompt = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
-            if not prompt:
-                raise RequestError("is empty", field="prompt")
-        return self.model.prepare(prompt, system=job.system)
+    def _inputs(self, job: Job) -> Inputs:
+        """Return a job's inputs on the host; a GPU that captures steps must not be given work by another thread."""
+        try:
+            prompt = job.prompt
+            if isinstance(prompt, dict):  # a text to go on with, no chat
+                tokenizer = self._tokenizer
+                text = prompt["text"]
+                adds_special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+                prompt = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
+                if not prompt:
+                    raise RequestError("is empty", field="prompt")
+            return chat.prepare(self.model, prompt, system=job.system, device=torch.device("cpu"))
+        except RequestError as exc:
+            raise for_client(exc, job) from exc
+        except TrimtabError:
+            raise
+        except Exception as exc:
+            raise self._name_on_host(exc, "preparing a prompt") from exc
 
     def _constraint(self, job: Job) -> Constraint | None:
         if job.schema is None:
@@ -267,8 +289,7 @@ class LoadedEngine:
         """Give what goes wrong its name: DeviceError for memory, of the device or the host; MistakeError for what nobody
         thought of. Only what the device does not get over is raised as it is: the worker has to end."""
         try:
-            with self.model._out_of_memory_named(what):
-                yield
+            yield
         except Exception as exc:
             named = self._name(exc, what)
             if named is exc:
@@ -276,15 +297,25 @@ class LoadedEngine:
             raise named from exc
 
     def _name(self, exc: Exception, what: str) -> TrimtabError:
+        if isinstance(exc, DeviceError) and isinstance(exc.__cause__, torch.OutOfMemoryError):
+            # What was planned is for the log.
+            traceback.print_exception(exc)
+            short = str(exc).split(";")[0].removeprefix(f"{exc.device}: ")
+            return DeviceError(short, device=exc.device, hint=LESS_HINT)
         if isinstance(exc, TrimtabError):
             return exc
-        if isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS):
-            return DeviceError(f"out of host memory while {what}", device="cpu", hint="Send less, or try again later")
+        if not isinstance(exc, torch.OutOfMemoryError) and not _is_host_memory(exc):
+            # After some errors a GPU answers nothing more: this raises what it says then.
+            torch.zeros(1, device=self.model.device).item()
+        return self._name_on_host(exc, what)
+
+    def _name_on_host(self, exc: Exception, what: str) -> TrimtabError:
+        """Return the name of an error without a question to the device. What the log says, no client is told."""
+        traceback.print_exception(exc)
+        if _is_host_memory(exc):
+            return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
         if isinstance(exc, torch.OutOfMemoryError):
-            return DeviceError(f"out of memory while {what}", device=str(self.model.device))
-        # After some errors a GPU answers nothing more: this raises what it says then.
-        torch.zeros(1, device=self.model.device).item()
-        traceback.print_exception(exc)  # to the log of the worker, never to a client
+            return DeviceError(f"out of memory while {what}", device=str(self.model.device), hint=LESS_HINT)
         return MistakeError()
 
     def step(self) -> None:
@@ -353,3 +384,7 @@ class LoadedEngine:
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
         }  # fmt: skip
+
+
+def _is_host_memory(exc: Exception) -> bool:
+    return isinstance(exc, MemoryError) or any(words in str(exc) for words in HOST_MEMORY_WORDS)

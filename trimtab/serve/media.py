@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.errors import RequestError
+from trimtab.request import check_picture_size
 from trimtab.serve.settings import Limits
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?P<base64>;base64)?,", re.ASCII | re.IGNORECASE)
@@ -63,8 +64,7 @@ def check_image(data: bytes, *, field: str, limits: Limits) -> bytes:
     width, height = _webp_size(data) or _pillow_size(data, field)
     if not width or not height:
         raise RequestError("has no pixels", field=field)
-    if width * height > limits.image_pixels:
-        raise RequestError(f"has {width} x {height} pixels, the limit is {limits.image_pixels}", field=field)
+    check_picture_size(width, height, max_pixels=limits.image_pixels, field_name=field)
     return data
 
 

@@ -1,9 +1,9 @@
 """Who is answered next: a bounded queue, fair between adapters, prompts in pieces between the steps of the others.
 
-One thread calls `turn` again and again; each turn prepares what has arrived, for `ADMIT_S` at most, puts one piece of one
-prompt through the model and decodes one step of all rows: neither many pictures at once nor a long prompt delays those who
-are being answered by more than a piece. Imports no torch: the engine behind it does the work, and in the tests a mock
-one. No clock of its own: time comes from `now`.
+One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, puts one piece of one
+prompt through the model and decodes one step of all rows: a long prompt delays those who are being answered by no more than
+a piece. Inputs are prepared on a thread of the engine's, so that images delay nobody. Imports no torch: the engine behind it
+does the work, and in the tests a mock one. No clock of its own: time comes from `now`.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.job import Event, Job
 
-# How long preparing what has arrived may take of each turn; one job is prepared in any case.
+# How long taking up what has been prepared may take of each turn; one job is taken up in any case.
 ADMIT_S = 0.02
 
 
@@ -51,8 +52,12 @@ class Engine(Protocol):
 
     rows: int
 
-    def begin(self, job: Job) -> Any:
-        """Check a job and return its answer, nothing computed. Errors: any TrimtabError refuses the job."""
+    def prepare(self, job: Job) -> Future[Any] | None:
+        """Begin to make a job's inputs on another thread; None if there is nothing to make."""
+
+    def begin(self, job: Job, inputs: Any = None) -> Any:
+        """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
+        the job."""
 
     def prefill(self, answer: Any) -> bool:
         """Put the next piece of the prompt through the model; True when it is through and the answer has a row."""
@@ -77,6 +82,11 @@ class _Entry:
     answer: Any = None
     started: float | None = None
     overtaken: int = 0
+    inputs: Future[Any] | None = None
+
+    @property
+    def is_prepared(self) -> bool:
+        return self.inputs is None or self.inputs.done()
 
     def is_over(self, now: float) -> bool:
         return self.job.deadline_s is not None and now - self.arrived > self.job.deadline_s
@@ -128,6 +138,11 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self._known
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether all there is to do is being prepared on another thread."""
+        return len(self._arrived) == len(self._known) > 0 and not any(entry.is_prepared for entry in self._arrived)
+
     def uses(self, adapter: str | None) -> int:
         """How many jobs, waiting ones included, need this adapter."""
         return sum(entry.job.adapter == adapter for entry in self._known.values())
@@ -139,7 +154,7 @@ class Scheduler:
         if self.waiting >= self.queue_limit + self.engine.rows - self.running:
             self.counts.refused += 1
             raise QueueFullError(self.waiting, self._retry_after_s())
-        self._known[job.id] = entry = _Entry(job, self._now())
+        self._known[job.id] = entry = _Entry(job, self._now(), inputs=self.engine.prepare(job))
         self._arrived.append(entry)
 
     def _retry_after_s(self) -> float:
@@ -159,6 +174,8 @@ class Scheduler:
         del self._known[entry.job.id]
         if entry.answer is None:
             self._arrived.remove(entry)
+            if entry.inputs is not None:
+                entry.inputs.cancel()
             return
         line = self._lines.get(entry.job.adapter)
         if line is not None and entry in line:
@@ -194,17 +211,18 @@ class Scheduler:
 
     def _admit(self) -> None:
         start = self._now()
-        while self._arrived:
-            entry = self._arrived[0]
+        for entry in [entry for entry in self._arrived if entry.is_prepared]:
             try:
                 # What cannot fit is refused before it queues.
-                entry.answer = self.engine.begin(entry.job)
+                made = None if entry.inputs is None else entry.inputs.result()
+                entry.answer = self.engine.begin(entry.job, made)
             except TrimtabError as exc:
                 self.counts.refused += 1
                 self._forget(entry)
                 self._tell(error_event(entry.job.id, exc))
             else:
-                self._arrived.popleft()
+                entry.inputs = None
+                self._arrived.remove(entry)
                 self._lines.setdefault(entry.job.adapter, deque()).append(entry)
             if self._now() - start >= ADMIT_S:
                 return

@@ -32,6 +32,10 @@ LOADING_STEP_S = 0.2
 ALIVE_S = 10.0
 # How often an idle worker looks whether an adapter's files have been read.
 READING_S = 0.02
+# How often a worker with nothing else to do looks whether a prompt has been prepared.
+PREPARING_S = 0.001
+# How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
+SWITCH_S = 0.0005
 
 
 def main(connection: Connection, settings: dict[str, Any]) -> None:
@@ -109,7 +113,8 @@ class _Worker:
 
     def run(self) -> None:
         """Answer until the pipe closes, or until the last job is done while draining."""
-        self.engine.prepare()
+        self.engine.capture()
+        sys.setswitchinterval(SWITCH_S)
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         while not (self.is_draining and self.scheduler.is_idle):
             while self.channel.poll(self._patience_s()):
@@ -123,6 +128,8 @@ class _Worker:
 
     def _patience_s(self) -> float | None:
         """Return how long the next message may be waited for."""
+        if self.scheduler.is_preparing:
+            return PREPARING_S
         if self.is_draining or not self.scheduler.is_idle:
             return 0
         return READING_S if self._reading else None

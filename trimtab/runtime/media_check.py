@@ -1,0 +1,91 @@
+"""Whether the model can read what its processor made of images and sounds: patches within its position table, none empty.
+
+A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
+What is checked: position tables of Gemma 4 and Pixtral, grids of Qwen's models, the frames of a sound, and what a feature
+extractor would cut off. Gemma 3 resizes every picture to one size. Other families are not covered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from trimtab.errors import RequestError
+
+SHAPE_HINT = "Crop it, or send one that is less narrow"
+
+
+def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[Image.Image]) -> None:
+    """Raise RequestError(field="image") for a picture that the model has no patches or no positions for."""
+    vision = getattr(config, "vision_config", None)
+    for number, (columns, rows) in enumerate(_grids(vision, encoded)):
+        size = f"picture {number + 1}"
+        if number < len(pictures):
+            size += f" of {pictures[number].width} x {pictures[number].height} pixels"
+        if not rows or not columns:
+            raise _refused(number, "image", f"{size} is too small or too narrow: no patch of it is left", SHAPE_HINT)
+        limit = _positions(vision, encoded)
+        if limit is not None and max(rows, columns) > limit:
+            why = f"{size} becomes {columns} x {rows} patches, this model knows {limit} positions a side"
+            raise _refused(number, "image", why, SHAPE_HINT)
+
+
+def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
+    error = RequestError(reason, field=field, hint=hint)
+    error.number = number
+    return error
+
+
+def _grids(vision: Any, encoded: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return how many patches each picture has in a row and in a column."""
+    positions, grids, sizes = (encoded.get(name) for name in ("image_position_ids", "image_grid_thw", "image_sizes"))
+    if isinstance(positions, Tensor):  # Gemma 4: [N, patches, (x, y)], -1 where there is none
+        return [tuple(int(side) for side in picture.amax(0) + 1) for picture in positions]  # type: ignore[misc]
+    if isinstance(grids, Tensor):  # Qwen: [N, (time, rows, columns)]
+        return [(int(columns), int(rows)) for _, rows, columns in grids]
+    if isinstance(sizes, Tensor) and _is_pixtral(vision):  # [N, (height, width)] once resized
+        return [(int(width) // vision.patch_size, int(height) // vision.patch_size) for height, width in sizes]
+    return []
+
+
+def _is_pixtral(vision: Any) -> bool:
+    return getattr(vision, "model_type", None) == "pixtral"
+
+
+def _positions(vision: Any, encoded: Mapping[str, Any]) -> int | None:
+    """Return how many positions a side may have; None where they are computed for any."""
+    if "image_position_ids" in encoded:
+        return getattr(vision, "position_embedding_size", None)
+    return int(vision.image_size // vision.patch_size) if _is_pixtral(vision) else None
+
+
+def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> None:
+    """Raise RequestError(field="audio") for a sound of which the feature extractor would cut off the end."""
+    known = inspect.signature(extractor.__call__).parameters.get("max_length")
+    limit = known.default if known is not None and isinstance(known.default, int) else None
+    for number, samples in enumerate(sounds):
+        if limit is not None and len(samples) > limit:
+            why = (
+                f"sound {number + 1} lasts {len(samples) / rate:.1f} s, this model reads {limit / rate:g} s and would not "
+                "hear the rest"
+            )
+            raise _refused(number, "audio", why, "Send it in parts")
+
+
+def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:
+    """Raise RequestError(field="audio") for a sound that is too short for a single frame."""
+    mask = encoded.get("input_features_mask")
+    if not isinstance(mask, Tensor):
+        return
+    for number, (frames, samples) in enumerate(zip(mask, sounds, strict=False)):
+        # The first of two steps that halve the frames takes every other one.
+        if not frames[::2].any():
+            why = (
+                f"sound {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
+                "short for a frame of this model"
+            )
+            raise _refused(number, "audio", why, "Send a longer one")
