@@ -16,17 +16,17 @@ from trimtab.runtime import chat
 from trimtab.runtime.media_check import check_pictures
 
 SIZES = [
-    (4, 4),
-    (4, 65),
-    (65, 4),
+    (1, 1),
+    (1, 65),
+    (65, 1),
     (20, 1300),
     (1300, 20),
     (4, 130),
     (9000, 50),
-    (5, 1000),
+    (1, 16),
     (8, 8),
     (64, 64),
-    (129, 4),
+    (3, 500),
     (7, 1399),
 ]
 

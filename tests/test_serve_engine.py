@@ -180,9 +180,11 @@ def picture(width, height):
     return {"type": "image", "image": out.getvalue()}
 
 
-def sound(samples, rate=16_000):
+def sound(samples, form="WAV"):
     out = io.BytesIO()
-    soundfile.write(out, np.zeros(samples, np.float32), rate, format="WAV")
+    soundfile.write(
+        out, np.zeros(samples, np.float32), 16_000, format=form if form in soundfile.available_formats() else "WAV"
+    )
     return {"type": "audio", "audio": out.getvalue()}
 
 
@@ -192,13 +194,14 @@ TEXT = {"type": "text", "text": "What is it?"}
 @pytest.mark.parametrize(
     "parts, field, words",
     [
-        ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "has 1 x 65 pixels, a side has 4 to 16384"),
+        ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
         ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model knows 128 positions"),
         ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
         ([picture(40, 40), picture(40, 40)], "messages", "has 2 pictures, the model was loaded for 1"),
         ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
+        ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
         ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of sound, the model was loaded for 1"),
         ([{"type": "text", "text": "long " * 5000}], "messages", "tokens and the answer may have 40, together"),
     ],

@@ -18,7 +18,7 @@ from trimtab.serve.settings import Limits
 FIELD = "here"
 
 
-def picture(kind="PNG", size=(8, 6), **options):
+def picture(kind="PNG", size=(4, 3), **options):
     out = io.BytesIO()
     Image.new("RGB", size, "red").save(out, kind, **options)
     return out.getvalue()
@@ -83,10 +83,10 @@ def test_a_picture_is_taken_by_its_size(kind):
 @pytest.mark.parametrize(
     "width, height, words",
     [
-        (31_000_000, 1, "a side has 4 to 16384"),
-        (16_385, 500, "a side has"),
+        (31_000_000, 1, "a side may have 16384"),
+        (16_385, 500, "a side may have"),
         (4_000, 19, "200 times"),
-        (1, 65, "a side has"),
+        (1, 201, "200 times"),
     ],
 )
 def test_a_picture_of_a_senseless_size_is_refused_by_its_header(width, height, words):
@@ -205,7 +205,20 @@ def test_a_flac_that_unpacks_to_gigabytes_is_refused():
         assert refused(check_sound, empty, "flac").field == f"{FIELD}.data"
 
 
-@pytest.mark.parametrize("kind", ["mp3", "", "WAV", "wav "])
+@pytest.mark.parametrize("kind", ["ogg", "mp3"])
+def test_ogg_and_mp3_are_known_by_how_they_begin(kind):
+    soundfile = pytest.importorskip("soundfile")
+    if kind.upper() not in soundfile.available_formats():
+        pytest.skip("this libsndfile has none")
+    out = io.BytesIO()
+    soundfile.write(out, np.zeros(1600, dtype=np.float32), 16_000, format=kind.upper())
+    assert check_sound(out.getvalue(), kind) == out.getvalue()
+    for other in (wav(), b"", b"Ogg", b"ID3", b"\xff"):
+        error = refused(check_sound, other, kind)
+        assert error.field == f"{FIELD}.data" and f"is not a {kind} file" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["m4a", "", "WAV", "wav "])
 def test_other_sound_formats_are_refused_by_name(kind):
     error = refused(check_sound, wav(), kind)
     assert error.field == f"{FIELD}.format" and error.allowed == media.AUDIO_FORMATS

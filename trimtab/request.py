@@ -24,8 +24,8 @@ DECODE_MODES = (*STEP_MODES, "repacked")
 DTYPES = ("bfloat16", "float16", "float32")
 
 # The longest side of a picture, and the longest side over the shortest: more is no picture, and costs time and memory before a
-# model's processor shrinks it. The shortest side: transformers takes sides of 1 and 3 pixels for color channels.
-PICTURE_SIDES, PICTURE_ASPECT = range(4, 16_385), 200
+# model's processor shrinks it.
+PICTURE_SIDE, PICTURE_ASPECT = 16_384, 200
 # Seconds of the longest sound.
 MAX_SOUND_S = 3600.0
 
@@ -65,9 +65,8 @@ def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> No
 def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: str, value: Any = None) -> None:
     """Raise RequestError unless a picture of this size is worth decoding."""
     shown = f"has {width} x {height} pixels"
-    sides = PICTURE_SIDES
-    if min(width, height) not in sides or max(width, height) not in sides:
-        raise RequestError(f"{shown}, a side has {sides[0]} to {sides[-1]}", field=field_name, value=value)
+    if max(width, height) > PICTURE_SIDE:
+        raise RequestError(f"{shown}, a side may have {PICTURE_SIDE}", field=field_name, value=value)
     if max(width, height) > PICTURE_ASPECT * min(width, height):
         raise RequestError(
             f"{shown}, the longer side may be {PICTURE_ASPECT} times the shorter", field=field_name, value=value

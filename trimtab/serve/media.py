@@ -22,7 +22,9 @@ from trimtab.serve.settings import Limits
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?P<base64>;base64)?,", re.ASCII | re.IGNORECASE)
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
-AUDIO_FORMATS = ("wav", "flac")
+AUDIO_FORMATS = ("wav", "flac", "ogg", "mp3")
+# How files begin that do not say in their head how long they are. The worker decodes no more of them than it has room for.
+_BEGINNINGS = {"ogg": re.compile(rb"OggS\0"), "mp3": re.compile(rb"ID3[\2-\4]|\xff[\xe2-\xff]")}
 # What a sound may be made of: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
 WAV_FORMATS = (1, 3, 0xFFFE)
 RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
@@ -117,13 +119,20 @@ class _Sound:
 
 
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if they are a sound of the kind that was said, within the limits. Errors: RequestError."""
+    """Return the bytes if they are a sound of the kind that was said, within the limits. Errors: RequestError.
+
+    How long an ogg or mp3 lasts is known when it is decoded: the worker refuses what is longer than its plan counted.
+    """
     if kind not in AUDIO_FORMATS:
         raise RequestError(
             "is not a sound format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS
         )
-    found = _wav(data) if kind == "wav" else _flac(data)
     field = f"{field}.data"
+    if kind in _BEGINNINGS:
+        if not _BEGINNINGS[kind].match(data):
+            raise RequestError(f"is not a {kind} file", field=field)
+        return data
+    found = _wav(data) if kind == "wav" else _flac(data)
     if found is None or not found.is_plausible:
         raise RequestError(f"is not a {kind} file with sound in it", field=field)
     seconds = found.frames / found.rate
