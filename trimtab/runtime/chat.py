@@ -283,9 +283,7 @@ def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any]) -> list[Any]:
     return read
 
 
-def _inputs(
-    model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool
-) -> Inputs:
+def _inputs(model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool) -> Inputs:
     tensors = {}
     for name, value in encoded.items():
         if isinstance(value, Tensor):
