@@ -9,6 +9,8 @@ ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
+FUZZ := schemathesis-4.32.5
+
 .PHONY: demo test test-oldest test-upstream test-slow test-ray test-page test-gpu lint format bench clean
 
 demo: $(NEWEST)
@@ -24,9 +26,15 @@ test-oldest: $(OLDEST)
 test-upstream: $(NEWEST) $(OLDEST)
 	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests/upstream
 
-# What takes minutes: whole matrices, every kill, in this environment.
-test-slow: $(NEWEST) $(OLDEST)
-	$(ENV) TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests
+# What takes minutes: whole matrices, every kill, in this environment; requests made from the API's description in one of its own.
+test-slow: $(NEWEST) $(OLDEST) .venv-fuzz/made-from-$(FUZZ)
+	$(ENV) TRIMTAB_FUZZ_PYTHON=.venv-fuzz/bin/python TRIMTAB_OTHER_PYTHON=.venv-oldest/bin/python .venv/bin/python -m pytest -q -m slow tests
+
+.venv-fuzz/made-from-$(FUZZ):
+	rm -rf .venv-fuzz
+	$(PYTHON) -m venv .venv-fuzz
+	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check $(subst schemathesis-,schemathesis==,$(FUZZ))
+	touch $@
 
 # Two replicas on a local Ray, in an environment of its own beside the newest one.
 test-ray: $(NEWEST)
@@ -54,7 +62,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ray .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

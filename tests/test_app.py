@@ -27,7 +27,8 @@ from trimtab.serve.faults import ERRORS, UnknownModelError
 from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.scheduler import QueueFullError
-from trimtab.serve.settings import Limits, Settings
+from trimtab.serve.openapi import description
+from trimtab.serve.settings import ADMIN_PATHS, Limits, Settings
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
 PNG = base64.b64decode(
@@ -654,6 +655,34 @@ def test_the_description_names_what_the_server_reads():
     assert "securitySchemes" not in found["components"]
     for path, methods in found["paths"].items():
         assert client().request(next(iter(methods)), path.replace("{name}", "demo")).status_code not in (404, 405)
+    assert "404" in found["paths"]["/v1/models/{name}"]["get"]["responses"]
+    stream = found["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    piece, error, end = stream["itemSchema"]["oneOf"]
+    assert piece["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ChatCompletionChunk"}
+    assert error["properties"]["event"] == {"const": "error"} and end["properties"]["data"] == {"const": "[DONE]"}
+
+
+def test_administration_is_described_with_what_refuses_it():
+    found = description(has_key=True, has_verify=True)["paths"]
+    for path in ADMIN_PATHS:
+        assert {"401", "403"} <= set(found[path]["post"]["responses"])
+    assert (
+        "409" in found["/api/verify"]["post"]["responses"]
+        and "403" not in found["/v1/completions"]["post"]["responses"]
+    )
+
+
+@pytest.mark.parametrize(
+    "method, path, allowed",
+    [
+        ("POST", "/health", "GET"), ("POST", "/v1/models", "GET"), ("POST", "/v1/models/demo", "GET"), ("PUT", "/metrics", "GET"),
+        ("GET", "/v1/chat/completions", "POST"), ("DELETE", "/v1/load_lora_adapter", "POST"), ("POST", "/openapi.json", "GET"),
+    ],
+)  # fmt: skip
+def test_a_path_with_another_method_is_405_whatever_the_body_is(method, path, allowed):
+    for headers in ({}, {"content-type": "text/plain"}, {"content-type": "application/json"}):
+        response = client().request(method, path, content=b"{", headers=headers)
+        assert error_of(response, 405)["code"] == "method_not_allowed" and allowed in response.headers["allow"]
 
 
 def test_the_api_process_imports_no_torch():

@@ -183,7 +183,7 @@ def test_a_client_that_leaves_ends_the_process(inside):
 
 
 def test_the_comparisons_are_those_of_verify():
-    allowed = set(verifying.VerifyRequest.model_fields["against"].annotation.__args__)
+    allowed = set(verifying.wire.VerifyRequest.model_fields["against"].annotation.__args__)
     assert allowed < set(comparisons.AGAINST)
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import signal
 import sys
+from pathlib import Path
 
 from trimtab.request import LoadRequest
 from trimtab.serve import run
@@ -33,7 +35,8 @@ def worker(connection, settings):
                 message = channel.receive()
                 if message["do"] == "submit":
                     job = job_from_message(message["job"])
-                    jobs[job.id] = [0, job.prompt["text"]]
+                    text = job.prompt["text"] if isinstance(job.prompt, dict) else ""
+                    jobs[job.id] = [0, text if text == "wait" or re.fullmatch(r"say [0-9]+", text) else "say 2"]
                 elif message["do"] == "cancel":
                     jobs.pop(message["id"], None)
                 elif message["do"] == "call":
@@ -68,6 +71,8 @@ def main(options):
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
     run.Pool = functools.partial(Pool, make=functools.partial(Supervisor, target=worker))
     served = ServedModel(name="toy", request=LoadRequest(model="none"))
+    if "adapter_root" in options:
+        options["adapter_root"] = Path(options["adapter_root"])
     settings = Settings(page=False, api_keys=keys, limits=limits, **options)
     run.serve([served], settings, say=lambda text: print(text, flush=True))
     print("ended", flush=True)

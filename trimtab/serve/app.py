@@ -31,7 +31,7 @@ from trimtab.serve.faults import error_json, error_response, http_error, raised_
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
 from trimtab.serve.metrics import Metrics
-from trimtab.serve.openapi import description
+from trimtab.serve.openapi import VERIFY, description
 from trimtab.serve.settings import Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
@@ -103,7 +103,8 @@ def make_app(
     pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequence[BaseRoute] = (), folders: Sequence[str] = ()
 ) -> Starlette:
     """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them."""
-    api = _Api(pool, settings, metrics, folders)
+    has_verify = any(getattr(route, "path", "") == VERIFY for route in extra)
+    api = _Api(pool, settings, metrics, folders, has_verify)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -133,8 +134,11 @@ def make_app(
 
 
 class _Api:
-    def __init__(self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str]) -> None:
+    def __init__(
+        self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str], has_verify: bool
+    ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
+        self.has_verify = has_verify
         self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
         self._takes_media = any(len(pool.takes(model)) > 1 for model in models)
@@ -180,7 +184,7 @@ class _Api:
         return Response(body, media_type=kind)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(has_key=bool(self.settings.api_keys)))
+        return JSONResponse(description(has_key=bool(self.settings.api_keys), has_verify=self.has_verify))
 
     async def status(self, request: Request) -> Response:
         shown = {**self.pool.status(), "requests": self.metrics.recent()}

@@ -1,73 +1,102 @@
-"""The API's description in OpenAPI's form, made from the shapes that the server itself reads requests with."""
+"""The API's description in OpenAPI's form, made from the shapes that the server itself reads requests with.
+
+Version 3.2, the first one that can say what the events of a stream are (`itemSchema`).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import trimtab
-from trimtab.serve.faults import BUG, ERRORS, HTTP_CODES
-from trimtab.serve.wire import REQUESTS
+from trimtab.serve.answer_schemas import ANSWERS, SCHEMAS, reference
+from trimtab.serve.settings import ADMIN_PATHS
+from trimtab.serve.wire import REQUESTS, VerifyRequest
 
-_REFERENCE = "#/components/schemas/{model}"
+VERIFY = "/api/verify"
 _WORDS = {
     "/health": "Whether this process answers", "/ready": "Whether a model could answer now",
-    "/metrics": "Numbers in Prometheus' text form", "/v1/models": "Every model and adapter that can be asked",
-    "/v1/models/{name}": "One of them", "/api/status": "What the page shows",
-    "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
+    "/metrics": "Numbers in Prometheus' text form", "/openapi.json": "This description",
+    "/v1/models": "Every model and adapter that can be asked", "/v1/models/{name}": "One of them",
+    "/api/status": "What the page shows", "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
     "/v1/completions": "Go on with a text or token ids", "/v1/load_lora_adapter": "Load an adapter below the server's folder",
-    "/v1/unload_lora_adapter": "Forget an adapter",
+    "/v1/unload_lora_adapter": "Forget an adapter", VERIFY: "Compare the running plan with another route, as a stream",
 }  # fmt: skip
 _OPEN = ("/health", "/ready")
+# What any request may get: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
+_ALWAYS = {
+    400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request came too slowly",
+    421: "This server answers to this machine's own names only", 431: "The head is too large",
+    500: "The server made a mistake", 501: "A transfer coding that is not read", 503: "Not now; try again after Retry-After",
+}  # fmt: skip
+_POSTED = {
+    404: "No model or adapter of this name", 413: "The body is too large", 415: "The body is not JSON",
+    422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The time of the answer is over",
+    507: "An adapter has no room",
+}  # fmt: skip
 
 
-def description(*, has_key: bool) -> dict[str, Any]:
-    """Return the description. has_key: whether this server asks for an API key."""
-    _, found = models_json_schema([(kind, "validation") for kind in REQUESTS.values()], ref_template=_REFERENCE)
-    schemas = {**found["$defs"], "Error": _error_schema()}
-    components: dict[str, Any] = {"schemas": schemas}
+def description(*, has_key: bool, has_verify: bool = False) -> dict[str, Any]:
+    """Return the description. has_key: whether this server asks for an API key. has_verify: whether it has VERIFY."""
+    kinds: dict[str, type[BaseModel]] = {**REQUESTS, **({VERIFY: VerifyRequest} if has_verify else {})}
+    template = reference("{model}")["$ref"]
+    _, found = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
+    components: dict[str, Any] = {"schemas": {**found["$defs"], **SCHEMAS}}
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    paths = {path: words for path, words in _WORDS.items() if path != VERIFY or has_verify}
     return {
-        "openapi": "3.1.0",
+        "openapi": "3.2.0",
         "info": {"title": "trimtab", "version": trimtab.__version__, "description": "OpenAI's API on local models"},
-        "paths": {path: _path(path, words, has_key) for path, words in _WORDS.items()},
+        "paths": {path: _path(path, words, kinds.get(path), has_key) for path, words in paths.items()},
         "components": components,
     }
 
 
-def _path(path: str, words: str, has_key: bool) -> dict[str, Any]:
-    kind = REQUESTS.get(path)
+def _path(path: str, words: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any]:
     told: dict[str, Any] = {
-        "operationId": path.strip("/").replace("/", "_").replace("{name}", "name"), "summary": words,
-        "responses": {"200": {"description": "The answer"}},
+        "operationId": path.strip("/").replace("/", "_").replace(".", "_").replace("{name}", "name"), "summary": words,
+        "responses": {"200": {"description": "The answer", "content": _content(path)}, **_refusals(path, kind, has_key)},
     }  # fmt: skip
     if "{name}" in path:
-        told["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        told["parameters"] = [
+            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        ]
     if kind is not None:
-        schema = {"$ref": _REFERENCE.format(model=kind.__name__)}
-        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-        told["responses"] |= _refusals()
-    if path.endswith("completions"):
-        told["responses"]["200"]["content"] = {
-            "application/json": {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}},
-        }  # fmt: skip
+        content = {"application/json": {"schema": reference(kind.__name__)}}
+        told["requestBody"] = {"required": True, "content": content}
     if has_key and path not in _OPEN:
         told["security"] = [{"key": []}]
     return {"get" if kind is None else "post": told}
 
 
-def _refusals() -> dict[str, Any]:
-    statuses = {status for status, _, _ in (*ERRORS.values(), BUG)} | set(HTTP_CODES)
-    content = {"application/json": {"schema": {"$ref": _REFERENCE.format(model="Error")}}}
-    return {str(status): {"description": "Refused", "content": content} for status in sorted(statuses)}
+def _content(path: str) -> dict[str, Any]:
+    whole, event = ANSWERS[path]
+    content: dict[str, Any] = {}
+    if whole is not None:
+        content["application/json"] = {"schema": whole}
+    if event is not None:
+        content["text/event-stream"] = {"itemSchema": event}
+    return content or {CONTENT_TYPE_LATEST: {"schema": {"type": "string"}}}
 
 
-def _error_schema() -> dict[str, Any]:
-    text, maybe = {"type": "string"}, {"type": ["string", "null"]}
-    fields = {
-        "message": text, "type": text, "param": maybe, "code": maybe, "class": text, "fields": {"type": "object"},
-    }  # fmt: skip
-    error = {"type": "object", "properties": fields, "required": list(fields)}
-    return {"type": "object", "properties": {"error": error}, "required": ["error"]}
+def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any]:
+    words = {**_ALWAYS, **(_POSTED if kind is not None else {})}
+    if "{name}" in path:
+        words[404] = _POSTED[404]
+    if has_key and path not in _OPEN:
+        words[401] = "A valid API key is needed"
+    if path in ADMIN_PATHS:
+        words[403] = "An admin key is needed, or this server is not administered over HTTP"
+    if path == VERIFY:
+        words[409] = "A comparison is running"
+    found = {}
+    for status, said in sorted(words.items()):
+        schema = reference("Error")
+        if (path, status) == ("/ready", 503):
+            schema = {"anyOf": [reference("Health"), schema]}
+        found[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}
+    return found

@@ -14,7 +14,7 @@ import json
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from sse_starlette import EventSourceResponse
 from starlette.exceptions import HTTPException
@@ -29,14 +29,6 @@ from trimtab.serve.faults import error_json, raised_error, without_paths
 
 INSIDE = "trimtab.serve.verifying_inside"
 TIMEOUT_S = 3600.0
-
-
-class VerifyRequest(wire.Strict):
-    """POST /api/verify."""
-
-    model: str | None = None
-    adapter: str | None = None
-    against: Literal["resident", "base", "single", "alone"] = "resident"
 
 
 class Served(Protocol):
@@ -59,13 +51,13 @@ class _Verifying:
         # Only what a page of another site cannot send without asking first.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "The body must be application/json")
-        work = self._work(wire.read(VerifyRequest, await request.body()))
+        work = self._work(wire.read(wire.VerifyRequest, await request.body()))
         if self._is_busy:
             raise HTTPException(409, "A comparison is running; one at a time", headers={"retry-after": "10"})
         self._is_busy = True
         return EventSourceResponse(self._told(work), sep="\n", ping=15)
 
-    def _work(self, asked: VerifyRequest) -> dict[str, Any]:
+    def _work(self, asked: wire.VerifyRequest) -> dict[str, Any]:
         """Return what the process is given. Errors: RequestError."""
         name, plan, adapters = self._pool.running(asked.model)
         if plan is None:

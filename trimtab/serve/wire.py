@@ -237,6 +237,14 @@ class UnloadAdapterRequest(Strict):
     lora_int_id: Annotated[int, Field(ge=0, lt=2**31)] | None = None
 
 
+class VerifyRequest(Strict):
+    """POST /api/verify."""
+
+    model: Label | None = None
+    adapter: Label | None = None
+    against: Literal["resident", "base", "single", "alone"] = "resident"
+
+
 REQUESTS: Mapping[str, type[BaseModel]] = {
     "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
     "/v1/load_lora_adapter": LoadAdapterRequest, "/v1/unload_lora_adapter": UnloadAdapterRequest,

@@ -1,0 +1,112 @@
+"""What the server answers, as JSON schemas: the answers' half of the API's description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+NUMBER: Schema = {"type": "number"}
+FINISH: Schema = {"enum": ["stop", "length", None]}
+
+
+def reference(name: str) -> Schema:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(fields: Mapping[str, Schema], *, maybe: Mapping[str, Schema] | None = None, others: bool = False) -> Schema:
+    """Return the schema of an object that has every one of the fields. maybe: fields that it may have. others: and any."""
+    return {
+        "type": "object", "properties": {**fields, **(maybe or {})}, "required": list(fields), "additionalProperties": others
+    }  # fmt: skip
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def _or_null(schema: Schema) -> Schema:
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def _answer(name: str, choice: Mapping[str, Schema]) -> Schema:
+    head = {"id": TEXT, "created": COUNT, "model": TEXT, "object": {"const": name}}
+    choices = _list(_object({"index": COUNT, **choice, "finish_reason": FINISH}))
+    return _object({**head, "choices": choices}, maybe={"usage": _or_null(reference("Usage"))})
+
+
+def _events(chunk: Schema) -> Schema:
+    """Return the schema of one server-sent event of a stream, whose last one is [DONE] if the answer is whole."""
+
+    def data(schema: Schema) -> Schema:
+        return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
+
+    return {
+        "type": "object", "required": ["data"],
+        "oneOf": [
+            {"title": "a piece", "properties": {"data": data(chunk)}, "not": {"required": ["event"]}},
+            {"title": "an error, the last event", "required": ["event"],
+             "properties": {"event": {"const": "error"}, "data": data(reference("Error"))}},
+            {"title": "the end", "properties": {"data": {"const": "[DONE]"}}},
+        ],
+    }  # fmt: skip
+
+
+_BYTES = _list({"type": "integer", "minimum": 0, "maximum": 255})
+_TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": _BYTES}
+_CHAT_LOGPROBS = _object({
+    "content": _list(_object({**_TOKEN, "top_logprobs": _list(_object(_TOKEN))})), "refusal": {"type": "null"},
+})  # fmt: skip
+_TEXT_LOGPROBS = _object({
+    "tokens": _list(TEXT), "token_logprobs": _list(NUMBER), "text_offset": _list(COUNT),
+    "top_logprobs": _list({"type": "object", "additionalProperties": NUMBER}),
+})  # fmt: skip
+_MODEL = _object(
+    {
+        "id": TEXT,
+        "object": {"const": "model"},
+        "created": COUNT,
+        "owned_by": TEXT,
+        "root": TEXT,
+        "parent": _or_null(TEXT),
+    },
+    maybe={"max_model_len": COUNT},
+)
+_MESSAGE = {"role": {"const": "assistant"}, "content": TEXT}
+_ERROR = {
+    "message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT), "class": TEXT, "fields": {"type": "object"},
+}  # fmt: skip
+
+SCHEMAS: Mapping[str, Schema] = {
+    "Error": _object({"error": _object(_ERROR)}),
+    "Usage": _object({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT}),
+    "Model": _MODEL,
+    "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),
+    "ChatCompletion": _answer(
+        "chat.completion",
+        {"message": _object({**_MESSAGE, "refusal": {"type": "null"}}), "logprobs": _or_null(_CHAT_LOGPROBS)},
+    ),
+    "ChatCompletionChunk": _answer(
+        "chat.completion.chunk", {"delta": _object({}, maybe=_MESSAGE), "logprobs": _or_null(_CHAT_LOGPROBS)}
+    ),
+    "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)}),
+    "AdapterChanged": _object({"status": {"enum": ["loaded", "unloaded"]}, "lora_name": TEXT}),
+    "Health": _object({"status": TEXT}),
+    "Status": _object({"models": _list({"type": "object"}), "requests": _list({"type": "object"})}),
+    "VerifyPiece": _object({}, maybe={"say": TEXT, "report": {"type": "object"}}),
+}
+
+# Path -> what its answer is, and what each event of it is if it is streamed. Text is no JSON.
+ANSWERS: Mapping[str, tuple[Schema | None, Schema | None]] = {
+    "/health": (reference("Health"), None), "/ready": (reference("Health"), None), "/metrics": (None, None),
+    "/openapi.json": ({"type": "object"}, None), "/v1/models": (reference("ModelList"), None),
+    "/v1/models/{name}": (reference("Model"), None), "/api/status": (reference("Status"), None),
+    "/v1/chat/completions": (reference("ChatCompletion"), _events(reference("ChatCompletionChunk"))),
+    "/v1/completions": (reference("Completion"), _events(reference("Completion"))),
+    "/v1/load_lora_adapter": (reference("AdapterChanged"), None),
+    "/v1/unload_lora_adapter": (reference("AdapterChanged"), None),
+    "/api/verify": (None, _events(reference("VerifyPiece"))),
+}  # fmt: skip
