@@ -26,8 +26,8 @@ from trimtab.serve.app import make_app
 from trimtab.serve.faults import ERRORS, UnknownModelError
 from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
-from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.openapi import description
+from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.settings import ADMIN_PATHS, Limits, Settings
 
 CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
