@@ -12,7 +12,7 @@ from typing import Any
 from trimtab import show
 from trimtab.commands.flags import pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
-from trimtab.commands.traces import check_model, run_report, run_trace
+from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
 
 STOPPED = 130
@@ -22,7 +22,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
-    "overwrite": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
+    "overwrite": ("drafts",), "lanes": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
 }  # fmt: skip
 
 
@@ -62,6 +62,9 @@ def add(command: Command) -> None:
     cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect once more")
     written = found.add_argument_group("what is written")
     written.add_argument("--runs", metavar="FILE", help="runs that were saved before, instead of new ones")
+    written.add_argument(
+        "--lanes", metavar="FILE", help="a saved report of verify --lanes: an issue on the merge, in --drafts"
+    )
     written.add_argument("--drafts", metavar="DIR", help="an issue a failure, from recorded runs only")
     written.add_argument("--overwrite", action="store_true", help="replace drafts in DIR")
     written.add_argument("--html", metavar="FILE", help="everything on one page")
@@ -74,6 +77,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     _check(options)
     if options.report:
         return run_report(options)
+    if options.lanes:
+        return run_lanes(options)
     report = _examine(options)
     stopped = report["stopped"] or any(found.stopped for found in report["bisections"] or ())
     if options.json:
@@ -100,8 +105,10 @@ def _check(options: argparse.Namespace) -> None:
         from trimtab.doctor.cases import find_cases
 
         find_cases(options.case)
-    if options.drafts and not (options.matrix or options.runs):
-        raise RequestError("drafts are made of recorded runs", field="--drafts", hint="Add --matrix, or --runs FILE")
+    if options.drafts and not (options.matrix or options.runs or options.lanes):
+        raise RequestError(
+            "drafts are made of recorded runs", field="--drafts", hint="Add --matrix, --runs FILE or --lanes FILE"
+        )
     if options.bisect and (not options.case or len(options.case) != 1):
         raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)
     if options.drafts:

@@ -1,4 +1,4 @@
-"""The two questions of a forum: which known failure a pasted error is, and what to paste into a question of one's own."""
+"""The questions of a forum: which known failure a pasted error is, what to paste into a question, what to file on a merge."""
 
 from __future__ import annotations
 
@@ -44,6 +44,25 @@ def run_report(options: argparse.Namespace) -> int:
         read_environment(options.python), model=options.model, adapter=options.adapter, device_map=device_map
     )
     print_json({"report": text}) if options.json else print(text, end="")
+    return 0
+
+
+def run_lanes(options: argparse.Namespace) -> int:
+    """Write the issue on a merge that a saved report of lanes carries, or print why it carries none."""
+    _check_alone(options, "--lanes", ("model", "adapter", "device_map", "matrix", "bisect", "runs", "html", "probe"))
+    from trimtab.doctor.draft import check_folder
+    from trimtab.doctor.issues.merge_parity import FILE, merge_parity, read_lanes
+
+    text, reason = merge_parity(read_lanes(options.lanes))
+    file = Path(options.drafts) / FILE
+    if text is not None:
+        check_folder(file.parent, overwrite=options.overwrite)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8", newline="\n")
+    if options.json:
+        print_json({"file": str(file) if text is not None else None, "reason": reason or None, "markdown": text})
+    else:
+        print(f"written: {file}" if text is not None else f"no draft: {reason}")
     return 0
 
 

@@ -233,6 +233,11 @@ CASES: tuple[Case, ...] = (
         shows=("B5", "B6"),
     ),
     Case(
+        name="DISK_MAP_NO_FOLDER", title="vision tower on disk by PEFT's map, the offload folder given to the base alone",
+        quant="none", base_map="towers-explicit", load={"offload_folder": "offload"}, peft_map="prefixed:disk-explicit",
+        shows=("B7",),
+    ),
+    Case(
         name="DISK_TOWER_CATCH_ALL", title="vision tower on disk and a catch-all entry, no adapter", quant="none",
         base_map="disk", call="none", shows=("C1",),
     ),

@@ -60,6 +60,10 @@ CLAIMS: tuple[Claim, ...] = (
         lambda run: run.passed, "Say which placement and which call failed.",
     ),
     Claim(
+        "QLoRA adapters are broken.", lambda run: run.adapter and run.four_bit_layers > 0,
+        lambda run: run.passed, "Say which placement, which targets and which call failed.",
+    ),
+    Claim(
         "PEFT expects the towers on the GPU.", lambda run: run.adapter and _towers_off(run), lambda run: run.passed,
         "Say that PEFT planned the placement again, if the runs show it.",
     ),

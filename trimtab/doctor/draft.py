@@ -41,6 +41,10 @@ from trimtab.errors import RequestError
 
 NOT_TO_FILE = "NOT_TO_FILE.md"
 RunScript = Callable[[str], Mapping[str, Any]]
+LANE_WITHHELD = (
+    "the merged model generated the adapter's tokens and only its logits differ beyond rounding: no answer shows it. Try "
+    "more prompts (trimtab verify --lanes), and draft from those (trimtab doctor --lanes)"
+)
 # What a run can end in that is nobody's bug.
 NO_FAILURE = ("PASS", "PASS_NOT_COMPARED", "NOT_APPLICABLE", "REFUSED_BY_NAME")
 
@@ -210,6 +214,9 @@ class _Maker:
 
     def make(self) -> tuple[tuple[Draft, ...], tuple[Withheld, ...]]:
         drafts = [self._draft(bucket, runs) for bucket, runs in self._buckets()]
+        for run in self.runs:
+            if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
+                self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
         found = [draft for draft in drafts if draft is not None]
         order = {state: place for place, state in enumerate(STATES)}
         return tuple(sorted(found, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)

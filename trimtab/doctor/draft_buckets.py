@@ -233,6 +233,29 @@ BUCKETS: tuple[Bucket, ...] = (
         specific=(RESIDENT, PREFIXED), beside=("placement-planned-again", "catch-all-disk"),
     ),
     Bucket(
+        name="offload-folder", labels=("FAIL_OFFLOAD_DIR_NEEDED",), bug="B7", script="offload-folder", state=DOCUMENTATION,
+        shows=("ValueError", r"We need an `offload_dir` to dispatch"), kinds=("documentation",),
+        title="PeftModel.from_pretrained on a base with an offload_folder asks for an offload_dir; the documentation has neither",
+        expected=(
+            "the documentation says which of `offload_dir` and `offload_folder` PEFT takes on a base that is dispatched; or",
+            "the base's own folder is used again; or", "the message says that the argument belongs to PEFT's call.",
+        ),
+        specific=(SPLIT_ALONE, RESIDENT, PREFIXED),
+        questions=(
+            "Are `offload_buffers` and `ephemeral_gpu_offload` meant to have an effect in this call?",
+            "Is a device_map recommended at all when the base has an `hf_device_map`?",
+        ),
+        beside=("disk-offloaded-base", "map-refused"),
+    ),
+    Bucket(
+        name="lora-wrong-device", labels=("FAIL_LORA_ON_WRONG_DEVICE",), bug="B8", script="native-load", state=SUPPORTING,
+        shows=("RuntimeError", r"Expected all tensors to be on the same device"), kinds=("bug",),
+        title="LoRA matrices of an offloaded layer stay on the CPU while the layer computes on the GPU",
+        expected=("the matrices are where their layer computes; or", "the base layer's result is moved to its input's device."),
+        specific=(SPLIT_ALONE, RESIDENT),
+        questions=("Is a reproducer with a base offloaded by accelerate what was asked for?",),
+    ),
+    Bucket(
         name="catch-all-disk", labels=("FAIL_CATCH_ALL_DISK",), bug="C1", script="catch-all-disk",
         shows=("ValueError", r"is on the meta device, we need a `value` to put in on"),
         title='A device_map with a "disk" entry and a catch-all entry cannot be loaded',

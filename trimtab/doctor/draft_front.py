@@ -71,8 +71,7 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     """Return the rows above the line."""
     repository = REPOSITORIES.get(draft.owner, draft.owner)
     known = trackers_of(draft.bug, draft.failing[0])
-    open_here = [one for one in known if one.is_open and one.repository == repository]
-    action = _action(draft.state, open_here, [one for one in known if one.state == NAMED])
+    action = _action(draft.state, known, repository)
     _, why = owner_of(draft.bug, draft.failing[0])
     rows = [
         ("Target repository", f"{inline(repository)}: {action}"),
@@ -91,12 +90,21 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     return rows
 
 
-def _action(state: str, open_here: Sequence[Tracker], named: Sequence[Tracker]) -> str:
-    if open_here:
-        return f"add the evidence to {open_here[0].name}, no new issue"
-    if named and state != FIXED:
+def _action(state: str, known: Sequence[Tracker], repository: str) -> str:
+    """Return what to do there: a thread that is open or may be open comes before a new issue."""
+    here = [one for one in known if one.repository == repository]
+    is_open = [one for one in here if one.is_open]
+    if is_open:
+        return f"add the evidence to {is_open[0].name}, no new issue"
+    if state == FIXED:
+        return "no new issue, a release has the fix"
+    named = [one for one in known if one.state == NAMED]
+    if named:
         return f"add the evidence to {named[0].name} if it is open: the error sends its readers there; else new issue"
-    return "no new issue, a release has the fix" if state == FIXED else "new issue"
+    unsaid = [one for one in here if one.may_be_open]
+    if unsaid:
+        return f"look at {unsaid[0].name} first: its state is not known. Add the evidence there if it is open; else new issue"
+    return "new issue"
 
 
 def _cross_links(draft: Draft, repository: str) -> list[str]:

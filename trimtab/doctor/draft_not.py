@@ -34,7 +34,7 @@ def not_to_file(
         [(decision.claim.text, Raw(_verdict(decision)), decision.claim.instead) for decision in decisions],
     )
     lines += ["", "## Failures without a draft", "", *_withheld(withheld)]
-    lines += ["", "## Threads that exist: add evidence there, no new issue", "", *_threads(drafts)]
+    lines += ["", "## Threads that exist: look there first, add evidence, no new issue", "", *_threads(drafts)]
     lines += ["", "## Drafts that are not for filing now", "", *_waiting(drafts)]
     lines += ["", "## Module names that these models do not have", "", *_keys(keys)]
     lines += ["", "## The runs", ""]
@@ -77,11 +77,11 @@ def _threads(drafts: Sequence[Draft]) -> list[str]:
     lines = []
     for draft in drafts:
         repository = REPOSITORIES.get(draft.owner, draft.owner)
-        here = [
-            one.name for one in trackers_of(draft.bug, draft.failing[0]) if one.is_open and one.repository == repository
-        ]
+        known = trackers_of(draft.bug, draft.failing[0])
+        here = [one for one in known if one.may_be_open and one.repository == repository]
         if here:
-            lines.append(f"- {draft.file_name}: {', '.join(here)}")
+            names = ", ".join(one.name if one.is_open else f"{one.name} (look: its state is not known)" for one in here)
+            lines.append(f"- {draft.file_name}: {names}")
     return lines or ["None."]
 
 

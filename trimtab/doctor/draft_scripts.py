@@ -198,6 +198,22 @@ print("works: the base with one tower on disk, logits", tuple(logits(base).shape
 model = PeftModel.from_pretrained(base, adapter, offload_folder=folder + "/offload_adapter")
 logits(model)
 ''',
+    "offload-folder": '''
+adapter = make_adapter("adapter", LANGUAGE)
+device = 0 if torch.cuda.is_available() else "cpu"
+base = load(TOWERS_OFF, quantize=False, offload_folder=folder + "/offload")
+print("works: the split base with an offload_folder, logits", tuple(logits(base).shape))
+to_disk = {"base_model.model.model." + name: device for name in ("language_model", "embed_vision", "embed_audio", "audio_tower")}
+to_disk |= {"base_model.model.lm_head": device, "base_model.model.model.vision_tower": "disk"}
+PeftModel.from_pretrained(base, adapter, device_map=to_disk)
+''',
+    "native-load": '''
+adapter = make_adapter("adapter", LANGUAGE)
+base = load(explicit(["model.language_model.layers.1"], prefix=""), quantize=False)
+print("works: the base with one decoder layer on the CPU, logits", tuple(logits(base).shape))
+base.load_adapter(adapter)
+logits(base)
+''',
     "catch-all-disk": '''
 device = 0 if torch.cuda.is_available() else "cpu"
 named = {"model.language_model": device, "model.embed_vision": device, "model.embed_audio": device, "lm_head": device,

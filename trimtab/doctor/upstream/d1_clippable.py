@@ -21,7 +21,7 @@ BUG = Bug(
     "file are those of the inner modules too",
     owner=("peft", "transformers"),
     trackers=(
-        "huggingface/peft#3129 (the discussion; maintainers: name the inner .linear)",
+        "huggingface/peft#3129 (open when last seen; maintainers: name the inner .linear)",
         "huggingface/peft#3130 (a patch)",
         "huggingface/peft#3154 (pull request, closed)",
         "huggingface/transformers#45388 (pull request, closed)",

@@ -1,0 +1,1 @@
+"""Issues that are made of something else than runs of the matrix: templates and what fills them."""

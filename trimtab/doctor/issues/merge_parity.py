@@ -1,0 +1,95 @@
+"""An issue on a direct merge into 4-bit weights, made of a saved `trimtab verify --lanes`: prompt table, warnings, control.
+
+It is written only if the prompts carry it: the adapter has an effect, the merge on the 4-bit base answers otherwise on some
+prompt, and the merge on the bf16 base answers as the adapter on all. Else the reason is said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trimtab.doctor.draft_clean import check_clean, clean, clean_all
+from trimtab.errors import CheckpointError, RequestError
+
+DIRECT, CONTROL = "direct_4bit_merge", "fresh_bf16_merge"
+FILE = "peft-merge-parity.md"
+TRACKER = "huggingface/peft#2321"
+TITLE = "Direct merge_and_unload into bitsandbytes 4-bit layers does not reproduce the adapter-loaded output; a bf16 merge does"
+TEMPLATE = Path(__file__).with_name("merge_parity.md.j2")
+MOST_BYTES = 64 * 2**20
+
+
+def read_lanes(path: str) -> dict[str, Any]:
+    """Return the lanes of a report that `trimtab verify --lanes --save FILE` or `--json` wrote, with model and versions.
+
+    Errors: RequestError for a file that cannot be read; CheckpointError for one that holds no lanes.
+    """
+    try:
+        file = Path(path)
+        if file.stat().st_size > MOST_BYTES:
+            raise CheckpointError(f"is longer than {MOST_BYTES} bytes", path=path)
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="--lanes", value=path) from exc
+    except ValueError as exc:
+        raise CheckpointError(f"is not JSON ({exc})", path=path) from exc
+    found = values.get("lanes") if isinstance(values, dict) else None
+    lanes = found if isinstance(found, dict) else values
+    if not isinstance(lanes, dict) or not isinstance(lanes.get("lanes"), list):
+        raise CheckpointError("holds no merge lanes: save a report of trimtab verify --lanes", path=path)
+    return dict(lanes)
+
+
+def merge_parity(report: Mapping[str, Any]) -> tuple[str | None, str]:
+    """Return (Markdown of the issue, "") or (None, why there is none)."""
+    lanes = {lane.get("lane"): lane for lane in report["lanes"]}
+    direct, control = lanes.get(DIRECT), lanes.get(CONTROL)
+    reason = _why_not(direct, control)
+    if reason or direct is None or control is None:
+        return None, reason
+    import jinja2
+
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(clean_all({
+        "title": TITLE, "tracker": TRACKER, "state": "supporting: a finding of its own, not part of an issue on offload",
+        "versions": dict(report.get("versions") or {}), "device": str(report.get("device") or "not said"),
+        "model": _name(report.get("model")), "adapter": _name(report.get("adapter")), "direct": _lane(direct),
+        "control": _lane(control),
+    }))  # fmt: skip
+    check_clean(text, what=FILE)
+    return text, ""
+
+
+def _why_not(direct: Mapping[str, Any] | None, control: Mapping[str, Any] | None) -> str:
+    """Return why the lanes carry no issue, "" if they do."""
+    if direct is None or control is None:
+        missing = [name for name, lane in ((DIRECT, direct), (CONTROL, control)) if lane is None]
+        return f"the lane {' and '.join(missing)} was not run"
+    for lane in (direct, control):
+        if lane.get("error") or not lane.get("prompts"):
+            return f"the lane {lane['lane']} has no prompts: {(lane.get('error') or {}).get('message', 'nothing ran')}"
+    if not any(row["base_differs"] for row in direct["prompts"]):
+        return "the adapter has no effect on these prompts: nothing can be said about a merge"
+    if all(row["adapter_is_merged"] for row in direct["prompts"]):
+        return "the merged 4-bit model answered every prompt as the adapter did"
+    if not all(row["adapter_is_merged"] for row in control["prompts"]):
+        return "the bf16 merge differs too: no case that works stands beside it"
+    return ""
+
+
+def _lane(lane: Mapping[str, Any]) -> dict[str, Any]:
+    rows = lane["prompts"]
+    return {
+        "prompts": rows, "total": len(rows), "matches": sum(bool(row["adapter_is_merged"]) for row in rows),
+        "active": sum(bool(row["base_differs"]) for row in rows), "counts": dict(Counter(row["classification"] for row in rows)),
+        "warnings": lane["merge_warnings"], "kl": lane.get("kl_to_adapter"),
+    }  # fmt: skip
+
+
+def _name(value: Any) -> str:
+    """Return a model's or adapter's hub id, of a folder its last name alone."""
+    return clean(str(value or "not said"))
