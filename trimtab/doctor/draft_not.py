@@ -34,7 +34,7 @@ def not_to_file(
         [(decision.claim.text, Raw(_verdict(decision)), decision.claim.instead) for decision in decisions],
     )
     lines += ["", "## Failures without a draft", "", *_withheld(withheld)]
-    lines += ["", "## Threads that exist: look there first, add evidence, no new issue", "", *_threads(drafts)]
+    lines += ["", "## Threads that exist: add evidence there, no new issue", "", *_threads(drafts)]
     lines += ["", "## Drafts that are not for filing now", "", *_waiting(drafts)]
     lines += ["", "## Module names that these models do not have", "", *_keys(keys)]
     lines += ["", "## The runs", ""]
