@@ -39,7 +39,7 @@ ERRORS = [
         DoesNotFitError("why", block="b", device="cuda:0", needed_bytes=2, budget_bytes=1), 4,
         {"block": "b", "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1},
     ),
-    (AdapterError("p", ["one", "two"]), 5, {"path": "p", "problems": ["one", "two"]}),
+    (AdapterError(".", ["one", "two"]), 5, {"path": ".", "problems": ["one", "two"]}),
     (DeviceError("why", device="cuda:0", block="b"), 6, {"device": "cuda:0", "block": "b"}),
     (
         ParityError("why", position=3, max_abs=1.0, mean_abs=0.5, tolerance=0.1), 7,
@@ -166,7 +166,9 @@ def test_a_reader_that_went_away_is_not_a_traceback(tmp_path, monkeypatch):
         (["plan", "{tmp}/missing"], 3),
         (["plan", "{base}", "--gpu-memory", "1MiB", "--device", "cpu"], 4),
         (["plan", "{base}", "--quant", "nf5"], 2),
-        (["inspect", "{tmp}/missing"], 5),
+        (["inspect", "{tmp}/missing"], 3),
+        (["inspect", "{tmp}"], 5),
+        (["plan", "{base}", "--adapter", "{tmp}/missing"], 3),
         (["run", "{base}", "hi", "--image", "{tmp}/missing.png"], 2),
     ],
 )
@@ -232,11 +234,12 @@ def test_every_placement_field_of_a_request_has_a_flag():
 @pytest.mark.parametrize(
     ("arguments", "field"),
     [
-        (["--adapter", "path"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
-        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "adapters"),
+        (["--adapter", "a=path:0.5"], "--adapter"), (["--adapter", "=path"], "--adapter"), (["--adapter", "a="], "--adapter"),
+        (["--adapter", "a=x", "--adapter", "a=y"], "--adapter"), (["--adapter", "a b=x"], "--adapter"),
         (["--place", "vision"], "--place"), (["--place", "=stream"], "--place"),
         (["--place", "v=stream", "--place", "v=disk"], "--place"), (["--place", "v=strm"], "place['v']"),
-        (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--host-memory", "0"], "--host-memory"),
+        (["--gpu-memory", "4 apples"], "--gpu-memory"), (["--gpu-memory", "4"], "--gpu-memory"),
+        (["--host-memory", "0"], "--host-memory"),
         (["--context", "0"], "context_tokens"), (["--device", "tpu"], "device"),
         (["--device-map", "missing.json"], "--device-map"),
     ],
@@ -283,7 +286,7 @@ def test_plan_draws_its_picture_and_says_where(asks, tmp_path):
 def test_plan_refuses_a_picture_of_another_kind(asks, tmp_path):
     code, _, err = asks("plan", "--picture", tmp_path / "plan.gif")
     assert code == 2
-    assert "picture=" in err
+    assert err.startswith(f"trimtab: --picture {tmp_path / 'plan.gif'}: ")
     assert not (tmp_path / "plan.gif").exists()
 
 
@@ -298,7 +301,8 @@ def test_plan_for_less_than_the_least_says_what_would_do(asks):
     code, out, _ = asks("plan", "--json", "--gpu-memory", "1MiB")
     fields = json.loads(out)["error"]["fields"]
     assert (code, fields["budget_bytes"]) == (4, 2**20)
-    code, out, _ = asks("plan", "--json", "--gpu-memory", fields["needed_bytes"])
+    assert f"--gpu-memory {fields['needed_bytes']}B" in fields["hint"]
+    code, out, _ = asks("plan", "--json", "--gpu-memory", f"{fields['needed_bytes']}B")
     assert code == 0
     assert json.loads(out)["gpu_budget_bytes"] == fields["needed_bytes"]
 
@@ -593,8 +597,33 @@ def test_compare_is_zero_only_for_the_same_bits(dtype):
     assert line.compare([one], [other]) == line.compare([other], [other]) == math.inf
 
 
-def test_an_adapter_without_a_name_is_told_what_to_write(capsys):
-    assert cli.main(["plan", "model", "--adapter", "adapters/medical"]) == 2
-    assert capsys.readouterr().err.strip().endswith("Put a name in front: medical=adapters/medical")
-    assert cli.main(["plan", "model", "--adapter", "=adapters/medical"]) == 2
-    assert "Put a name" not in capsys.readouterr().err
+@pytest.mark.parametrize("command", ["plan", "run", "verify", "bench", "serve", "merge", "doctor"])
+def test_every_command_reads_an_adapter_the_same_way(command, capsys):
+    rest = {"run": ["hi"], "merge": ["out"]}.get(command, [])
+    for text, words in (("x (2)", "Put a name in front: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
+        assert cli.main([command, "no/model", *rest, "--adapter", text]) == 2
+        err = capsys.readouterr().err
+        assert words in err and "--adapter" in err
+    if command != "merge":
+        assert cli.main([command, "no/model", *rest, "--adapter", "a=law:0.5"]) == 2
+        assert "the weight 0.5 has no meaning here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "run", "verify", "bench", "merge"])
+def test_every_command_reads_sizes_and_types_the_same_way(command, capsys):
+    rest = {"run": ["hi"], "merge": ["out", "--check", "--adapter", "b=y"]}.get(command, [])
+    assert cli.main([command, "no/model", *rest, "--gpu-memory", "4"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("trimtab: --gpu-memory='4': needs a unit") and "Did you mean 4GiB?" in err
+    assert cli.main([command, "no/model", *rest, "--dtype", "bf17"]) == 2
+    assert capsys.readouterr().err.startswith("trimtab: --dtype bf17: unknown choice")
+    assert cli.main([command, "no/model", *rest, "--dtype", "bf16", "--adapter", "a=x"]) == 3
+
+
+@pytest.mark.parametrize("command", ["run", "bench", "verify", "serve"])
+def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, capsys):
+    (tmp_path / "plan.json").write_text("{}", encoding="utf-8")
+    rest = ["hi"] if command == "run" else []
+    for flag, value in (("--gpu-memory", "4G"), ("--host-memory", "4G"), ("--device", "cpu"), ("--dtype", "fp16")):
+        assert cli.main([command, str(tmp_path / "plan.json"), *rest, flag, value]) == 2
+        assert f"{flag}: has no effect on a saved plan" in capsys.readouterr().err

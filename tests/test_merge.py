@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from tests import merging, pico, stock
 from tests.merging import load, peft_merged, state_of, tensors_of, ulps
+from trimtab.errors import RequestError
 from trimtab.merge import merge, merge_text
 from trimtab.merge.delta import Change, merged
 
@@ -55,9 +56,26 @@ def test_tensors_without_an_adapter_are_the_bases_bytes(tmp_path: Path) -> None:
     assert len(same) == report.untouched
 
 
-def test_without_an_adapter_the_files_are_copies(tmp_path: Path) -> None:
+def test_without_an_adapter_or_another_form_nothing_is_copied(tmp_path: Path) -> None:
     base = pico.build("qwen3", tmp_path / "base", shards=2)
-    report = merge(base, tmp_path / "out")
+    for adapters in (None, {}, []):
+        with pytest.raises(RequestError, match="would be a copy") as caught:
+            merge(base, tmp_path / "out", adapters=adapters)
+        assert caught.value.field == "adapters" and merging.left_over(tmp_path) == ["base"]
+
+
+def test_adapters_can_be_a_list_or_one_path(tmp_path: Path) -> None:
+    base = pico.build("qwen3", tmp_path / "base")
+    adapter = pico.adapter(base, tmp_path / "law")
+    reports = [
+        merge(base, tmp_path / f"out{number}", adapters=given) for number, given in enumerate(([adapter], adapter))
+    ]
+    assert [[(part.name, part.weight) for part in report.adapters] for report in reports] == [[("law", 1.0)]] * 2
+
+
+def test_in_the_same_dtype_and_without_an_adapter_the_files_are_copies(tmp_path: Path) -> None:
+    base = pico.build("qwen3", tmp_path / "base", shards=2)
+    report = merge(base, tmp_path / "out", dtype="bf16")
     assert not report.changed
     for file in report.files:
         assert (base / file.name).read_bytes() == (tmp_path / "out" / file.name).read_bytes()

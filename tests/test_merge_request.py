@@ -31,7 +31,7 @@ def test_a_flag_is_taken_apart(text: str, expected: Part) -> None:
     assert parse_adapter(text) == expected
 
 
-@pytest.mark.parametrize("text", ["path", "=path", "a=", "", "a=path:", "a=:1"])
+@pytest.mark.parametrize("text", ["=path", "a=", "", "a=path:", "a=:1", "=", "path:"])
 def test_a_flag_that_names_no_adapter_is_refused(text: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_adapter(text)

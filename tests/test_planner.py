@@ -236,7 +236,7 @@ def test_the_smallest_host_budget_is_named_to_the_byte(asked):
     with pytest.raises(DoesNotFitError) as caught:
         plan(gpu=4, host=1, **asked)
     error = caught.value
-    assert error.device == "host" and "--host-memory" in error.hint
+    assert error.device == "host" and f"host_memory={error.needed_bytes}" in error.hint
     check_within(plan(gpu=4, host=error.needed_bytes / GIB, **asked))
     with pytest.raises(DoesNotFitError):
         plan(gpu=4, host=(error.needed_bytes - 1) / GIB, **asked)
@@ -263,11 +263,11 @@ def test_a_spill_folder_without_room_is_named():
     [
         (
             {"context_tokens": 32768, "batch": 4},
-            ["--context 16384 saves", "--batch 1 saves", "no adapters saves 200.0 MiB"],
+            ["context=16384 saves", "batch=1 saves", "no adapters saves 200.0 MiB"],
         ),
         ({"context_tokens": 64, "images": 30}, ["no pictures saves"]),
         ({"context_tokens": 64, "audio_s": 900.0}, ["no sound saves"]),
-        ({"quant": "int8"}, ["--quant nf4-dq saves"]),
+        ({"quant": "int8"}, ["quant='nf4-dq' saves"]),
         ({"place": {"*": "resident"}}, ["fewer placements by hand"]),
     ],
 )
@@ -282,7 +282,7 @@ def test_quantizing_is_offered_when_nothing_is_quantized():
     with pytest.raises(DoesNotFitError) as caught:
         plan(anatomy, gpu=1, quant="none")
     # 2.34 billion weights, towers included, at 2 bytes less 4.127 bits.
-    assert "--quant nf4-dq saves 3.23 GiB" in caught.value.hint
+    assert "quant='nf4-dq' saves 3.23 GiB" in caught.value.hint
 
 
 # How good

@@ -119,6 +119,26 @@ def test_files_that_a_plan_needs_beside_the_pure_ones_import_no_torch(file):
     assert "trimtab.runtime" not in file.read_text(encoding="utf-8")
 
 
+LIBRARY = [
+    file for file in SOURCES
+    if file.relative_to(PACKAGE).parts[0] in ("checkpoint", "plan", "runtime", "proof", "merge", "bridge")
+    or file.name in ("api.py", "request.py", "errors.py", "adapter_names.py")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file", LIBRARY, ids=name_of)
+def test_errors_of_the_library_name_arguments_and_the_command_line_makes_flags_of_them(file):
+    flags = flags_of_the_parser()
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    docstrings = {
+        node.body[0].value for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
+    }  # fmt: skip
+    texts = [node.value for node in ast.walk(tree)
+             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings]  # fmt: skip
+    assert [text for text in texts if set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text)) & flags] == []
+
+
 @pytest.mark.parametrize("file", SOURCES, ids=name_of)
 def test_a_file_opens_with_what_it_answers(file):
     text = file.read_text(encoding="utf-8")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
@@ -27,9 +31,9 @@ if TYPE_CHECKING:
 def plan(
     model: str | Path,
     *,
-    adapters: Mapping[str, str | Path] | None = None,
-    gpu_memory: int | str | None = None,
-    host_memory: int | str | None = None,
+    adapters: Adapters | None = None,
+    gpu_memory: int | float | str | None = None,
+    host_memory: int | float | str | None = None,
     quant: str = "auto",
     dtype: str = "bfloat16",
     context: int = 4096,
@@ -47,7 +51,8 @@ def plan(
 ) -> Plan:
     """Return where every block of the model goes, from headers alone; nothing is loaded.
 
-    model: a checkpoint folder or a hub id that is in the local cache. Sizes are bytes or text such as "4GiB".
+    model: a checkpoint folder or a hub id that is in the local cache. adapters: name -> folder, or folders alone, which are
+    named as they are called. Sizes are bytes or text such as "4GiB" or "4G".
     head: "int8" computes with an 8-bit copy of the output head. card: plan for this GPU, which need not be here: a name such as
     "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the budgets in transformers' form.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
@@ -59,7 +64,7 @@ def plan(
     return plan_request(
         LoadRequest(
             model=str(model),
-            adapters={name: str(path) for name, path in (adapters or {}).items()},
+            adapters=paths_of(adapters),
             **(budgets if max_memory is None else merged_budgets(max_memory, **budgets)),
             quant=quant,
             dtype=dtype,
@@ -170,19 +175,38 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
 
 
 def load(
-    plan: Plan, *, progress: Callable[[int, int], None] | None = None, decode: str = "auto"
-) -> LoadedModel:  # fmt: skip
+    plan: Plan | str | Path, *, progress: Callable[[int, int], None] | None = None, decode: str = "auto", **options: Any
+) -> LoadedModel:
     """Return the model of a plan, loaded; use it as a context manager.
 
+    plan: a plan, the .json file of a saved one, or a model, which is then planned with `options`, those of `plan`.
     progress: called with (bytes read, of bytes). decode: "auto" takes the fastest way to compute a step that works here,
     "eager" transformers' own; see `LoadedModel`. Errors: DeviceError if the plan is for a card that is not here.
     """
     from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel
 
-    if plan.card is not None:
-        check_here(plan.card, devices.gpu_names(), plan.execution_device)
-    return LoadedModel(plan, progress=progress, probe=plan.__dict__.pop(PROBE, None), decode=decode)
+    made = _plan_to_load(plan, options)
+    if made.card is not None:
+        check_here(made.card, devices.gpu_names(), made.execution_device)
+    return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
+
+
+def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any]) -> Plan:
+    if not isinstance(given, (Plan, str, os.PathLike)):
+        raise RequestError(
+            f"is {type(given).__name__}", field="plan", allowed=("a plan", "the file of a saved plan", "a model")
+        )
+    known = [name for name in signature(plan).parameters if name != "model"]
+    for name in options:
+        if name not in known:
+            raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
+    is_saved = not isinstance(given, Plan) and str(given).endswith(".json") and Path(given).is_file()
+    if isinstance(given, Plan) or is_saved:
+        for name, value in options.items():
+            raise RequestError("has no effect on a plan", field=name, value=value, hint="Plan again with it")
+        return given if isinstance(given, Plan) else Plan.load(given)
+    return plan(given, **options)
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ With `commands/` alone prints; alone exits and reads what the user's terminal is
     0  done
     1  two routes to one answer do not agree (verify, merge --check)
     2  the question is wrong (usage, RequestError)
-    3  a file is not what it claims (CheckpointError)
+    3  a model or adapter is not there, or a file is not what it claims (CheckpointError)
     4  no placement within the budgets (DoesNotFitError)
     5  adapter and model do not match (AdapterError)
     6  the machine refused while running (DeviceError)
@@ -22,12 +22,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
 from trimtab.commands import bench, doctor, line, merging, serve
 from trimtab.commands.saying import print_json
+from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
     AdapterError,
     CheckpointError,
@@ -48,7 +50,7 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (ParityError, 7),
     (UpstreamError, 8),
 )
-STOPPED, READER_GONE = 130, 141
+MISSING, STOPPED, READER_GONE = 3, 130, 141
 
 
 class UsageError(RequestError):
@@ -69,14 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     _prepare_terminal()
+    flags: dict[str, str] = {}
     try:
         options = parser().parse_args(given)
+        flags = flags_of(options.parser)
         return int(options.command(options))
     except TrimtabError as exc:
-        _print_error(exc, as_json)
+        _print_error(exc, as_json, flags)
         return exit_code(exc)
     except KeyboardInterrupt as exc:
-        _print_error(exc, as_json)
+        _print_error(exc, as_json, flags)
         return STOPPED
     except BrokenPipeError:
         # The interpreter flushes stdout once more at exit; that must not fail a second time.
@@ -85,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def exit_code(error: TrimtabError) -> int:
-    """Return the exit code of an error."""
+    """Return the exit code of an error; an adapter that is not there has the code of a model that is not there."""
+    if isinstance(error, AdapterError) and not os.path.exists(error.path):
+        return MISSING
     return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
 
 
@@ -101,20 +107,26 @@ def _prepare_terminal() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def _print_error(exc: BaseException, as_json: bool) -> None:
+def _print_error(exc: BaseException, as_json: bool, flags: Mapping[str, str]) -> None:
     if as_json:
-        print_json({"error": error_json(exc)})
+        print_json({"error": error_json(exc, flags)})
     elif isinstance(exc, UsageError):
         print(f"{exc.usage}\ntrimtab: {exc}", file=sys.stderr)
     else:
-        print(f"trimtab: {exc}" if str(exc) else "trimtab: stopped", file=sys.stderr)
+        print(f"trimtab: {_text(exc, flags)}", file=sys.stderr)
 
 
-def error_json(exc: BaseException) -> dict[str, Any]:
-    """Return an error as class, message and the fields that code reads."""
+def _text(exc: BaseException, flags: Mapping[str, str]) -> str:
+    return in_flags(str(exc), getattr(exc, "field", None), flags) or "stopped"
+
+
+def error_json(exc: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """Return an error as class, message and the fields that code reads. flags: argument -> flag, for the message."""
     kind = RequestError if isinstance(exc, UsageError) else type(exc)
     fields = {name: value for name, value in vars(exc).items() if not name.startswith("_") and name != "usage"}
-    return {"class": kind.__name__, "message": str(exc) or "stopped", "fields": fields}
+    if fields.get("hint"):
+        fields["hint"] = in_flags(fields["hint"], None, flags)
+    return {"class": kind.__name__, "message": _text(exc, flags), "fields": fields}
 
 
 # Flags ----------------------------------------------------------------------------------------------------------------
@@ -131,7 +143,7 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        found.set_defaults(command=function)
+        found.set_defaults(command=function, parser=found)
         return found
 
     for room in (line, merging, bench, doctor, serve):

@@ -6,11 +6,13 @@ fields and raise RequestError; neither touches a file or imports torch.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from trimtab.adapter_names import NAME, NAME_RULE
 from trimtab.errors import RequestError
 
 TIERS = ("resident", "gather", "stream", "disk", "host")
@@ -29,31 +31,45 @@ PICTURE_SIDE, PICTURE_ASPECT = 16_384, 200
 # Seconds of the longest sound.
 MAX_SOUND_S = 3600.0
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+# The short spellings that papers, vLLM and this package's own merge use.
+SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+_UNITS = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
+}  # fmt: skip
+SIZES = ("4GiB", "4G", "500MB", "1048576B")
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 
 
-def parse_bytes(value: int | str | None, *, field_name: str) -> int | None:
-    """Return a size in bytes from an int or text such as "4GiB", "500MB" or "1048576"; None stays None.
+def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | None:
+    """Return a size in bytes from a number of bytes or text such as "4GiB", "4G" (the same) or "500MB"; None stays None.
 
-    Errors: RequestError for anything else, for zero and for negative sizes.
+    Errors: RequestError for text without a unit, for anything else, for zero and for negative sizes.
     """
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool):
-        size = value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if not math.isfinite(value):
+            raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
+        size = int(value)
     else:
-        found = _SIZE.match(str(value))
-        unit = found.group(2).upper() if found else ""
-        if found is None or unit not in _UNITS:
-            raise RequestError(
-                "not a size", field=field_name, value=value, allowed=("4GiB", "500MB", "a whole number of bytes")
-            )
-        size = int(float(found.group(1)) * _UNITS[unit])
+        match = _SIZE.match(value) if isinstance(value, str) else None
+        if match is None or match.group(2).upper() not in {"", *_UNITS}:
+            raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
+        number, unit = match.groups()
+        if not unit:
+            hint = f"Did you mean {number}GiB? {number}B is that many bytes"
+            raise RequestError("needs a unit", field=field_name, value=value, allowed=SIZES, hint=hint)
+        size = int(float(number) * _UNITS[unit.upper()])
     if size <= 0:
         raise RequestError("a size must be above zero", field=field_name, value=value)
     return size
+
+
+def full_dtype(text: str | None) -> str | None:
+    """Return torch's spelling of a dtype given as "bf16", "fp16", "fp32" or in full; None stays None."""
+    return SHORT_DTYPES.get(text, text) if isinstance(text, str) else text
 
 
 def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> None:
@@ -111,6 +127,7 @@ class LoadRequest:
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
+        object.__setattr__(self, "dtype", full_dtype(self.dtype))
         check_choice(self.dtype, DTYPES, field_name="dtype")
         check_choice(self.head, HEADS, field_name="head")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
@@ -120,12 +137,8 @@ class LoadRequest:
         if not 0 <= self.audio_s <= MAX_SOUND_S:
             raise RequestError(f"must be between 0 and {MAX_SOUND_S:g} seconds", field="audio_s", value=self.audio_s)
         for name in self.adapters:
-            if not _NAME.match(name):
-                raise RequestError(
-                    "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most",
-                    field="adapters",
-                    value=name,
-                )
+            if not NAME.fullmatch(name):
+                raise RequestError(NAME_RULE, field="adapters", value=name)
         for pattern, tier in self.place.items():
             if not pattern:
                 raise RequestError(

@@ -6,9 +6,10 @@ import argparse
 import sys
 from typing import Any
 
-from trimtab.commands.flags import add_placement, given_flags, load_request
+from trimtab.commands.flags import add_placement, plan_or_request
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.errors import RequestError
+from trimtab.plan import Plan
 from trimtab.request import DECODE_MODES
 
 
@@ -63,19 +64,11 @@ def run_bench(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace) -> Any:
-    from trimtab.commands.line import plan_or_model
     from trimtab.proof.prompts import read_prompts
     from trimtab.speed.bench import BenchRequest
 
-    given = plan_or_model(options.model)
-    if isinstance(given, str):
-        load: Any = load_request(options)
-        adapters = list(load.adapters)
-    else:
-        for name in given_flags(options):
-            flag = f"--{name.replace('_', '-')}"
-            raise RequestError(f"{flag} has no effect on a saved plan", field=flag, hint="Plan again with it")
-        load, adapters = given, list(given.request.adapters)
+    load = plan_or_request(options)
+    adapters = list((load.request if isinstance(load, Plan) else load).adapters)
     if options.use is None and len(adapters) > 1:
         raise RequestError("several adapters are given; say which one answers", field="--use", allowed=adapters)
     return BenchRequest(

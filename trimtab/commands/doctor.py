@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab import show
+from trimtab.adapter_names import parse_unweighted
 from trimtab.commands.flags import pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
@@ -36,7 +37,7 @@ def add(command: Command) -> None:
     found.add_argument(
         "--report", action="store_true", help="print a block to paste into a question, without private paths"
     )
-    found.add_argument("--adapter", metavar="PATH", help="an adapter for MODEL")
+    found.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
     found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
     found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
     found.add_argument("--gpu-memory", metavar="SIZE", help="judge as if so much GPU memory were free")
@@ -74,6 +75,8 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.trace is not None:
         return run_trace(options)
     check_model(options.model)
+    if options.adapter is not None:
+        options.adapter = next(iter(parse_unweighted([options.adapter], field="--adapter").values()))
     _check(options)
     if options.report:
         return run_report(options)

@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import parse_unweighted
 from trimtab.errors import RequestError
+from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
-from trimtab.request import DECODE_MODES, DTYPES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import DECODE_MODES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
 def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known."""
     found.add_argument("model", metavar="MODEL", help=model_help)
     group = found.add_argument_group("placement")
-    group.add_argument("--adapter", action="append", metavar="NAME=PATH", help="load this adapter; may be repeated")
-    group.add_argument("--gpu-memory", metavar="SIZE", help='budget, such as "4GiB" (default: what is free)')
-    group.add_argument("--host-memory", metavar="SIZE", help='budget, such as "16GiB" (default: what is available)')
+    add_adapters(group, "load this adapter")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="budget, such as 4GiB or 4G (default: what is free)")
+    group.add_argument("--host-memory", metavar="SIZE", help="budget, such as 16GiB (default: what is available)")
     group.add_argument(
         "--max-memory", metavar="FILE|JSON", help='both budgets in transformers\' form: {"0": "4GiB", "cpu": "16GiB"}'
     )
@@ -30,7 +32,9 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
         "--head", metavar="FORM",
         help=f"the output head: {', '.join(HEADS)} (default: full, as the checkpoint has it; int8 reads half the bytes)",
     )  # fmt: skip
-    group.add_argument("--dtype", metavar="DTYPE", help=f"{', '.join(DTYPES)} (default: bfloat16)")
+    group.add_argument(
+        "--dtype", metavar="DTYPE", help="bf16, fp16, fp32 or in full: bfloat16, ... (default: bfloat16)"
+    )
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
     group.add_argument(
         "--place", action="append", metavar="PATTERN=TIER",
@@ -47,6 +51,13 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
     )
+
+
+def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any) -> None:
+    """Add --adapter, the same on every command. weights: whether the command scales adapters."""
+    form = "NAME=PATH[:WEIGHT]" if weights else "[NAME=]PATH"
+    text = f"{what}; may be repeated; without a name it is called as its folder"
+    group.add_argument("--adapter", action="append", metavar=form, help=text, **options)
 
 
 def add_sampling(found: argparse.ArgumentParser) -> None:
@@ -98,7 +109,7 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
         if name in ("gpu_memory", "host_memory"):
             value = parse_bytes(value, field_name=f"--{name.replace('_', '-')}")
         elif name == "adapter":
-            value = pairs(value, "--adapter", "NAME=PATH", first=True)
+            value = parse_unweighted(value, field="--adapter")
         elif name == "place":
             value = pairs(value, "--place", "PATTERN=TIER", first=False)
         elif name == "device_map":
@@ -113,15 +124,31 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
     return LoadRequest(**values)
 
 
+def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadRequest:
+    """Return the plan that `trimtab plan --save` wrote, or what MODEL and the flags ask to plan.
+
+    counted: as in `load_request`. Errors: RequestError for a flag beside a saved plan, which it would not change.
+    """
+    if not is_saved_plan(options.model):
+        return load_request(options, **counted)
+    for name in given_flags(options):
+        flag = f"--{name.replace('_', '-')}"
+        raise RequestError("has no effect on a saved plan", field=flag, hint="Plan again with it")
+    return Plan.load(options.model)
+
+
+def is_saved_plan(model: str) -> bool:
+    """Return whether MODEL is the file of a plan."""
+    return model.endswith(".json") and Path(model).is_file()
+
+
 def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[str, str]:
     """Return NAME -> VALUE of repeated NAME=VALUE flags; first: a value may hold "=" itself, else the name may."""
     found: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=") if first else text.rpartition("=")
         if not (name and equals and value):
-            is_bare_path = not equals and form == "NAME=PATH"
-            hint = f"Put a name in front: {Path(text).name or 'NAME'}={text}" if is_bare_path else ""
-            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,), hint=hint)
+            raise RequestError("is not of the form", field=flag, value=text, allowed=(form,))
         if name in found:
             raise RequestError(f"{name} is given twice", field=flag, value=text)
         found[name] = value

@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import trimtab
@@ -16,8 +15,8 @@ from trimtab.commands.flags import (
     add_placement,
     add_sampling,
     decode_of,
-    given_flags,
     load_request,
+    plan_or_request,
     sampling_options,
 )  # fmt: skip
 from trimtab.commands.saying import Command, print_json
@@ -135,17 +134,8 @@ def _plan_to_run(options: argparse.Namespace) -> trimtab.Plan:
     for path in options.image:
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
-    if not (options.model.endswith(".json") and Path(options.model).is_file()):
-        return plan_request(load_request(options, images=len(options.image), audio_s=sound_s))
-    for name in given_flags(options):
-        flag = f"--{name.replace('_', '-')}"
-        raise RequestError(f"{flag} has no effect on a saved plan", field=flag, hint="Plan again with it")
-    return trimtab.Plan.load(options.model)
-
-
-def plan_or_model(given: str) -> trimtab.Plan | str:
-    """Return the plan that `trimtab plan --save` wrote, or the model's name as it is."""
-    return trimtab.Plan.load(given) if given.endswith(".json") and Path(given).is_file() else given
+    given = plan_or_request(options, images=len(options.image), audio_s=sound_s)
+    return given if isinstance(given, trimtab.Plan) else plan_request(given)
 
 
 def _adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:

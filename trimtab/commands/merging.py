@@ -9,11 +9,15 @@ from typing import Any
 
 import trimtab
 from trimtab import show
-from trimtab.commands.flags import pairs
+from trimtab.commands.flags import add_adapters, add_placement, load_request, plan_or_request
 from trimtab.commands.saying import Command, print_json, saying
-from trimtab.request import HEADS
+from trimtab.errors import RequestError
+from trimtab.request import LoadRequest
 
 DIFFERS = 1
+# What --check alone uses, and the dtype's other spellings among verify's routes.
+CHECK_FLAGS = ("gpu_memory", "host_memory", "device")
+SHORT_ROUTES = {"bfloat16": "bf16"}
 
 
 def add(command: Command) -> None:
@@ -21,10 +25,7 @@ def add(command: Command) -> None:
     merged = command("merge", run_merge, "adapters into a new checkpoint, a piece of one tensor in memory at a time")
     merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id that is in the local cache")
     merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
-    merged.add_argument(
-        "--adapter", action="append", default=[], metavar="NAME=PATH[:WEIGHT]",
-        help="merge this adapter; may be repeated; a weight of -1 takes a merged one out again",
-    )  # fmt: skip
+    add_adapters(merged, "merge this adapter; a weight of -1 takes a merged one out again", weights=True, default=[])
     merged.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32 (default: as the files have it)")
     merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a checkpoint for bitsandbytes")
     merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
@@ -33,19 +34,17 @@ def add(command: Command) -> None:
         action="store_true",
         help="read the result again and prove it, and compare its answers with the adapter's",
     )
+    for flag, what in (("--gpu-memory", "GPU memory"), ("--host-memory", "host memory")):
+        merged.add_argument(flag, metavar="SIZE", help=f"the {what} that the models of --check may take, such as 4GiB")
+    merged.add_argument("--device", metavar="DEVICE", help="where --check computes: auto, cpu, cuda or cuda:N")
 
     verified = command("verify", run_verify, "whether two routes to the same answer agree; exit code 1 if they do not")
-    verified.add_argument("model", metavar="MODEL", help="a checkpoint folder, a cached hub id, or a saved plan")
-    verified.add_argument("--adapter", action="append", metavar="NAME=PATH", help="an adapter; may be repeated")
+    add_placement(verified, model_help="a checkpoint folder, a cached hub id, or a saved plan")
     verified.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",
         help="resident, stock, base, bf16, full-head, single, alone, eager, or the folder of a merged model (default: resident)",
     )  # fmt: skip
-    verified.add_argument(
-        "--quant", metavar="FORMAT", help="the format of the plan (default: the checkpoint's own, or nf4-dq)"
-    )
-    verified.add_argument("--head", metavar="FORM", help=f"the output head: {', '.join(HEADS)} (default: full)")
     verified.add_argument(
         "--prompts", metavar="FILE", help="JSONL with id, text, image, audio (default: a built-in set)"
     )
@@ -59,15 +58,21 @@ def add(command: Command) -> None:
 
 def run_merge(options: argparse.Namespace) -> int:
     from trimtab.merge import MergeRequest, merge_request, merge_text, parse_adapters
-    from trimtab.merge.request import full_dtype
 
+    for name in CHECK_FLAGS:
+        if getattr(options, name) is not None and not options.check:
+            raise RequestError("has no effect without --check", field=f"--{name.replace('_', '-')}")
     request = MergeRequest(
-        model=options.model, out=options.out, adapters=parse_adapters(options.adapter), dtype=full_dtype(options.dtype),
+        model=options.model, out=options.out, adapters=parse_adapters(options.adapter, field="--adapter"), dtype=options.dtype,
         requantize=options.requantize, overwrite=options.overwrite, check=options.check,
     )  # fmt: skip
+    compared = _to_compare(options, request) if options.check else None
     with show.loading_bar(sys.stderr, "writing") as progress:
         report = merge_request(request, progress=progress)
-    parity = _parity(options, request) if options.check else None
+    parity = None
+    if compared is not None:
+        adapter = request.adapters[0].name
+        parity = trimtab.verify(compared, adapter=adapter, against=options.out, say=saying(options))
     if options.json:
         print_json(replace(report, parity=parity).to_json())
     else:
@@ -77,27 +82,25 @@ def run_merge(options: argparse.Namespace) -> int:
     return 0 if parity is None or parity.ok else DIFFERS
 
 
-def _parity(options: argparse.Namespace, request: Any) -> Any:
-    """Return the answers' comparison where there is one adapter, whole, to compare with; None otherwise."""
+def _to_compare(options: argparse.Namespace, request: Any) -> LoadRequest | None:
+    """Return what is loaded to compare answers with where there is one adapter, whole; None otherwise."""
     if len(request.adapters) != 1 or request.adapters[0].weight != 1.0:
         return None
     part = request.adapters[0]
-    return trimtab.verify(
-        options.model, adapters={part.name: part.path}, adapter=part.name, against=options.out, say=saying(options)
-    )
+    budgets = {name: options_of for name, options_of in vars(options).items() if name in CHECK_FLAGS}
+    asked = argparse.Namespace(model=options.model, adapter=[f"{part.name}={part.path}:1"], **budgets)
+    return load_request(asked)
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from trimtab.commands.line import plan_or_model
     from trimtab.proof.report import check_save_path
 
     if options.save:
         check_save_path(options.save)
     report = trimtab.verify(
-        plan_or_model(options.model),
-        adapters=pairs(options.adapter, "--adapter", "NAME=PATH", first=True) if options.adapter else None,
-        adapter=options.use, prompts=options.prompts, against=options.against, quant=options.quant,
-        head=options.head, python=options.python, new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
+        plan_or_request(options), adapter=options.use, prompts=options.prompts,
+        against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
+        new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
     )  # fmt: skip
     if options.save:
         report.save(options.save)

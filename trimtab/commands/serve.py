@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, load_request, pairs
+from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -150,7 +150,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
         return read_registry(path)
-    request, adapters = _request(options, path)
+    request, adapters = _request(options)
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
@@ -166,18 +166,13 @@ def _name(path: Path) -> str:
     return path.resolve().name if path.exists() else path.as_posix()
 
 
-def _request(options: argparse.Namespace, path: Path) -> tuple[Any, dict[str, str]]:
+def _request(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
     from dataclasses import replace
 
-    if path.suffix == ".json" and path.is_file():
-        from trimtab.plan import Plan
+    from trimtab.plan import Plan
 
-        for name in given_flags(options):
-            flag = f"--{name.replace('_', '-')}"
-            raise RequestError("has no effect on a saved plan", field=flag, hint="Plan again with it")
-        request = Plan.load(path).request
-    else:
-        request = load_request(options)
+    given = plan_or_request(options)
+    request = given.request if isinstance(given, Plan) else given
     return replace(request, adapters={}), dict(request.adapters)
 
 

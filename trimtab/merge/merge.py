@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.write import write_whole
-from trimtab.errors import AdapterError, CheckpointError, ParityError, TrimtabError
+from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
 from trimtab.merge.place import Workplace, check_place, check_room, disk_error
 from trimtab.merge.report import RECORD_NAME, MergedAdapter, MergedFile, MergeReport
 from trimtab.merge.request import AdapterOption, MergeRequest, full_dtype, parts_of
@@ -43,7 +43,7 @@ def merge(
     model: str | Path,
     out: str | Path,
     *,
-    adapters: Mapping[str, AdapterOption] | None = None,
+    adapters: Mapping[str, AdapterOption] | Sequence[str | Path] | str | Path | None = None,
     dtype: str | None = None,
     requantize: str | None = None,
     overwrite: bool = False,
@@ -52,7 +52,8 @@ def merge(
 ) -> MergeReport:
     """Write the model with the adapters merged into it as a new checkpoint, and return what was done.
 
-    adapters: name -> PEFT folder, or name -> (folder, weight); a weight of -1 takes a merged adapter out again. dtype:
+    adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 takes a merged adapter out
+    again. dtype:
     of every floating-point tensor ("bfloat16" or "bf16" ...); None keeps the files' own. requantize: "nf4" or "nf4-dq"
     writes a bitsandbytes checkpoint. check: read the result again and prove it. progress: called with (bytes written,
     of bytes). Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError; ParityError of the check.
@@ -73,6 +74,11 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
     out = Path(request.out)
     folders = {part.name: Path(part.path) for part in request.adapters}
     check_place(out, checkpoint.folder, folders, overwrite=request.overwrite)
+    if not request.adapters and request.dtype is None and request.requantize is None:
+        raise RequestError(
+            "none is given, and without dtype or requantize the merge would be a copy", field="adapters",
+            hint="Give an adapter with adapters=, or say what the new checkpoint is to be with dtype= or requantize=",
+        )  # fmt: skip
     with ExitStack() as stack:
         work = _prepare(request, checkpoint, stack)
         small = _small_files(checkpoint, work.replaced)
@@ -95,7 +101,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
                     report = _checked(report, work, place.folder, started=checked)
                 place.publish(overwrite=request.overwrite)
             except OSError as exc:
-                raise disk_error(exc, place.out, needed_bytes=total) from exc
+                raise disk_error(exc, place.out, needed_bytes=total, is_resumable=bool(place.finished)) from exc
     return report
 
 

@@ -58,8 +58,8 @@ def check_room(out: Path, needed_bytes: int) -> None:
 class Workplace:
     """The folder in which a merge is made. key: what makes two runs the same merge.
 
-    finished: file -> what was noted of it by a run before. As a context manager: it is removed on errors of the merge
-    itself, kept when the machine failed or the user stopped it.
+    finished: file -> what was noted of it by this run or one before. As a context manager: it is removed on errors of the
+    merge itself; when the machine failed or the user stopped it, it is kept if there is a finished file to go on from.
     """
 
     def __init__(self, out: Path, key: str) -> None:
@@ -76,6 +76,8 @@ class Workplace:
             self.folder.mkdir(exist_ok=True)
             self._lock = _lock(self.folder / LOCK_NAME)
         except OSError as exc:
+            with suppress(OSError):  # kept if there is something in it
+                self.folder.rmdir()
             raise _refused(self.out, exc) from exc
         state = self._read_state()
         if state.get("key") == self.key:
@@ -88,7 +90,8 @@ class Workplace:
         self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
     ) -> None:
         _unlock(self._lock)
-        if not self._is_published and isinstance(exc, Exception) and not isinstance(exc, (OSError, DoesNotFitError)):
+        is_resumable = self.finished and (not isinstance(exc, Exception) or isinstance(exc, (OSError, DoesNotFitError)))
+        if not self._is_published and not is_resumable:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _recover(self) -> None:
@@ -165,15 +168,20 @@ def _refused(out: Path, exc: OSError) -> RequestError:
     return RequestError(f"cannot be written ({exc.strerror or exc})", field="out", value=str(out))
 
 
-def disk_error(exc: OSError, out: Path, *, needed_bytes: int) -> DoesNotFitError | RequestError:
-    """Return our error for a write that the system refused."""
+def disk_error(exc: OSError, out: Path, *, needed_bytes: int, is_resumable: bool) -> DoesNotFitError | RequestError:
+    """Return our error for a write that the system refused. is_resumable: whether finished files are kept."""
     if exc.errno in _FULL:
+        kept = (
+            "finished files are kept beside it and the same command goes on from there"
+            if is_resumable
+            else "nothing is left"
+        )
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(out.parent).free
         return DoesNotFitError(
             f"the disk is full ({exc.strerror or exc})", block=None, device="disk", needed_bytes=needed_bytes,
-            budget_bytes=free, hint="OUT is as it was; finished files are kept beside it and the same command goes on from there",
+            budget_bytes=free, hint=f"OUT is as it was; {kept}",
         )  # fmt: skip
     return _refused(out, exc)
 

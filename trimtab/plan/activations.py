@@ -230,8 +230,8 @@ def smaller_needs(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool)
     now = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters)
     half = max(use.context_tokens // 2, 1)
     tries = {
-        f"--context {half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
-        "--batch 1": replace(use, batch=1),
+        f"context={half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
+        "batch=1": replace(use, batch=1),
         "no pictures": replace(use, patches=0, soft_tokens=0),
         "no sound": replace(use, sound_s=0.0),
     }

@@ -220,7 +220,7 @@ def check_here(card: Card, device_names: Iterable[tuple[str, int]], device: str)
     seen = ", ".join(f"{name} ({gib(total)})" for name, total in here) or "no GPU"
     raise DeviceError(
         f"the plan is for {card.title}, which is not here: this machine has {seen}", device=device,
-        hint="Plan again without --card on the machine that runs it",
+        hint="Plan again without card= on the machine that runs it",
     )  # fmt: skip
 
 

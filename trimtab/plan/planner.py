@@ -250,9 +250,9 @@ class _Planner:
         if device_bytes is not None:
             other = "" if host_bytes is None else f"; a host budget of {host_bytes} B ({gib(host_bytes)}) would also do"
             device, budget_bytes = self.machine.execution_device, limits.device_budget_bytes
-            return self._error(device, device_bytes, budget_bytes, why + other, flag="--gpu-memory")
+            return self._error(device, device_bytes, budget_bytes, why + other, argument="gpu_memory")
         if host_bytes is not None:
-            return self._error("host", host_bytes, limits.host_budget_bytes, why, flag="--host-memory")
+            return self._error("host", host_bytes, limits.host_budget_bytes, why, argument="host_memory")
         return self._neither_fits()
 
     def _asked_limits(self) -> Limits:
@@ -273,19 +273,22 @@ class _Planner:
         if device_bytes is None:
             needed = sum(block.buffer_bytes for block in self.blocks if self._is_spilled(block))
             why = "the spill file of the blocks placed on disk has no room"
-            return self._error("disk", needed, limits.disk_budget_bytes or 0, why, flag="--offload-dir")
+            return self._error("disk", needed, limits.disk_budget_bytes or 0, why, argument="offload_dir")
         on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
         host_bytes = Search(self.items, on_device).smallest_host_bytes()
         why = f"and at that budget the host needs {host_bytes} B, its budget is {limits.host_budget_bytes} B"
-        device, flags = self.machine.execution_device, "--gpu-memory and --host-memory"
-        return self._error(device, device_bytes, limits.device_budget_bytes, why, flag=flags)
+        device, both = self.machine.execution_device, "gpu_memory and host_memory"
+        return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=both)
 
     def _is_spilled(self, block: Block) -> bool:
         asked = self.asked.get(block.block_path)
         return asked is not None and asked.tier == "disk"
 
-    def _error(self, device: str, needed_bytes: int, budget_bytes: int, reason: str, flag: str = "") -> DoesNotFitError:
-        advice = [f"{flag} {needed_bytes}" if flag in ("--gpu-memory", "--host-memory") else flag] if flag else []
+    def _error(
+        self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""
+    ) -> DoesNotFitError:
+        is_budget = argument in ("gpu_memory", "host_memory")
+        advice = [f"{argument}={needed_bytes}" if is_budget else argument] if argument else []
         if device not in ("host", "disk"):
             reason = f"{reason}; {self._taken()}"
             advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
@@ -310,7 +313,7 @@ class _Planner:
         if has_adapters:
             yield "no adapters", self.adapter_bytes
         if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:
-            yield f"--quant {DEFAULT_QUANT}", self._quant_saving()
+            yield f"quant={DEFAULT_QUANT!r}", self._quant_saving()
 
     def _quant_saving(self) -> int:
         """Return what the default format saves of what can move; without any quantization yet, of all linears."""

@@ -139,7 +139,7 @@ def _stock_case(
 
 def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if common["adapter"] is None:
-        raise RequestError("needs an adapter to hold against the base", field="adapter", hint="--adapter NAME=PATH")
+        raise RequestError("needs an adapter to hold against the base", field="adapter", hint="Give one with adapters=")
     reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
     return Case(
         against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common
@@ -149,7 +149,7 @@ def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if request.quant == "none" or split_packed(checkpoint)[1]:
         raise RequestError(
-            "compares a quantized load of a checkpoint that is not: give --quant and the original checkpoint",
+            "compares a quantized load of a checkpoint that is not: give quant= and the original checkpoint",
             field="against", value="bf16",
         )  # fmt: skip
     whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full")
@@ -161,7 +161,7 @@ def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, c
     if request.head == "full":
         raise RequestError(
             "compares an 8-bit head with the whole one: ask for the first", field="against", value="full-head",
-            hint="--head int8",
+            hint="head='int8'",
         )  # fmt: skip
     whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
     subject = replace(ours, label="the 8-bit head")
@@ -201,7 +201,7 @@ def _folder_case(
     if common["adapter"] is None:
         raise RequestError(
             "needs the adapter that was merged, to hold the merged model against", field="adapter",
-            hint="--adapter NAME=PATH",
+            hint="Give one with adapters=",
         )  # fmt: skip
     packed = bool(split_packed(read_checkpoint(folder))[1])
     merged = _of(

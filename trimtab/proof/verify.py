@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
@@ -29,7 +30,7 @@ NEW_TOKENS = 32
 
 
 def verify(
-    plan_or_model: Plan | LoadRequest | str | Path, *, adapters: Mapping[str, str | Path] | None = None,
+    plan_or_model: Plan | LoadRequest | str | Path, *, adapters: Adapters | None = None,
     adapter: str | None = None,
     prompts: str | Path | Sequence[Prompt | Mapping[str, Any] | str] | None = None, against: str | Path = "resident",
     quant: str | None = None, python: str | Path | None = None, new_tokens: int = NEW_TOKENS, lanes: bool = False,
@@ -72,7 +73,7 @@ def verify(
 
 
 def _request(
-    plan_or_model: Plan | LoadRequest | str | Path, adapters: Mapping[str, str | Path] | None, quant: str | None,
+    plan_or_model: Plan | LoadRequest | str | Path, adapters: Adapters | None, quant: str | None,
     head: str | None, against: str | Path,
 ) -> LoadRequest:  # fmt: skip
     merged = str(against) not in AGAINST
@@ -84,7 +85,7 @@ def _request(
             return plan_or_model.request
         return replace(plan_or_model, quant="none") if merged and plan_or_model.quant == "auto" else plan_or_model
     return LoadRequest(
-        model=str(plan_or_model), adapters={name: str(path) for name, path in (adapters or {}).items()},
+        model=str(plan_or_model), adapters=paths_of(adapters),
         quant=quant or ("none" if merged else "auto"), head=head or "full",
     )  # fmt: skip
 
@@ -233,7 +234,7 @@ def _with_lanes(
     from trimtab.proof.lanes import run_lanes
 
     if case.adapter is None:
-        raise RequestError("the merge lanes need an adapter", field="adapter", hint="--adapter NAME=PATH")
+        raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
     found = run_lanes(
         request.model, Path(case.adapters[case.adapter]), rows, work / "lanes", device=request.device,
         dtype=request.dtype, new_tokens=new_tokens, python=str(python) if python is not None else None,

@@ -20,7 +20,7 @@ ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
 # How hints begin and read that only who plans can follow.
 PLAN_HINT = "Plan with "
-CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger --context"
+CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
 
 
 @dataclass(frozen=True)

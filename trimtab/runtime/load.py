@@ -353,11 +353,11 @@ class _Filler:
 
         Errors: CheckpointError if the head is more than a tensor of the file, cast at most.
         """
-        entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave --head out")
+        entry = self._entry(weight, "so it cannot be made into 8 bits a piece at a time", hint="Leave head= out")
         if entry.dtype not in ("bfloat16", "float16", "float32"):
             raise CheckpointError(
                 f"is {entry.dtype}: an 8-bit head is made from bfloat16, float16 or float32", path=entry.file,
-                tensor_name=entry.tensor_name, hint="Leave --head out",
+                tensor_name=entry.tensor_name, hint="Leave head= out",
             )  # fmt: skip
         rows, width = weight.shape
         step, row_bytes = max(1, HEAD_PIECE_VALUES // width), entry.nbytes // rows
@@ -447,7 +447,7 @@ class _Filler:
             return dense
         entry = self._entry(
             weight, "so its rows cannot be read from there",
-            hint="Give the plan more --host-memory, so that the table is held there",
+            hint="Give the plan more host_memory, so that the table is held there",
         )  # fmt: skip
         rows = tables.FileRows(entry.file, entry.start, (weight.shape[0], weight.shape[1]), getattr(torch, entry.dtype))
         self.file_rows.append(rows)

@@ -277,7 +277,7 @@ class LoadedModel:
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
                 device=str(self.device), needed_bytes=held.device_bytes, budget_bytes=max(free, 0),
-                hint="Unload another adapter, or plan with this one (--adapter)",
+                hint="Unload another adapter, or plan with this one (adapters=)",
             )  # fmt: skip
         with self._one_at_a_time("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self._attach(name, held)
@@ -446,7 +446,7 @@ class LoadedModel:
             raise DeviceError(
                 f"out of memory while {what}; the plan counted {gib(self.plan.gpu_peak_bytes)} of a budget of "
                 f"{gib(self.plan.gpu_budget_bytes)}, {gib(self.memory()['gpu_peak_bytes'])} were in use ({exc})",
-                device=str(self.device), hint="Close other programs on the GPU, or plan with a smaller --gpu-memory",
+                device=str(self.device), hint="Close other programs on the GPU, or plan with a smaller gpu_memory",
             ) from exc  # fmt: skip
 
     def memory(self) -> dict[str, int]:

@@ -127,7 +127,7 @@ def quantize(weight: Tensor, quant: str) -> Packed:
             raise
         raise DeviceError(
             f"bitsandbytes {bnb.__version__} cannot quantize to {quant} here ({exc})", device=str(weight.device),
-            hint="Choose another --quant or device",
+            hint="Choose another quant= or device=",
         ) from exc  # fmt: skip
     return _from_state(data, state, tuple(weight.shape), weight.dtype)
 

@@ -168,7 +168,7 @@ class Spill:
         except OSError as exc:
             raise DeviceError(
                 f"writing {len(view)} B to the spill file in {self.folder} failed ({exc.strerror})", device="disk",
-                hint="Free disk space or name another folder with --offload-dir",
+                hint="Free disk space or name another folder with offload_dir",
             ) from exc  # fmt: skip
         self.nbytes += len(view)
         return start

@@ -1,0 +1,156 @@
+"""How adapters are named: `NAME=PATH[:WEIGHT]` or a bare path on the command line, a mapping, a list or one path in Python.
+
+A bare path is named after its folder. One vocabulary for every command and call; no torch, and no file is read.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from trimtab.errors import RequestError
+
+Path: TypeAlias = "str | os.PathLike[str]"
+Adapters: TypeAlias = "Mapping[str, Path] | Sequence[Path] | Path"
+
+FORMS = ("NAME=PATH", "NAME=PATH:WEIGHT", "PATH")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME_RULE = "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most"
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class NamedAdapter:
+    """One adapter. weight: factor of its whole change; only a merge takes another than 1, and -1 takes it out again."""
+
+    name: str
+    path: str
+    weight: float = 1.0
+
+
+def paths_of(adapters: Adapters | None) -> dict[str, str]:
+    """Return name -> path of the adapters of a call; those of a list, or one alone, are named after their folders.
+
+    Errors: RequestError for another type, and for two folders of one name.
+    """
+    if adapters is None:
+        return {}
+    if isinstance(adapters, Mapping):
+        return {name: _path(value, f"adapters[{name!r}]") for name, value in adapters.items()}
+    listed = [adapters] if isinstance(adapters, (str, os.PathLike)) else adapters
+    if not isinstance(listed, Sequence):
+        raise _wrong_type("adapters", adapters)
+    named: dict[str, str] = {}
+    for value in listed:
+        path = _path(value, "adapters")
+        name = folder_name(path, field="adapters", hint=f'Name it: adapters={{"NAME": {path!r}}}')
+        if name in named:
+            hint = f'Name them: adapters={{"one": {named[name]!r}, "two": {path!r}}}'
+            raise RequestError(f"two folders are called {name}", field="adapters", value=path, hint=hint)
+        named[name] = path
+    return named
+
+
+def _path(value: object, field: str) -> str:
+    if not isinstance(value, (str, os.PathLike)):
+        raise _wrong_type(field, value)
+    return str(os.fspath(value))
+
+
+def _wrong_type(field: str, value: object) -> RequestError:
+    return RequestError(
+        f"is {type(value).__name__}, not a path", field=field,
+        allowed=('{"NAME": "PATH"}', '["PATH"]', '"PATH"'),
+    )  # fmt: skip
+
+
+def folder_name(path: str, *, field: str, hint: str) -> str:
+    """Return the name that an adapter has by its folder. Errors: RequestError if that is no adapter name."""
+    last = re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+    if last in ("", ".", ".."):
+        last = os.path.basename(os.path.realpath(path))
+    if not NAME.fullmatch(last):
+        raise RequestError(f"the folder is called {last!r}, and {NAME_RULE}", field=field, value=path, hint=hint)
+    return last
+
+
+def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
+    """Return the adapter that `NAME=PATH[:WEIGHT]` or a bare `PATH[:WEIGHT]` names.
+
+    What stands before "=" is a name only if it can be one: `runs/r=16` is a path. A path may hold colons (a Windows drive):
+    only a number after the last one is a weight. A folder that really ends so is named with its weight: `a=model:2:1`.
+    Errors: RequestError.
+    """
+    name, equals, rest = text.partition("=")
+    if equals and re.search(r"[\\/]", name):
+        name, equals, rest = "", "", text
+    if not equals:
+        name, rest = "", text
+    if not rest or (equals and not name):
+        raise RequestError("not an adapter", field=field, value=text, allowed=FORMS)
+    path, weight = _split_weight(text, rest, field)
+    if equals:
+        if not NAME.fullmatch(name):
+            raise RequestError(NAME_RULE, field=field, value=name)
+    else:
+        name = folder_name(path, field=field, hint=f"Put a name in front: NAME={text}")
+    check_weight(name, weight)
+    return NamedAdapter(name, path, float(weight))
+
+
+def _split_weight(text: str, rest: str, field: str) -> tuple[str, float]:
+    path, colon, last = rest.rpartition(":")
+    is_drive = re.fullmatch(r"[A-Za-z]", path) is not None
+    if not colon or is_drive or not _NUMBER.fullmatch(last):
+        if colon and not is_drive and not last:
+            raise RequestError("no weight after the colon", field=field, value=text, allowed=FORMS)
+        return rest, 1.0
+    if not path:
+        raise RequestError("no path before the weight", field=field, value=text, allowed=FORMS)
+    return path, float(last)
+
+
+def parse_adapters(texts: Iterable[str], *, field: str = "adapter") -> tuple[NamedAdapter, ...]:
+    """Return the adapters of repeated flags. Errors: RequestError, also for a name given twice."""
+    parts = tuple(parse_adapter(text, field=field) for text in texts)
+    names = [part.name for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(
+                "two adapters have this name", field=field, value=name, hint="Give one another NAME=PATH"
+            )
+    return parts
+
+
+def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
+    """Return name -> path of repeated flags, for what applies adapters as they are.
+
+    Errors: RequestError as `parse_adapters`, and for a weight other than 1.
+    """
+    parts = parse_adapters(texts, field=field)
+    for part in parts:
+        if part.weight != 1:
+            raise RequestError(
+                f"the weight {part.weight:g} has no meaning here: this command applies adapters as they are",
+                field=field, value=f"{part.name}={part.path}:{part.weight:g}",
+                hint="`trimtab merge` takes weights; a folder whose name ends so is written with :1 behind it",
+            )  # fmt: skip
+    return {part.name: part.path for part in parts}
+
+
+def check_weight(name: str, weight: float) -> None:
+    """Raise RequestError for a weight that changes nothing or is no number."""
+    is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+    if not is_number or not math.isfinite(weight):
+        raise RequestError("a weight is a finite number", field=f"adapters[{name!r}]", value=weight)
+    if weight == 0:
+        raise RequestError(
+            "a weight of 0 would change nothing",
+            field=f"adapters[{name!r}]",
+            value=weight,
+            hint="Leave the adapter out",
+        )
