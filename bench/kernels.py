@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import cuts, fused, matvec, nvrtc, tuning
+from trimtab.runtime import fused, matvec, nvrtc, tuning
 
 # hidden size, sizes of the dense MLP, query heads, key and value heads (sliding, full), per-layer input, window,
 # layers with their own keys and values are followed by layers without, keys serve as values in full layers
@@ -212,7 +212,7 @@ def main() -> None:
         if not options.no_attention:
             bench.attention(model, SIZES[model], counts)
     if options.tune:
-        cuts.save_cuts(matvec.tuned_cuts(bench.module), matvec.cuts_file(bench.module))
+        tuning.keep_tuned(bench.module)
     if options.json:
         facts = {
             "gpu": torch.cuda.get_device_name(0), "copy_Bps": bench.bandwidth, "torch": torch.__version__,

@@ -201,22 +201,6 @@ def test_a_card_with_little_shared_memory_gets_more_cuts_along_k():
     assert not cuts.cuts((2560,), 65536, 8, **small)
 
 
-def test_tuned_cuts_are_read_again_and_foreign_ones_left_out(tmp_path):
-    cut = cuts.cuts((2560,), 2048, 1, **H200)[5]
-    pair = cuts.cuts((512, 512), 2048, 3, pair=True, **H200)[2]
-    cuts.save_cuts({("cut", (512, 512), 2048, 3, True): pair}, tmp_path / "pair.json")
-    assert list(cuts.read_cuts(tmp_path / "pair.json").values()) == [pair]
-    key = ("cut", (2560,), 2048, 1, False)
-    cuts.save_cuts({key: cut}, tmp_path / "sub" / "cuts.json")
-    assert cuts.read_cuts(tmp_path / "sub" / "cuts.json") == {key: cut}
-    wrong = dataclasses.replace(cut, grid=cut.grid - 1)
-    cuts.save_cuts({key: wrong}, tmp_path / "cuts.json")
-    assert cuts.read_cuts(tmp_path / "cuts.json") == {}
-    (tmp_path / "cuts.json").write_text("[1, 2")
-    assert cuts.read_cuts(tmp_path / "cuts.json") == {}
-    assert cuts.read_cuts(tmp_path / "missing.json") == {}
-
-
 @needs_gxx
 def test_a_product_that_fits_no_cut_is_a_named_error(modules):
     module = run.CpuModule(matvec.source(), matvec.NAMES)

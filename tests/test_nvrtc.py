@@ -1,12 +1,13 @@
 """Compiling CUDA sources at load: what is cached, what is refused and said. Needs NVRTC, but no GPU."""
 
-import hashlib
 import os
+import sys
 
 import pytest
 import torch
 
 from trimtab.errors import DeviceError
+from trimtab.machine import own_folder
 from trimtab.runtime import cuts, matvec, nvrtc
 
 SOURCE = 'extern "C" __global__ void fill(float* p, int n) { if (threadIdx.x < n) p[threadIdx.x] = 1.f; }'
@@ -33,56 +34,100 @@ class Counting:
         return f"{source} {target} {options}".encode()
 
 
-def test_what_was_compiled_once_is_read_from_the_cache(tmp_path):
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """Return the folder in which compiled kernels are kept."""
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    return tmp_path / "trimtab" / nvrtc.FOLDER
+
+
+def test_what_was_compiled_once_is_read_from_the_cache(kept):
     compiler = Counting()
-    first = nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
-    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path) == first
+    first = nvrtc.compiled(compiler, "a", "sm_90")
+    assert nvrtc.compiled(compiler, "a", "sm_90") == first
     assert len(compiler.asked) == 1
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(kept.iterdir())) == 1
 
 
 @pytest.mark.parametrize("other", [("b", "sm_90", ()), ("a", "sm_80", ()), ("a", "sm_90", ("-DX",))])
-def test_another_source_card_or_option_is_compiled_for_itself(tmp_path, other):
+def test_another_source_card_or_option_is_compiled_for_itself(kept, other):
     compiler = Counting()
-    nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
+    nvrtc.compiled(compiler, "a", "sm_90")
     source, target, options = other
-    assert nvrtc.compiled(compiler, source, target, options, folder=tmp_path) == f"{source} {target} {options}".encode()
+    assert nvrtc.compiled(compiler, source, target, options) == f"{source} {target} {options}".encode()
     assert len(compiler.asked) == 2
 
 
-def test_another_release_of_the_compiler_does_not_take_the_old_code(tmp_path):
+def test_another_release_of_the_compiler_or_the_driver_does_not_take_the_old_code(kept):
     compiler, newer = Counting(), Counting()
     newer.version = (13, 1)
-    nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
-    nvrtc.compiled(newer, "a", "sm_90", folder=tmp_path)
-    assert len(newer.asked) == 1
+    nvrtc.compiled(compiler, "a", "sm_90", driver=13000)
+    nvrtc.compiled(newer, "a", "sm_90", driver=13000)
+    nvrtc.compiled(compiler, "a", "sm_90", driver=13010)
+    assert (len(compiler.asked), len(newer.asked)) == (2, 1)
 
 
-@pytest.mark.parametrize("damage", ["changed", "cut off", "empty"])
-def test_a_damaged_cache_file_is_compiled_anew(tmp_path, damage):
+@pytest.mark.parametrize("damage", ["changed", "cut off", "empty", "another kernel's"])
+def test_a_damaged_cache_file_is_compiled_anew(kept, damage):
     compiler = Counting()
-    right = nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path)
-    (path,) = tmp_path.iterdir()
+    right = nvrtc.compiled(compiler, "a", "sm_90")
+    (path,) = kept.iterdir()
     whole = path.read_bytes()
-    path.write_bytes({"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b""}[damage])
-    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path) == right
+    other = b""
+    if damage == "another kernel's":
+        nvrtc.compiled(Counting(), "b", "sm_90")
+        (other,) = (file.read_bytes() for file in kept.iterdir() if file != path)
+    path.write_bytes(
+        {"changed": whole[:-1] + b"?", "cut off": whole[:-3], "empty": b"", "another kernel's": other}[damage]
+    )
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right
     assert len(compiler.asked) == 2
-    assert path.read_bytes() == whole == hashlib.sha256(right).digest() + right
+    assert path.read_bytes() == whole and whole.endswith(right)
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path):
-    (tmp_path / "file").write_text("in the way")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has access lists instead")
+@pytest.mark.parametrize("way", ["writable by others", "another user's", "a link"])
+def test_compiled_code_in_a_folder_that_others_can_change_is_never_loaded(kept, way, monkeypatch):
     compiler = Counting()
-    assert nvrtc.compiled(compiler, "a", "sm_90", folder=tmp_path / "file") == b"a sm_90 ()"
+    right = nvrtc.compiled(compiler, "a", "sm_90")
+    if way == "writable by others":
+        kept.chmod(0o777)
+    elif way == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    else:
+        kept.rename(kept.with_name("elsewhere"))
+        kept.symlink_to(kept.with_name("elsewhere"))
+    assert nvrtc.compiled(compiler, "a", "sm_90") == right
+    assert len(compiler.asked) == 2
 
 
-def test_nothing_half_written_stays_in_the_cache(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_only_time(kept):
+    kept.parent.write_text("in the way")
+    assert nvrtc.compiled(Counting(), "a", "sm_90") == b"a sm_90 ()"
+
+
+def test_nothing_half_written_stays_in_the_cache(kept, monkeypatch):
     def refuse(*_):
         raise OSError("no rename")
 
     monkeypatch.setattr(os, "replace", refuse)
-    nvrtc.compiled(Counting(), "a", "sm_90", folder=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    nvrtc.compiled(Counting(), "a", "sm_90")
+    assert list(kept.iterdir()) == []
+
+
+def test_the_kernels_used_longest_ago_are_given_up_first(kept, monkeypatch):
+    monkeypatch.setattr(nvrtc, "MOST_FILES", 2)
+    compiler = Counting()
+    for at, source in enumerate("abc"):
+        nvrtc.compiled(compiler, source, "sm_90")
+        for file in kept.iterdir():
+            if file.read_bytes().endswith(f"{source} sm_90 ()".encode()):
+                os.utime(file, (1000 + at, 1000 + at))
+    nvrtc.compiled(compiler, "b", "sm_90")
+    nvrtc.compiled(compiler, "c", "sm_90")
+    assert len(compiler.asked) == 3
+    nvrtc.compiled(compiler, "a", "sm_90")
+    assert len(compiler.asked) == 4
 
 
 def test_the_cpu_says_why_it_runs_no_kernels():
@@ -113,8 +158,8 @@ def test_structures_of_the_driver_have_their_documented_sizes():
     assert nvrtc._Attribute.value.offset == 8
 
 
-def test_a_source_becomes_machine_code(compiler, tmp_path):
-    code = nvrtc.compiled(compiler, SOURCE, "sm_90", folder=tmp_path)
+def test_a_source_becomes_machine_code(compiler, kept):
+    code = nvrtc.compiled(compiler, SOURCE, "sm_90")
     assert code.startswith(b"\x7fELF") and b"fill" in code
     ptx = compiler.compile(SOURCE, "compute_80")
     assert b".target sm_80" in ptx and b".entry fill" in ptx

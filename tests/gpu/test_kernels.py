@@ -9,7 +9,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
-from trimtab.runtime import cuts, fused, fused_check, matvec, nvrtc, tuning
+from trimtab.machine import own_folder
+from trimtab.runtime import cuts, fused, fused_check, launch_configs, matvec, nvrtc, tuning
 
 REASON = nvrtc.why_not("cuda:0")
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -241,13 +242,26 @@ def test_a_kernel_that_is_wrong_is_found(module, weights, monkeypatch):
     assert "relative error inf" in tuning.check(group, module, rows=(1,))
 
 
-def test_tuning_keeps_the_fastest_cut_and_the_next_process_reads_it(module, weights, tmp_path):
+def test_tuning_keeps_the_fastest_cut_and_the_next_process_reads_it(module, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     groups = weights["nf4-dq"].groups((2560,), 2048, 64 * 2**20)
     taken = tuning.tune(groups, 1, module, limit=3)
     best = min(taken, key=lambda cut: taken[cut])
     assert matvec.choose(groups[0], 1, module) == best
-    cuts.save_cuts(matvec.tuned_cuts(module), tmp_path / "cuts.json")
-    assert cuts.read_cuts(tmp_path / "cuts.json")[matvec.cut_key(groups[0], 1)] == best
+    tuning.keep_tuned(module)
+    read = matvec.load(DEVICE)
+    cut, status = matvec.config_of(groups[0], 1, read)
+    assert (cut, status) == (dataclasses.replace(best, estimated_us=0.0), launch_configs.MEASURED)
+
+
+def test_a_configuration_that_was_not_measured_here_is_checked_before_it_is_used(module, weights):
+    group = [weights["nf4-dq"].make(2560, 2048)]
+    held = next(cut for cut in matvec.ways(group, 1, module) if cut.held)
+    assert tuning.why_not_cut(group, 1, module, held, dtype=torch.bfloat16, gate=None) is None
+    limits = module.variant(matvec.options(group[0], torch.bfloat16, held)).limits(held.kernel)
+    assert 16 <= limits.registers <= 255 and limits.max_threads >= held.threads
+    many = dataclasses.replace(held, k_warps=64)
+    assert "threads" in launch_configs.why_not(many, limits, module.shared_bytes)
 
 
 def test_a_thread_of_its_own_may_launch(module, weights):

@@ -2,7 +2,7 @@
 
 A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
 Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a
-card is measured (tuning.tune) and kept in a file for the next process. Nothing here imports torch.
+card is measured (tuning.tune) and kept for the next process (launch_configs.py). Nothing here imports torch.
 
 Or (`held`) each warp asks for its own weights, into registers, `held` pairs of blocks at once: a group takes one unit, there
 is no ring, and the kernel is compiled for the shape and this cut. Faster where K divides well; the ring takes every shape.
@@ -10,14 +10,9 @@ is no ring, and the kernel is compiled for the shape and this cut. Faster where 
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 BLOCK = 64
 MAX_ROWS = 8
@@ -275,30 +270,3 @@ def _unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
     for cut in found:
         others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece, cut.held), cut)
     return list(dict.fromkeys([*best, *others.values()]))[:limit]
-
-
-# Between processes ----------------------------------------------------------------------------------------------------
-
-
-def save_cuts(found: Mapping[CutKey, Cut], path: Path) -> None:
-    """Write cuts to a file; a folder that cannot be written is no error."""
-    rows = [{"rows": key[1], "columns": key[2], "pair": key[4], **asdict(cut)} for key, cut in found.items()]
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(rows, file)
-        os.replace(temporary, path)
-
-
-def read_cuts(path: Path) -> dict[CutKey, Cut]:
-    """Return the cuts of a file, none if it is missing; one that this code would not make itself is left out."""
-    found: dict[CutKey, Cut] = {}
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        for row in json.loads(path.read_text(encoding="utf-8")):
-            rows, columns, pair = tuple(row.pop("rows")), row.pop("columns"), row.pop("pair")
-            cut = Cut(**row)
-            able = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
-            if replace(cut, estimated_us=0.0, normed=False) in {replace(one, estimated_us=0.0) for one in able}:
-                found["cut", rows, columns, cut.n, pair] = cut
-    return found

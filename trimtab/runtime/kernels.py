@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, ends, fused, fused_check, matvec, tuning
+from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, matvec, tuning
+from trimtab.runtime.cuts import Cut, CutKey
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
+from trimtab.runtime.quant import Packed
 
 Progress = Callable[[int, int], None]
 # The matrix-vector kernels decode each weight once for up to so many rows.
@@ -26,7 +28,7 @@ MOST_ROWS = cuts.MAX_ROWS
 # Checked at one row, at an odd number and at the most.
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
-_TRIED = 9  # ways to cut a product that are timed
+TRIED = 9  # ways to cut a product that are timed
 BUCKETS = (1, 2, 4, 8)
 # What checks and timings of products and of both ends take on the device for a while (E4B's size: 23 MiB).
 _CHECK_BYTES = 64 * 2**20
@@ -34,11 +36,26 @@ SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adap
 ENDS = "fused ends of a step"
 
 
+@dataclass(frozen=True, eq=False)
+class Product:
+    """One product of 4-bit weights for a number of rows. groups: the weights of every group of layers that has its shape. gate:
+    the activation of a pair, None for layers beside each other."""
+
+    groups: list[list[Packed]]
+    n: int
+    gate: str | None
+
+    @property
+    def key(self) -> CutKey:
+        return matvec.cut_key(self.groups[0], self.n, pair=self.gate is not None)
+
+
 @dataclass(eq=False)
 class Kernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
     4-bit weights and LoRA. ends: tables in front of the layers, scores behind the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
+    configs: how each product's launch configuration is known (launch_configs.py); rejected: those that were not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured."""
 
     small: Any = None
@@ -48,6 +65,8 @@ class Kernels:
     most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
     ends: Any = None
+    configs: dict[CutKey, str] = field(default_factory=dict)
+    rejected: dict[CutKey, str] = field(default_factory=dict)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
@@ -105,43 +124,96 @@ class Kernels:
             _CHOSEN[key] = _choose(groups, attention, sizes)
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
-            chosen.tune(groups, leaf.dtype, [n for n in BUCKETS if n <= rows], progress=progress)
+            chosen.prepare(groups, leaf.dtype, [n for n in BUCKETS if n <= rows], progress=progress)
         return chosen
 
-    def tune(
-        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
-        progress: Progress | None = None,
-    ) -> None:  # fmt: skip
-        """Measure which way to cut each product is fastest on this card; known ones are read from the user's cache."""
-        wanted = []
+    def products(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]
+    ) -> list[Product]:
+        """Return the products that our kernels compute, for every number of rows."""
+        found = []
         for one in groups:
             # A streamed layer's weight is there until the next is asked for.
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
-            gate = pair_kind(one[0])
             if not matvec.why_not(packed[0][0], dtype, self.matvec.device):
-                wanted += [
-                    (packed, n, gate)
-                    for n in counts
-                    if not matvec.is_tuned(packed[0], n, self.matvec, pair=gate is not None)
-                ]
-        products = [(packed[0], n, gate is not None) for packed, n, gate in wanted]
+                found += [Product(packed, n, pair_kind(one[0])) for n in counts]
+        return found
+
+    def prepare(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
+        progress: Progress | None = None,
+    ) -> None:  # fmt: skip
+        """Set each product's launch configuration without timing any: tuned on this card, shipped, or the best estimate.
+
+        They are compiled several at once, or read from what was compiled before. One that was not tuned here must fit the card's
+        shared memory and registers and compute what the plain one computes; else the plain one is taken.
+        """
+        ready: set[Any] = self.matvec.kept.setdefault("prepared", set())
+        wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]
+        if not wanted:
+            return
+        told = progress or (lambda done, of: None)
+        told(0, 2 * len(wanted))
+        known = [matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None) for one in wanted]
+        tuning.compile_cuts(
+            [(one.groups[0], one.gate is not None, found[0]) for one, found in zip(wanted, known, strict=True) if found],
+            self.matvec, dtype,
+        )  # fmt: skip
+        for number, (one, found) in enumerate(zip(wanted, known, strict=True)):
+            told(len(wanted) + number, 2 * len(wanted))
+            ready.add(one.key)
+            self._configure(one, found, dtype)
+        for group in groups:
+            self.measure(group[0], dtype)
+        told(2 * len(wanted), 2 * len(wanted))
+
+    def _configure(self, one: Product, found: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
+        if found is None:
+            return  # `choose` says why nothing fits
+        cut, status = found
+        if status != launch_configs.MEASURED:
+            why = tuning.why_not_cut(
+                one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small
+            )
+            if why is not None:
+                self.rejected[one.key] = why
+                return
+        self.matvec.kept[one.key] = cut
+        self.configs[one.key] = status
+
+    def tune(
+        self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
+        progress: Progress | None = None, again: bool = False,
+    ) -> int:  # fmt: skip
+        """Measure which way to cut each product is fastest on this card and keep that for later processes; return how many.
+
+        again: also those that were tuned on this card before.
+        """
+        wanted = [
+            one for one in self.products(groups, dtype, counts)
+            if again or one.key not in self.matvec.kept.get("tuned", ())
+        ]  # fmt: skip
+        products = [(one.groups[0], one.n, one.gate is not None) for one in wanted]
         told = progress or (lambda done, of: None)
         if wanted:
             told(0, 2 * len(wanted))
-        tuning.compile_ahead(products, self.matvec, dtype, limit=_TRIED)  # about half of the time
-        for number, (packed, n, gate) in enumerate(wanted):
+        tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
+        for number, one in enumerate(wanted):
             told(len(wanted) + number, 2 * len(wanted))
-            tuning.tune(packed, n, self.matvec, dtype=dtype, gate=gate, limit=_TRIED, repeat=2, small=self.small)
+            tuning.tune(
+                one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small
+            )
         if wanted:
-            for one in groups:
-                self.measure(one[0], dtype)
+            for group in groups:
+                self.measure(group[0], dtype)
             self.save_cuts()
             told(2 * len(wanted), 2 * len(wanted))
+        return len(wanted)
 
     def save_cuts(self) -> None:
-        """Keep the cuts that were found for the next process."""
-        cuts.save_cuts(matvec.tuned_cuts(self.matvec), matvec.cuts_file(self.matvec))
+        """Keep the cuts that were measured for the next process."""
+        tuning.keep_tuned(self.matvec)
 
     def measure(self, group: Sequence[Leaf], dtype: torch.dtype) -> tuple[float, float]:
         """Measure a group's product for one row: µs of ours and of the layers' own."""

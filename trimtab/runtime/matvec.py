@@ -22,14 +22,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, fused, nvrtc
+from trimtab.runtime import cuts, fused, launch_configs, nvrtc
 from trimtab.runtime.cuts import BLOCK, MAX_ROWS, Cut, CutKey
 from trimtab.runtime.quant import Packed
 
@@ -225,10 +224,35 @@ def load(device: torch.device | str) -> nvrtc.Module:
     base = torch.zeros(1, dtype=torch.int32, device=module.device)
     module.launch("where_shared", (1,), (32,), [base], shared_bytes=16)
     module.common = (f"-DSHARED_BASE={int(base)}",)
-    known = cuts.read_cuts(cuts_file(module))
-    module.kept |= known
+    known = launch_configs.kept(target_of(module))
+    module.kept["known"] = {key: (cut, launch_configs.MEASURED) for key, cut in known.items()}
     module.kept["tuned"] = set(known)
     return module
+
+
+def target_of(module: nvrtc.Module) -> launch_configs.Target:
+    """Return the card and source that launch configurations are kept for."""
+    return launch_configs.Target(
+        torch.cuda.get_device_name(module.device), module.capability, module.multiprocessors, module.shared_bytes,
+        hashlib.sha256(source().encode()).hexdigest()[:16],
+    )  # fmt: skip
+
+
+def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> tuple[Cut, str] | None:
+    """Return the launch configuration of a product that is known without measuring, and how it is known: tuned on this card,
+    shipped for such cards, or the best estimate. None if nothing fits the card."""
+    key = cut_key(weights, n, pair=pair)
+    known = module.kept.setdefault("known", {})
+    if key in known:
+        found: tuple[Cut, str] = known[key]
+        return found
+    if "shipped" not in module.kept:
+        module.kept["shipped"] = launch_configs.shipped(target_of(module))
+    configs, status = module.kept["shipped"]
+    if key in configs:
+        return configs[key], status
+    best = next(iter(ways(weights, n, module, pair=pair)), None)
+    return None if best is None else (best, launch_configs.ESTIMATED)
 
 
 def prepare(module: nvrtc.Module) -> None:
@@ -358,7 +382,7 @@ def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
     """Return the cuts that were measured."""
-    return {key: module.kept[key] for key in module.kept.get("tuned", ())}
+    return {key: module.kept[key] for key in module.kept.get("tuned", ()) if key in module.kept}
 
 
 def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[Cut]:
@@ -369,8 +393,8 @@ def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool 
 
 
 def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> Cut:
-    """Return the cut of this product: what `tune` found on this card, or the best estimate of those that need no kernel of
-    their own."""
+    """Return the cut of this product: what was set for it (`Kernels.prepare`, `tune`), or the best estimate of those that need no
+    kernel of their own."""
     key = cut_key(weights, n, pair=pair)
     if key not in module.kept:
         found = ways(weights, n, module, pair=pair)
@@ -498,12 +522,6 @@ def lora_add(
 
 
 # Tables ----------------------------------------------------------------------------------------------------------------
-
-
-def cuts_file(module: nvrtc.Module) -> Path:
-    """Return where the cuts that were fastest on this card are kept between processes, for this source of the kernels."""
-    facts = f"{torch.cuda.get_device_name(module.device)}\0{source()}"
-    return nvrtc.cache_folder() / f"cuts-{hashlib.sha256(facts.encode()).hexdigest()[:24]}.json"
 
 
 def lora_args(

@@ -1,7 +1,7 @@
 """How CUDA sources of this package become kernels at load: NVRTC, the compiler that torch's CUDA wheels bring, by ctypes.
 
-No toolchain, no headers, no Triton. What was compiled is kept in memory and in the user's cache folder, by the hash of
-source, options, architecture and compiler. A source is compiled once for a device; `Module.launch` queues a kernel on
+No toolchain, no headers, no Triton. What was compiled is kept in memory and in a folder of the user's own, by source, options,
+architecture, compiler and driver. A source is compiled once for a device; `Module.launch` queues a kernel on
 torch's current stream without any synchronization, so that it can be captured in a CUDA graph.
 
 What it does not know: whether a kernel is right or fast on this card. Who launches one checks and measures it first.
@@ -12,10 +12,9 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import glob
-import hashlib
+import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -29,6 +28,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
+from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
+from trimtab.runtime.launch_configs import KernelLimits
 
 # bf16 arithmetic and the tensor core shape m16n8k16 begin with compute capability 8.0.
 LEAST_CAPABILITY = (8, 0)
@@ -42,6 +43,11 @@ _PROGRAMMATIC = 6
 _SHARED_PER_BLOCK = 97
 _HOST_POINTERS = 91
 LIBRARY_VARIABLE = "TRIMTAB_NVRTC"
+# cuda.h: CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, ..._SHARED_SIZE_BYTES, ..._LOCAL_SIZE_BYTES, ..._NUM_REGS.
+_MAX_THREADS, _STATIC_SHARED, _LOCAL, _REGISTERS = 0, 1, 3, 4
+# Compiled kernels that are kept between processes: the ones used longest ago go first. One takes 20 to 300 KiB.
+FOLDER = "compiled"
+MOST_FILES, MOST_BYTES, MOST_CODE_BYTES = 2000, 256 * 2**20, 16 * 2**20
 
 
 @dataclass(frozen=True)
@@ -158,40 +164,34 @@ def find_compiler() -> Compiler | None:
     return None
 
 
-def cache_folder() -> Path:
-    """Return where compiled kernels are kept between runs."""
-    from platformdirs import user_cache_path
-
-    return user_cache_path("trimtab") / "kernels"
-
-
 def compiled(
-    compiler: Compiler, source: str, target: str, options: Sequence[str] = (), *, folder: Path | None = None,
+    compiler: Compiler,
+    source: str,
+    target: str,
+    options: Sequence[str] = (),
+    *,
+    driver: int = 0,
     name: str = "kernels.cu",
-) -> bytes:  # fmt: skip
-    """Return a source's machine code from the cache folder, or compile it and keep it there.
+) -> bytes:
+    """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
-    A file that is not whole (its first 32 bytes are the SHA-256 of the rest) is compiled anew; a folder that cannot be
-    written is no error. Errors: DeviceError if the source does not compile.
+    What is kept is executable code: it lies in a folder that only the user can write, by its source, options, target, NVRTC's
+    and the driver's releases, with its checksum; anything else is compiled anew. Errors: DeviceError if it does not compile.
     """
-    facts = "\0".join((source, target, *OPTIONS, *options, str(compiler.version)))
-    path = (folder or cache_folder()) / f"{hashlib.sha256(facts.encode()).hexdigest()}.bin"
+    key = json.dumps([source, target, *OPTIONS, *options, str(compiler.version), driver])
+    path = None
     with suppress(OSError):
-        kept = path.read_bytes()
-        if hashlib.sha256(kept[32:]).digest() == kept[:32]:
-            return kept[32:]
+        path = own_folder(FOLDER) / hashed(key)
+        code = read_own(path, key, limit_bytes=MOST_CODE_BYTES)
+        if code is not None:
+            touch(path)
+            return code
     code = compiler.compile(source, target, options, name=name)
-    with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f"{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(code).digest() + code)
+    if path is not None:
+        with suppress(OSError):
             # Another process may write the same file: both write the same bytes, and a rename is whole or nothing.
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
+            write_own(path, key, code)
+            prune(path.parent, most_files=MOST_FILES, most_bytes=MOST_BYTES)
     return code
 
 
@@ -220,6 +220,13 @@ def _check(code: int, what: str, device: torch.device) -> None:
         _driver().cuGetErrorString(code, ctypes.byref(text))
         said = text.value.decode(errors="replace") if text.value else "no text"
         raise DeviceError(f"{what} failed: {said} (CUDA error {code})", device=str(device))
+
+
+@lru_cache(maxsize=1)
+def driver_version() -> int:
+    """Return the CUDA release that the driver knows, such as 13000; 0 if it does not say."""
+    version = ctypes.c_int()
+    return version.value if _driver().cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
 
 def _number(device: torch.device) -> ctypes.c_int:
@@ -309,7 +316,9 @@ class Module:
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
         self._handle = ctypes.c_void_p()
         self._codes: dict[tuple[str, ...], bytes] = {}  # of variants
-        code = _code or compiled(compiler, source, compiler.target(self.capability), options, name=name)
+        code = _code or compiled(
+            compiler, source, compiler.target(self.capability), options, driver=driver_version(), name=name
+        )
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # makes the context in which the code is loaded
             self._enter_context()
@@ -339,7 +348,13 @@ class Module:
         with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
             under_way = {
                 options: pool.submit(
-                    compiled, compiler, self._source, target, (*options, *self.common), name=self._name
+                    compiled,
+                    compiler,
+                    self._source,
+                    target,
+                    (*options, *self.common),
+                    driver=driver_version(),
+                    name=self._name,
                 )
                 for options in missing
             }
@@ -376,6 +391,33 @@ class Module:
             allowed = shared_bytes
         self._functions[name] = (function, allowed)
         return function
+
+    def limits(self, name: str) -> KernelLimits:
+        """Return the registers, threads and memory of a compiled kernel. Errors: DeviceError if there is none of this name."""
+        with torch.cuda.device(self.device):
+            self._enter_context()
+            function = self._function(name, 0)
+
+            def attribute(which: int) -> int:
+                value = ctypes.c_int()
+                code = _driver().cuFuncGetAttribute(ctypes.byref(value), which, function)
+                _check(code, f"asking for attribute {which} of kernel {name}", self.device)
+                return value.value
+
+            return KernelLimits(
+                attribute(_REGISTERS), attribute(_MAX_THREADS), attribute(_STATIC_SHARED), attribute(_LOCAL)
+            )
+
+    def close(self) -> None:
+        """Unload the machine code, variants included; nothing of the module may be running or be launched any more."""
+        for key in [key for key in self.kept if isinstance(key, tuple) and key[0] == "variant"]:
+            self.kept.pop(key).close()
+        handle, self._handle = self._handle, ctypes.c_void_p()
+        self._functions.clear()
+        if handle.value:
+            with torch.cuda.device(self.device):
+                self._enter_context()
+                _check(_driver().cuModuleUnload(handle), f"unloading {self._name}", self.device)
 
     def launch(
         self, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Argument], *,

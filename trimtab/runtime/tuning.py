@@ -1,4 +1,4 @@
-"""Whether 4-bit products are right on this card, and which way to cut each is the fastest: asked when a model first decodes.
+"""Whether 4-bit products are right on this card, and which way to cut each is the fastest: by `trimtab tune`, or in idle time.
 
 `check` compares with float64, `tune` times the likely cuts of one shape over layers that do not fit the card's L2 cache, the norm
 in front by itself and as a part of the product. What was nearly as fast is tried in the whole step (graphs.py).
@@ -7,7 +7,7 @@ in front by itself and as a part of the product. What was nearly as fast is trie
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -15,14 +15,17 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.runtime import cuts, matvec, nvrtc
+from trimtab.runtime import cuts, launch_configs, matvec, nvrtc
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.cuts import BLOCK, Cut
 from trimtab.runtime.fused_check import relative_error
 from trimtab.runtime.matvec import NESTED
 from trimtab.runtime.quant import Packed, quantize, shell
 
-__all__ = ["LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "graph_us", "relative_error", "stock_us", "tune"]
+__all__ = [
+    "LARGEST_ERROR", "RandomWeights", "check", "compile_ahead", "compile_cuts", "graph_us", "keep_tuned", "relative_error",
+    "stock_us", "tune", "tune_stepwise", "why_not_cut",
+]  # fmt: skip
 
 _PIECE = 2**20
 # Cuts that take less than so many times the fastest one's time are worth a try in a whole step, up to so many.
@@ -124,74 +127,144 @@ def stock_us(groups: Sequence[Sequence[Packed]], x: Tensor) -> float:
     return graph_us(run, x.device) / len(groups)
 
 
+class _Product:
+    """One product of random inputs over real or random weights, without and with adapters, to compare and time its cuts."""
+
+    def __init__(
+        self, weights: Sequence[Packed], n: int, module: nvrtc.Module, dtype: torch.dtype, gate: str | None
+    ) -> None:
+        self.weights, self.module, self.pair = weights, module, gate is not None
+        rows, columns, device = [packed.shape[0] for packed in weights], weights[0].shape[1], module.device
+        generator = torch.Generator(device=device).manual_seed(2)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(shape, device=device, generator=generator)
+
+        self.x = random(n, columns).to(dtype)
+        self.out = torch.empty(n, rows[0] if self.pair else sum(rows), dtype=dtype, device=device)
+        slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]
+        numbers = torch.tensor([-(i % 2) for i in range(n)], dtype=torch.int32, device=device)
+        self.lora = matvec.lora_args(slots, numbers, 8)
+        self.gate = None if gate is None else matvec.Gate(gate)
+
+    def answers(self, cut: Cut | None) -> list[Tensor]:
+        """Return the outputs without and with adapters; cut None: as `matvec.choose` says."""
+        found = []
+        for lora in (None, self.lora):
+            matvec.matvec4(
+                self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut
+            )
+            found.append(self.out.clone())
+        return found
+
+    def is_right(self, cut: Cut, wanted: Sequence[Tensor]) -> bool:
+        """Whether a cut runs here and computes what was wanted."""
+        try:
+            found = self.answers(cut)
+        except DeviceError:  # it does not compile, or not run, on this card
+            return False
+        return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(found, wanted, strict=True))
+
+
+def why_not_cut(
+    weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: Cut, *, dtype: torch.dtype, gate: str | None,
+    small: nvrtc.Module | None = None,
+) -> str | None:  # fmt: skip
+    """Return why a launch configuration that was not measured here is not used, or None: it must fit the card's shared memory and
+    registers, and compute what the plain one computes. small: the module with `add_norm`, for one with the norm in front."""
+    pair = gate is not None
+    if cut.held:
+        wanted = matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)
+        try:
+            limits = module.variant(wanted).limits(cut.kernel)
+        except DeviceError as exc:
+            return str(exc)
+        why = launch_configs.why_not(cut, limits, module.shared_bytes)
+        if why is not None:
+            return why
+    product = _Product(weights, n, module, dtype, gate)
+    plain = next((one for one in matvec.ways(weights, n, module, pair=pair) if not one.held), None)
+    if plain is None:
+        return "there is no plain configuration to compare it with"
+    if not product.is_right(cut, product.answers(plain)):
+        return "it computes something else"
+    if cut.normed:
+        if small is None or cut.normed_bytes(weights[0].shape[1]) > module.shared_bytes:
+            return "the norm in front of it has no room"
+        *_, is_right = _norm_in_front([weights], product.x, product.out, cut, product.gate, module, small)
+        if not is_right():
+            return "with the norm in front it computes something else"
+    return None
+
+
 def tune(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
     gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
 ) -> dict[Cut, float]:  # fmt: skip
     """Time the cuts that may be fastest over groups of the same shapes, keep the fastest one; return µs a product.
 
-    groups: as many layers' weights as it takes to be larger than the card's L2 cache, or the second run reads no memory.
-    Each cut runs over all groups in a CUDA graph, launches overlapping where the card can do that, as in a step. gate: the
-    activation of a pair. A cut that cannot run here or does not compute what `choose`'s does is left out, whatever its time.
-    small: the module
-    with `add_norm`, to time the norm in front by itself and as a part of the product. What was nearly as fast is left to
-    `kept["others"]`: in a whole step, another one may be faster. Call `cuts.save_cuts` to keep what was
-    found for the next process.
+    As `tune_stepwise`, without pauses.
     """
-    weights, pair, device = groups[0], gate is not None, module.device
-    rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
-    generator = torch.Generator(device=device).manual_seed(2)
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, generator=generator)
-
-    x = random(n, columns).to(dtype)
-    out = torch.empty(n, rows[0] if pair else sum(rows), dtype=dtype, device=device)
-    slots = [[(random(8, columns) / columns**0.5, random(count, 8), 0.5)] for count in rows]
-    lora = matvec.lora_args(slots, torch.tensor([-(i % 2) for i in range(n)], dtype=torch.int32, device=device), 8)
-    after = None if gate is None else matvec.Gate(gate)
-    overlap = module.capability >= (9, 0)
-
-    def answers(cut: Cut | None) -> list[Tensor]:
-        found = []
-        for args in (None, lora):
-            matvec.matvec4(x, weights, out.fill_(math.nan), lora=args, gate=after, module=module, cut=cut)
-            found.append(out.clone())
-        return found
-
-    wanted, taken = answers(None), {}
-    for cut in cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit):
+    steps = tune_stepwise(groups, n, module, dtype=dtype, gate=gate, limit=limit, repeat=repeat, small=small)
+    while True:
         try:
-            found = answers(cut)
-        except DeviceError:  # it does not compile, or not run, on this card
-            continue
-        if any(relative_error(a, b) > LARGEST_ERROR for a, b in zip(found, wanted, strict=True)):
+            next(steps)
+        except StopIteration as end:
+            taken: dict[Cut, float] = end.value
+            return taken
+
+
+def tune_stepwise(
+    groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
+    gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
+) -> Generator[Cut, None, dict[Cut, float]]:  # fmt: skip
+    """Time the cuts of a product, one each time the next is asked for; when all are timed, keep the fastest one.
+
+    Whoever stops asking gives up: nothing is kept then. groups: as many layers' weights as it takes to be larger than the card's
+    L2 cache, or the second run reads no memory. Each cut runs over all groups in a CUDA graph, launches overlapping where the card
+    can do that, as in a step. gate: the activation of a pair. A cut that cannot run here or does not compute what `choose`'s does
+    is dropped, whatever its time. small: the module with `add_norm`, to time the norm in front by itself and as a part of the
+    product. What was nearly as fast is in `kept["others"]`: in a whole step, another one may be faster.
+    """
+    weights, device = groups[0], module.device
+    product = _Product(weights, n, module, dtype, gate)
+    columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
+    wanted, taken = product.answers(None), {}
+    for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
+        yield cut
+        if not product.is_right(cut, wanted):
             continue
 
         def run(cut: Cut = cut) -> None:
             for group in groups:
-                matvec.matvec4(x, group, out, gate=after, module=module, cut=cut, dependent=overlap)
+                matvec.matvec4(
+                    product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap
+                )
 
         taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
     if taken:
         best, *others = sorted(taken, key=lambda cut: taken[cut])
         near = [cut for cut in others if taken[cut] < _NEAR * taken[best]][:_MOST_NEAR]
         if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
-            pays = _norm_pays(groups, x, out, best, after, module, small, overlap=overlap, repeat=repeat)
+            yield best
+            pays = _norm_pays(
+                groups, product.x, product.out, best, product.gate, module, small, overlap=overlap, repeat=repeat
+            )
             if pays is not None:
                 near = [replace(best, normed=not pays), *near]
                 best = replace(best, normed=pays)
-        module.kept.setdefault("others", {})[matvec.cut_key(weights, n, pair=pair)] = near
-        module.kept[matvec.cut_key(weights, n, pair=pair)] = best
-        module.kept.setdefault("tuned", set()).add(matvec.cut_key(weights, n, pair=pair))
+        key = matvec.cut_key(weights, n, pair=product.pair)
+        module.kept.setdefault("others", {})[key] = near
+        module.kept[key] = best
+        module.kept.setdefault("tuned", set()).add(key)
     return taken
 
 
-def _norm_pays(
+def _norm_in_front(
     groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
-    small: nvrtc.Module, *, overlap: bool, repeat: int,
-) -> bool | None:  # fmt: skip
-    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
+    small: nvrtc.Module, *, overlap: bool = False,
+) -> tuple[Callable[[], None], Callable[[], None], Callable[[], bool]]:  # fmt: skip
+    """Return (`add_norm` and the product, a product with its norm, whether the second computes what the first does)."""
     weight = torch.rand(y.shape[1], device=y.device).to(y.dtype) + 0.5
     norm = matvec.Norm(torch.randn_like(y), weight, weight, 1e-6, None, torch.empty_like(y))
     x = torch.empty_like(y)
@@ -205,11 +278,23 @@ def _norm_pays(
         for group in groups:
             matvec.matvec4(y, group, out, gate=gate, norm=norm, module=module, cut=cut, dependent=overlap)
 
-    both()
-    wanted, h = out.clone(), norm.out_h.clone()
-    out.fill_(math.nan), norm.out_h.fill_(math.nan)
-    one()
-    if relative_error(out, wanted) > LARGEST_ERROR or relative_error(norm.out_h, h) > LARGEST_ERROR:
+    def is_right() -> bool:
+        both()
+        wanted, h = out.clone(), norm.out_h.clone()
+        out.fill_(math.nan), norm.out_h.fill_(math.nan)
+        one()
+        return relative_error(out, wanted) <= LARGEST_ERROR and relative_error(norm.out_h, h) <= LARGEST_ERROR
+
+    return both, one, is_right
+
+
+def _norm_pays(
+    groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
+    small: nvrtc.Module, *, overlap: bool, repeat: int,
+) -> bool | None:  # fmt: skip
+    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
+    both, one, is_right = _norm_in_front(groups, y, out, cut, gate, module, small, overlap=overlap)
+    if not is_right():
         return None
     return graph_us(one, module.device, repeat=repeat) < graph_us(both, module.device, repeat=repeat)
 
@@ -225,6 +310,31 @@ def compile_ahead(
             for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
                 wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
     module.compile_variants(sorted(wanted))
+
+
+def compile_cuts(
+    wanted: Sequence[tuple[Sequence[Packed], bool, Cut]], module: nvrtc.Module, dtype: torch.dtype
+) -> None:
+    """Compile, several at once, what these products (weights, whether two are multiplied, cut) need."""
+    module.compile_variants(
+        sorted(
+            {matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair) for weights, pair, cut in wanted}
+            | {
+                matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=True)
+                for weights, pair, cut in wanted if cut.normed
+            }
+        )
+    )  # fmt: skip
+
+
+def keep_tuned(module: nvrtc.Module) -> None:
+    """Keep the cuts that were measured on this card for later processes."""
+    launch_configs.keep(matvec.target_of(module), matvec.tuned_cuts(module), releases())
+
+
+def releases() -> dict[str, str]:
+    """Return what a measurement was made with."""
+    return {"torch": str(torch.__version__), "driver": str(nvrtc.driver_version())}
 
 
 def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) -> float:

@@ -1,0 +1,135 @@
+"""Which launch configuration a product gets before anything is tuned, and that none is timed in front of a first answer."""
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from tests.test_matvec import group_of
+from trimtab.errors import DeviceError
+from trimtab.runtime import kernels, launch_configs, matvec, tuning
+from trimtab.runtime.kernels import Kernels, Product
+from trimtab.runtime.launch_configs import KernelLimits
+
+pytestmark = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+FITS = KernelLimits(registers=64, max_threads=1024, static_shared_bytes=0, local_bytes=0)
+TARGET = launch_configs.Target("a card", (9, 0), 4, 232448, "source")
+
+
+@pytest.fixture
+def module(monkeypatch):
+    """The products on the CPU; the card and its files are the test's."""
+    made = run.CpuModule(matvec.source(), matvec.NAMES)
+    matvec.prepare(made)
+    monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: FITS, raising=False)
+    monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({}, launch_configs.ESTIMATED))
+    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: pytest.fail("something was timed"))
+    return made
+
+
+@pytest.fixture
+def product():
+    return Product([group_of((64,), 512)], 2, None)
+
+
+def ways(product, module, *, held):
+    return next(cut for cut in matvec.ways(product.groups[0], product.n, module) if bool(cut.held) is held)
+
+
+def configured(module, product, monkeypatch, **facts):
+    """Return the kernels after one product was prepared."""
+    made = Kernels(matvec=module, **facts)
+    compiled = []
+    monkeypatch.setattr(Kernels, "products", lambda self, *_: [product])
+    monkeypatch.setattr(tuning, "compile_cuts", lambda wanted, *_: compiled.extend(cut for _, _, cut in wanted))
+    made.prepare([], torch.bfloat16, [product.n])
+    return made, compiled
+
+
+def test_without_any_measurement_the_best_estimate_is_compiled_checked_and_marked(module, product, monkeypatch):
+    best = matvec.ways(product.groups[0], 2, module)[0]
+    made, compiled = configured(module, product, monkeypatch)
+    assert compiled == [best] and matvec.choose(product.groups[0], 2, module) == best
+    assert made.configs == {product.key: launch_configs.ESTIMATED} and made.rejected == {}
+    assert not matvec.is_tuned(product.groups[0], 2, module)
+
+
+def test_a_shipped_configuration_wins_over_the_estimate_and_a_tuned_one_over_both(module, product, monkeypatch):
+    shipped, tuned = [cut for cut in matvec.ways(product.groups[0], 2, module) if cut.held][1:3]
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: shipped}, launch_configs.SHIPPED))
+    made, _ = configured(module, product, monkeypatch)
+    assert (module.kept[product.key], made.configs[product.key]) == (shipped, launch_configs.SHIPPED)
+    module.kept["prepared"].clear()
+    module.kept["known"] = {product.key: (tuned, launch_configs.MEASURED)}
+    made, _ = configured(module, product, monkeypatch)
+    assert (module.kept[product.key], made.configs[product.key]) == (tuned, launch_configs.MEASURED)
+
+
+def wrong_output(real, bad, x, weights, out, *, cut=None, **more):
+    real(x, weights, out, cut=cut, **more)
+    if cut == bad:
+        out[0, 3] += 5
+
+
+@pytest.mark.parametrize("way", ["registers", "does not compile", "wrong"])
+def test_one_that_does_not_fit_or_is_wrong_here_is_not_used_and_that_is_said(way, module, product, monkeypatch):
+    held, plain = (ways(product, module, held=held) for held in (True, False))
+    monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: held}, launch_configs.SHIPPED))
+    if way == "registers":
+        limits = dataclasses.replace(FITS, registers=10**4)
+        monkeypatch.setattr(run.CpuModule, "limits", lambda self, name: limits, raising=False)
+    elif way == "does not compile":
+
+        def refuse(self, name):
+            raise DeviceError("too many registers", device="cpu")
+
+        monkeypatch.setattr(run.CpuModule, "limits", refuse, raising=False)
+    else:
+        monkeypatch.setattr(matvec, "matvec4", partial(wrong_output, matvec.matvec4, held))
+    made, _ = configured(module, product, monkeypatch)
+    word = {"registers": "registers", "does not compile": "too many registers", "wrong": "computes something else"}[way]
+    assert word in made.rejected[product.key] and made.configs == {}
+    assert matvec.choose(product.groups[0], 2, module) == plain
+
+
+def test_a_product_is_prepared_once(module, product, monkeypatch):
+    configured(module, product, monkeypatch)
+    monkeypatch.setattr(Kernels, "_configure", lambda *_: pytest.fail("prepared again"))
+    Kernels(matvec=module).prepare([], torch.bfloat16, [2])
+
+
+def test_choosing_kernels_tunes_nothing(monkeypatch):
+    """What a first answer waits for: checks, and one timing a shape against the layers' own; never a search over cuts."""
+    monkeypatch.setattr(Kernels, "tune", lambda *_, **__: pytest.fail("tuned in front of an answer"))
+    prepared = []
+    monkeypatch.setattr(Kernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts))
+    monkeypatch.setattr(kernels, "_choose", lambda *_: Kernels(matvec=object()))
+    monkeypatch.setattr(kernels, "_CHOSEN", {})
+    leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
+    Kernels.choose([[[leaf]]], [], rows=4)
+    assert prepared == [1, 2, 4]
+
+
+def test_tuning_can_be_given_up_between_two_candidates(module, product, monkeypatch):
+    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)
+    steps = tuning.tune_stepwise(product.groups, 2, module, limit=4)
+    first, second = next(steps), next(steps)
+    assert first != second
+    steps.close()
+    assert product.key not in module.kept.get("tuned", ())
+    taken = tuning.tune(product.groups, 2, module, limit=4)
+    assert len(taken) == 4 and product.key in module.kept["tuned"]
+
+
+def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
+    from trimtab.machine import own_folder
+
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr(tuning, "graph_us", lambda *_, **__: 1.0)
+    monkeypatch.setattr(tuning, "releases", dict)
+    tuning.tune(product.groups, 2, module, limit=2)
+    tuning.keep_tuned(module)
+    assert launch_configs.kept(TARGET) == {product.key: dataclasses.replace(module.kept[product.key], estimated_us=0.0)}
