@@ -27,7 +27,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
-from trimtab.commands import bench, doctor, line, merging, serve
+from trimtab.commands import bench, doctor, line, merging, serve, tune
 from trimtab.commands.saying import print_json
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
@@ -146,7 +146,7 @@ def parser() -> argparse.ArgumentParser:
         found.set_defaults(command=function, parser=found)
         return found
 
-    for room in (line, merging, bench, doctor, serve):
+    for room in (line, merging, bench, tune, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

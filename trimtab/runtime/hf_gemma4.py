@@ -53,6 +53,13 @@ def choose_kernels(hf_model: Any, rows: int, *, progress: Callable[[int, int], N
     """Return the kernels that work and pay for this model's steps of up to `rows` rows. progress: of measuring them."""
     from trimtab.runtime.kernels import Kernels
 
+    return Kernels.choose(
+        product_groups(hf_model), attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
+    )
+
+
+def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
+    """Return for every shape of product the groups of layers that have it; a group reads one input."""
     groups: dict[tuple[int, ...], list[list[Leaf]]] = {}
     for layer in text_model(hf_model).layers:
         for group in _products(layer):
@@ -60,9 +67,7 @@ def choose_kernels(hf_model: Any, rows: int, *, progress: Callable[[int, int], N
     front = getattr(text_model(hf_model), "per_layer_model_projection", None)
     if isinstance(front, Leaf):
         groups.setdefault((front.in_features, front.out_features), []).append([front])
-    return Kernels.choose(
-        list(groups.values()), attention_kinds(hf_model), rows=rows, sizes=_sizes(hf_model), progress=progress
-    )
+    return list(groups.values())
 
 
 def attention_kinds(hf_model: Any) -> list[tuple[int, int, int]]:

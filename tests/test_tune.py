@@ -1,0 +1,87 @@
+"""`trimtab tune`: what it refuses, in which order it measures, and what it writes."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trimtab import cli
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import DeviceError, RequestError
+from trimtab.machine import own_folder
+from trimtab.runtime import cuts, hf_gemma4, launch_configs, matvec, tune_model, tuning
+from trimtab.runtime.kernels import Kernels
+
+TARGET = launch_configs.Target("a card", (9, 0), 132, 232448, "source")
+WAYS = cuts.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)
+KEY = ("cut", (2560,), 2048, 1, False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "field"), [(["--rows", "0"], "--rows"), (["--rows", "9"], "--rows"), (["--device", "cpu"], "device")]
+)
+def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(flags, field, capsys, monkeypatch):
+    monkeypatch.setattr("trimtab.load", lambda *_, **__: pytest.fail("loaded"))
+    assert cli.main(["tune", str(DEMO / "base"), "--json", *flags]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
+
+
+@pytest.fixture
+def model(monkeypatch, tmp_path):
+    """Return a model of one product on a card that is not there; `steps` is what was done to it."""
+    done = []
+    product = SimpleNamespace(groups=[[SimpleNamespace(shape=(2560, 2048))]], n=1, gate=None, key=KEY)
+    module = SimpleNamespace(kept={KEY: WAYS[1]})
+
+    class Tuned(Kernels):
+        def products(self, *_):
+            return [product]
+
+        def tune(self, groups, dtype, counts, *, progress=None, again=False):
+            done.append(("tune", counts, again))
+            module.kept[KEY] = WAYS[2]
+            module.kept["tuned"] = {KEY}
+            return 1
+
+    def prepare():
+        done.append("whole step")
+        module.kept[KEY] = WAYS[0]
+
+    batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)), prepare=prepare)
+    monkeypatch.setattr(tune_model, "Batch", lambda model, rows: batch)
+    monkeypatch.setattr(hf_gemma4, "why_not", lambda model: None)
+    monkeypatch.setattr(hf_gemma4, "product_groups", lambda model: [])
+    monkeypatch.setattr(matvec, "target_of", lambda module: TARGET)
+    monkeypatch.setattr(tuning, "releases", lambda: {"torch": "2.9"})
+    monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
+    plan = SimpleNamespace(request=SimpleNamespace(model="m"))
+    return SimpleNamespace(
+        device=torch.device("cuda:0"), hf_model=None, dtype=torch.bfloat16, plan=plan, steps=done, batch=batch
+    )
+
+
+def test_products_are_timed_first_then_tried_in_the_whole_step_and_the_last_word_is_kept(model):
+    report, document = tune_model.tune_model(model, rows=2, again=True)
+    assert model.steps == [("tune", [1, 2], True), "whole step"]
+    best = dataclasses.replace(WAYS[0], estimated_us=0.0)
+    assert launch_configs.kept(TARGET) == {KEY: best}
+    assert launch_configs.read_text(launch_configs.write_text(document)) == (TARGET, {KEY: best})
+    assert (report.card, report.products) == ("a card", 1)
+    assert report.known == (
+        {"product": "2560 x 2048", "rows": 1, "cut": str(WAYS[0]), "status": launch_configs.MEASURED},
+    )  # fmt: skip
+    assert "2560 x 2048, 1 rows" in str(report)
+
+
+def test_a_card_whose_kernels_are_not_used_says_why(model):
+    model.batch.steps.kernels = Kernels(left_out={"fused 4-bit products": "slower here"})
+    with pytest.raises(DeviceError, match="fused 4-bit products: slower here"):
+        tune_model.tune_model(model)
+
+
+def test_a_model_without_such_kernels_has_nothing_to_tune(model, monkeypatch):
+    monkeypatch.setattr(hf_gemma4, "why_not", lambda model: "there are no fused kernels for Llama")
+    with pytest.raises(RequestError, match="nothing to tune: there are no fused kernels for Llama"):
+        tune_model.tune_model(model)

@@ -1,0 +1,64 @@
+"""The command that measures launch configurations: tune."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from trimtab import show
+from trimtab.commands.flags import add_placement, load_request
+from trimtab.commands.saying import Command, print_json
+from trimtab.errors import RequestError
+
+# The 4-bit kernels decode each weight once for up to so many rows (runtime/cuts.py).
+MOST_ROWS = 8
+
+
+def add(command: Command) -> None:
+    """Add the command."""
+    tuned = command("tune", run_tune, "measure which launch configurations of the GPU kernels are fastest on this card")
+    add_placement(tuned, model_help="a checkpoint folder, or a hub id that is in the local cache")
+    tuned.add_argument("--rows", type=int, default=8, metavar="N", help="rows decoded together, 1 to 8 (default: 8)")
+    tuned.add_argument("--again", action="store_true", help="measure what was tuned on this card before as well")
+    tuned.add_argument(
+        "--export", metavar="FILE", help="write all that was tuned on this card as a file that can be shipped"
+    )
+
+
+def run_tune(options: argparse.Namespace) -> int:
+    import trimtab
+    from trimtab.api import plan_request
+    from trimtab.plan.plan import write_whole
+
+    if not 1 <= options.rows <= MOST_ROWS:
+        raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
+    plan = plan_request(load_request(options, batch=options.rows, images=0, audio_s=0.0))
+    if not plan.execution_device.startswith("cuda"):
+        raise RequestError(
+            f"the model runs on {plan.execution_device}; launch configurations are of GPU kernels", field="device",
+            value=plan.execution_device, allowed=("cuda", "cuda:N"),
+        )  # fmt: skip
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress)
+    with model:
+        from trimtab.runtime.launch_configs import write_text
+        from trimtab.runtime.tune_model import tune_model
+
+        with show.bar_when_needed(sys.stderr, "measuring kernels on this GPU") as measuring:
+            model.measuring = measuring
+            report, document = tune_model(model, rows=options.rows, again=options.again, progress=measuring)
+    if options.export:
+        text = write_text(document)
+        write_whole(
+            options.export,
+            lambda sibling: Path(sibling).write_text(text, encoding="utf-8", newline="\n"),
+            field="--export",
+        )
+    if options.json:
+        print_json(report.to_json())
+        return 0
+    print(report)
+    if options.export:
+        print(f"written: {options.export}", file=sys.stderr)
+    return 0
