@@ -183,3 +183,40 @@ def test_the_example_in_the_docs_is_read(tmp_path):
     # Every further key that the page of the docs names is one.
     (further,) = re.findall(r"Further keys: (.*?)\. Everything", text, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", further)) <= set(registry._KINDS)
+
+
+# What is not here -----------------------------------------------------------------------------------------------------
+
+
+def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, capsys):
+    from trimtab.cli import main
+
+    file = write('[models.a]\npath = "model"\n[models.b]\npath = "gone/model"\n[models.c]\npath = "org/not-cached"\n')
+    assert main(["serve", str(file), "--port", "0"]) == 3
+    said = capsys.readouterr().err
+    assert "model b: " in said and "gone/model" in said and "org/not-cached" in said and "model a: " not in said
+
+
+@pytest.mark.parametrize("name", ["no/such/model", "./x", "no such model"])
+def test_a_model_folder_that_is_not_there_is_called_that(name, tmp_path, capsys):
+    from trimtab.cli import main
+
+    given = str(tmp_path / name)
+    assert main(["serve", given, "--port", "0"]) == 3
+    said = capsys.readouterr().err
+    assert given in said and "no such folder" in said and "letters" not in said
+
+
+def test_an_adapter_folder_that_is_not_there_is_named(tmp_path, capsys):
+    from trimtab.cli import main
+
+    assert main(["serve", str(DEMO / "base"), "--adapter", f"style={tmp_path / 'gone'}", "--port", "0"]) == 3
+    assert "adapter style of base: " in capsys.readouterr().err
+
+
+def test_a_file_for_another_machine_asks_for_no_folder_here(write, capsys):
+    from trimtab.cli import main
+
+    file = write('[models.a]\npath = "org/not-cached"\n')
+    pytest.importorskip("ray")
+    assert main(["serve", str(file), "--ray", "--print-config", "-"]) == 0

@@ -89,9 +89,9 @@ def test_an_adapter_is_read_beside_the_batch(running, monkeypatch):
     shelf, may_go_on = running.worker.engine.shelf, threading.Event()
     read = shelf.read
 
-    def slow(path):
+    def slow(path, name):
         assert may_go_on.wait(WAIT_S)
-        return read(path)
+        return read(path, name)
 
     monkeypatch.setattr(shelf, "read", slow)
     running.call("load_adapter", name="specialist", path=str(DEMO / "adapters" / "specialist"))

@@ -140,7 +140,8 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 def served_models(options: argparse.Namespace) -> Sequence[Any]:
     """Return the models that the flags or the registry file name. Errors: RequestError, CheckpointError."""
-    from trimtab.serve.registry import ServedModel, read_registry
+    from trimtab.checkpoint.folder import find_folder
+    from trimtab.serve.registry import ServedModel, check_present, read_registry
 
     path = Path(options.model)
     if path.suffix == ".toml":
@@ -149,14 +150,26 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
-        return read_registry(path)
+        models = read_registry(path)
+        if _is_here(options):
+            check_present(models)
+        return models
     request, adapters = _request(options)
+    if _is_here(options):
+        find_folder(request.model)  # before a name for clients is made of what is no folder
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
         idle_unload_s=options.idle_unload, decode=decode_of(options),
     )  # fmt: skip
+    if _is_here(options):
+        check_present([served])
     return [served]
+
+
+def _is_here(options: argparse.Namespace) -> bool:
+    """Whether models are loaded on this machine, so that their folders have to be here."""
+    return options.print_config is None and options.ray_address is None
 
 
 def _name(path: Path) -> str:

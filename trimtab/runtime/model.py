@@ -87,6 +87,12 @@ class HeldAdapter:
         return {key: place.offset // self.dtype.itemsize for key, place in self.places.items()}
 
     @cached_property
+    def host_bytes(self) -> int:
+        """What it takes in host memory."""
+        beside = (tensor.nbytes for key, tensor in self.tensors.items() if key not in self.places)
+        return int(self.memory.tensor.nbytes + sum(beside))
+
+    @cached_property
     def device_bytes(self) -> int:
         """What it takes on the execution device."""
         return self.spec.nbytes(ADAPTER_DTYPE)

@@ -11,22 +11,25 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-import bitsandbytes as bnb
 import torch
-from bitsandbytes.functional import (
-    QuantState,
-    dequantize_4bit,
-    dequantize_blockwise,
-    has_avx512bf16,
-    int8_vectorwise_dequant,
-    quantize_4bit,
-)  # fmt: skip
 from torch import Tensor, nn
 
 from trimtab.checkpoint.packed import PackedEntry
 from trimtab.errors import CheckpointError, DeviceError
 from trimtab.plan.cost import HEAD8
 from trimtab.runtime import head8
+from trimtab.runtime.importing import without_hub_kernels
+
+with without_hub_kernels():
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import (
+        QuantState,
+        dequantize_4bit,
+        dequantize_blockwise,
+        has_avx512bf16,
+        int8_vectorwise_dequant,
+        quantize_4bit,
+    )
 
 # transformers' BitsAndBytesConfig default; the outlier threshold changes the answer, so ours is stock's.
 INT8_THRESHOLD = 6.0

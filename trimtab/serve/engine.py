@@ -27,6 +27,7 @@ from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.model import HeldAdapter, LoadedModel
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
+from trimtab.serve.held_adapters import HeldAdapters
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.scheduler import MistakeError, error_event
@@ -59,12 +60,13 @@ class AdapterShelf:
 
     def __init__(self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None) -> None:
         self.model, self.kept, self._limit = model, set(kept), resident_limit
+        self.host = HeldAdapters(model)
         self._held: dict[str, HeldAdapter] = {}
         self.lost: dict[str, str] = {}
         # The one used longest ago comes first.
         self._resident: OrderedDict[str, None] = OrderedDict((name, None) for name in model.adapters)
         for name in model.adapters:
-            self._held[name] = self.read(model.plan.request.adapters[name])
+            self._held[name] = self.host.read(model.plan.request.adapters[name])
         self.swaps = 0
         self.swap_s: list[float] = []
 
@@ -75,8 +77,8 @@ class AdapterShelf:
 
     @property
     def held(self) -> tuple[HeldAdapter, ...]:
-        """All of them, as they wait in host memory."""
-        return tuple(self._held.values())
+        """All of them, as they wait in host memory; one of several names once."""
+        return tuple(dict.fromkeys(self._held.values()))
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -96,19 +98,20 @@ class AdapterShelf:
     def add(self, name: str, path: str | Path) -> None:
         """Read an adapter into host memory. Errors: as `check_new`, `read` and `put`."""
         self.check_new(name)
-        self.put(name, self.read(path))
+        self.put(name, self.read(path, name))
 
     def check_new(self, name: str) -> None:
         """Raise RequestError for a name in use."""
         if name in self._held:
             raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
 
-    def read(self, path: str | Path) -> HeldAdapter:
+    def read(self, path: str | Path, name: str) -> HeldAdapter:
         """Return an adapter's files as they are held; may run beside the batch, on another thread.
 
-        Errors: AdapterError, also for weights that are not numbers; CheckpointError.
+        Errors: AdapterError, also for weights that are not numbers; CheckpointError; DoesNotFitError if the host's budget
+        leaves no room.
         """
-        return self.model.read_adapter(path)
+        return self.host.read(path, name=name)
 
     def put(self, name: str, held: HeldAdapter) -> None:
         """Know an adapter from now on. Errors: RequestError for a name in use or where every place is kept; DoesNotFitError

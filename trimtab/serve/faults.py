@@ -49,6 +49,8 @@ SHOWN_FIELDS = (
 MOST_NAMES = 20
 # What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.
 _BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
+# What Python writes for an object that has no text of its own.
+_ADDRESS = re.compile(r"<[\w.]+(?: [\w.]+)* at 0x[0-9a-fA-F]+>")
 # An absolute path of POSIX or Windows: two parts at least, so that "/v1" and "and/or" stay.
 _PATH = re.compile(r"""(?<![\w.:/\\-])(?:[A-Za-z]:[\\/]|\\\\|/)[^\s'"`,;()<>|/\\]+[\\/][^\s'"`,;()<>|]*""")
 
@@ -88,7 +90,7 @@ def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:
         for folder in folders:
             if folder in value:
                 value = re.sub(rf"(?<!\w){re.escape(folder)}{_BELOW}", "[path]", value)
-        return _PATH.sub("[path]", value)
+        return _PATH.sub("[path]", _ADDRESS.sub("[object]", value))
     if isinstance(value, Mapping):
         return {name: without_paths(item, *known, folders=folders) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

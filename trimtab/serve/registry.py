@@ -23,11 +23,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -153,6 +154,24 @@ def read_registry(path: str | Path) -> tuple[ServedModel, ...]:
             path=path,
         )
     return tuple(models)
+
+
+def check_present(models: Sequence[ServedModel]) -> None:
+    """Raise CheckpointError with every model and adapter that is not on this machine."""
+    problems = []
+    for model in models:
+        try:
+            find_folder(model.request.model)
+        except CheckpointError as exc:
+            problems.append(f"model {model.name}: {exc}")
+        problems += [
+            f"adapter {name} of {model.name}: {path}: no such folder" for name, path in model.adapters.items()
+            if not os.path.isdir(path)
+        ]  # fmt: skip
+    if problems:
+        raise CheckpointError(
+            "nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve"
+        )
 
 
 def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:

@@ -176,7 +176,7 @@ class _Worker:
 
         def read() -> None:
             try:
-                self._read.put((call_id, self.engine.shelf.read(path)))
+                self._read.put((call_id, self.engine.shelf.read(path, name)))
             except Exception as exc:
                 self._read.put((call_id, exc))
 
@@ -217,6 +217,7 @@ class _Worker:
             "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
             "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
             "memory": self.model.memory(), "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
+            "adapter_host_bytes": shelf.host.nbytes,
             "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,

@@ -1,0 +1,112 @@
+"""Adapters in host memory: the same files once, counted, and refused by name beyond the host's budget."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import trimtab
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import AdapterError, DoesNotFitError
+from trimtab.request import GenerateRequest
+from trimtab.serve.engine import LoadedEngine
+from trimtab.serve.held_adapters import OBJECT_BYTES
+from trimtab.serve.job import Job
+from trimtab.serve.scheduler import Scheduler
+
+STYLE = DEMO / "adapters" / "style"
+
+
+@pytest.fixture(scope="module")
+def model():
+    plan = trimtab.plan(DEMO / "base", device="cpu", quant="none", dtype="float32", context=128, batch=2)
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+@pytest.fixture
+def shelf(model):
+    made = LoadedEngine(model, rows=2).shelf
+    yield made
+    for name in made.resident:
+        model.unload_adapter(name)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    def copied(name):
+        return shutil.copytree(STYLE, tmp_path / name)
+
+    return copied
+
+
+def test_one_folder_under_many_names_is_held_once(shelf, tmp_path):
+    shelf.add("first", STYLE)
+    one = shelf.host.nbytes
+    assert one > (STYLE / "adapter_model.safetensors").stat().st_size
+    if hasattr(os, "symlink"):
+        (tmp_path / "link").symlink_to(STYLE, target_is_directory=True)
+        shelf.add("link", tmp_path / "link")
+    for number in range(119):
+        shelf.add(f"name-{number}", str(STYLE))
+    assert shelf.host.nbytes == one and len(shelf.held) == 1
+    shelf.remove("first", [])
+    assert shelf.host.nbytes == one and "name-0" in shelf.names
+
+
+def test_names_of_one_folder_answer_alike_beside_each_other(model, shelf):
+    engine = LoadedEngine(model, rows=2)
+    for name in ("a", "b"):
+        engine.shelf.add(name, STYLE)
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for name in ("a", "b"):
+        scheduler.submit(Job(name, [5, 6, 7], GenerateRequest(max_new_tokens=8), adapter=name))
+    while scheduler.turn():
+        pass
+    texts = {name: "".join(event.text for event in told if event.job_id == name) for name in ("a", "b")}
+    assert texts["a"] == texts["b"] and set(engine.shelf.resident) == {"a", "b"}
+    engine.shelf.remove("a", [])
+    scheduler.submit(Job("c", [5, 6, 7], GenerateRequest(max_new_tokens=8), adapter="b"))
+    while scheduler.turn():
+        pass
+    assert "".join(event.text for event in told if event.job_id == "c") == texts["a"]
+    engine.shelf.remove("b", [])
+
+
+def test_beyond_the_hosts_budget_an_adapter_is_refused_by_name_before_it_is_read(model, shelf, copy, monkeypatch):
+    shelf.add("one", copy("one"))
+    each = shelf.host.nbytes
+    plan = model.plan
+    used = plan.host_peak_bytes + plan.gpu_needed_bytes
+    monkeypatch.setattr(model, "plan", replace(plan, host_budget_bytes=used + 2 * each + 2**16))
+    shelf.add("two", copy("two"))
+    assert shelf.host.nbytes == 2 * each
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "read_adapter", lambda self, path: pytest.fail("read"))
+        with pytest.raises(DoesNotFitError) as caught:
+            shelf.add("three", copy("three"))
+    assert caught.value.block == "adapter three" and caught.value.device == "host"
+    assert caught.value.needed_bytes > caught.value.budget_bytes == 2**16
+    shelf.remove("one", [])
+    gc.collect()
+    shelf.add("three", copy("four"))
+
+
+def test_files_that_have_changed_are_read_again(shelf, copy):
+    folder = copy("changing")
+    shelf.add("before", folder)
+    os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+    shelf.add("after", folder)
+    assert len(shelf.held) == 2 and shelf.host.nbytes > 2 * OBJECT_BYTES
+
+
+def test_what_is_no_adapter_is_refused_and_counts_nothing(shelf, tmp_path):
+    before = shelf.host.nbytes
+    with pytest.raises(AdapterError):
+        shelf.add("nothing", tmp_path)
+    assert shelf.host.nbytes == before
