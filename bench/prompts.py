@@ -3,8 +3,9 @@
     python -m bench.prompts --work FOLDER --save bench/results/prompts.json [--models e4b,e2b,...] [--engines trimtab,stock]
 
 Checkpoints are bench.checkpoints' random ones, NF4 with double quantization, a rank-8 adapter on language and towers. Each model
-and engine is a process of its own; what the file to be saved has rows of is not run again. A row: `tokens` of the prompt,
-`adapter`, `way` ("captured", "eager", "stock"), `ms` to the first token (median of seven), `gpu_ms` of the graph's replays
+and engine is a process of its own; they load beside each other and are measured one after the other. What the file to be saved
+has rows of is not run again. A row: `tokens` of the prompt,
+`adapter`, `way` ("captured", "eager", "stock"), `ms` to the first token (median of five), `gpu_ms` of the graph's replays
 alone, `difference` of the scores from the eager ones' in parts of their largest, `same_token`.
 """
 
@@ -12,30 +13,32 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 LENGTHS = (64, 512, 2048)
 CONTEXT = 2560
 MODELS = ("e4b", "e2b", "qwen3-8b", "qwen3-vl-4b")
-REPEAT = 7
+REPEAT = 5
 
 
 def prepare(size: str, work: Path) -> None:
-    """Make a checkpoint and its adapter unless they are there."""
-    import torch
-
-    from bench.checkpoints import write_adapter, write_checkpoint
-
-    if not (work / size / "config.json").is_file():
-        write_checkpoint(size, work / size)
-    if not (work / f"{size}-r8" / "adapter_config.json").is_file():
-        write_adapter(work / size, work / f"{size}-r8", 8)
-    torch.cuda.empty_cache()
+    """Make a checkpoint and its adapter, in a process of its own, unless they are there."""
+    if (work / f"{size}-r8" / "adapter_config.json").is_file():
+        return
+    lines = (
+        "from pathlib import Path",
+        "from bench.checkpoints import write_adapter, write_checkpoint",
+        f"work = Path({str(work)!r})",
+        f"write_adapter(write_checkpoint({size!r}, work / {size!r}), work / '{size}-r8', 8)",
+    )
+    subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
 
 
 def timed_ms(call: Any) -> float:
@@ -50,6 +53,23 @@ def timed_ms(call: Any) -> float:
 
 def median_ms(call: Any) -> float:
     return round(statistics.median(timed_ms(call) for _ in range(REPEAT)), 2)
+
+
+def device_bytes() -> dict[str, int]:
+    """Return what torch has reserved on the device, and what else this process and the others have taken there."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
+    return {"torch": reserved, "others": total - free - reserved}
+
+
+def wait() -> None:
+    """Say that everything is loaded, and wait for this process's turn."""
+    go = os.environ.get("TRIMTAB_BENCH_GO")
+    print("READY", flush=True)
+    while go and not Path(go).exists():
+        time.sleep(0.05)
 
 
 # trimtab -----------------------------------------------------------------------------------------------------------------
@@ -96,7 +116,8 @@ class Bench:
             try:
                 for _ in range(3):  # as it is, captured, replayed
                     scores = self.once(batch, inputs, adapter).clone()
-                row["ms"] = median_ms(lambda batch=batch: self.once(batch, inputs, adapter))
+                if way != "eager" or adapter is not None:
+                    row["ms"] = median_ms(lambda batch=batch: self.once(batch, inputs, adapter))
                 if expected is None:
                     expected = scores
                 row |= {
@@ -157,9 +178,9 @@ def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]
     with trimtab.load(plan, decode="eager") as model:
         bench, config = Bench(model, size), model.hf_model.config
         eager = bench.batch("eager")
-        before = torch.cuda.mem_get_info()[0]
         captured = bench.batch("auto")
-        print(f"COUNTED {captured.prompts.extra_bytes()} for {captured.prompts.sizes}", flush=True)
+        wait()
+        before = device_bytes()
         for tokens in LENGTHS:
             ids = text_inputs(config, tokens, device="cpu")["input_ids"][0].tolist()
             ids = [token % min(config.get_text_config().vocab_size - 2000, 100000) + 1000 for token in ids]
@@ -172,7 +193,13 @@ def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]
             inputs = Inputs(tensors, len(ids), tuple(ids), has_media=True)
             bench.row("picture and sound", inputs, "r8", {"eager": eager, "captured": captured})
         torch.cuda.empty_cache()
-        print(f"TAKEN {before - torch.cuda.mem_get_info()[0]} with {len(captured.prompts._graphs)} graphs", flush=True)
+        taken = {name: count - before[name] for name, count in device_bytes().items()}
+        memory = {
+            "counted_bytes": captured.prompts.extra_bytes(), "sizes": captured.prompts.sizes, "taken_bytes": taken,
+            "graphs": len(captured.prompts._graphs), "kernels_us": captured.prompts.kernels_us,
+        }  # fmt: skip
+        bench.rows.append({"model": size, "engine": "trimtab", "what": "memory", **memory})
+        print("ROW " + json.dumps(bench.rows[-1]), flush=True)
         if profile:
             ids = [1000 + number for number in range(512)]
             for adapter in ("r8", None):
@@ -200,6 +227,7 @@ def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
     )  # fmt: skip
     peft_model = PeftModel.from_pretrained(model, work / f"{size}-r8").eval()
     rows = []
+    wait()
     for tokens in LENGTHS:
         ids = text_inputs(model.config, tokens, device="cuda")["input_ids"] % 100000 + 1000
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -220,23 +248,41 @@ def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
 # One run -----------------------------------------------------------------------------------------------------------------
 
 
-def run_case(size: str, engine: str, given: argparse.Namespace) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "bench.prompts", "--work", str(given.work), "--case", f"{engine}:{size}"]
-    command += ["--profile"] if given.profile else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=given.timeout_s)
-        said, wrong = done.stdout, done.stderr if done.returncode else ""
-    except subprocess.TimeoutExpired as exc:
-        said = exc.stdout.decode() if isinstance(exc.stdout, bytes) else exc.stdout or ""
-        wrong = f"longer than {given.timeout_s} s"
-    lines = said.splitlines()
-    print("\n".join(line for line in lines if not line.startswith("ROW ")), flush=True)
-    rows = [json.loads(line[4:]) for line in lines if line.startswith("ROW ") and line.endswith("}")]
-    if wrong:
-        print(wrong[-1500:], flush=True)
-        last = (wrong.strip().splitlines() or ["?"])[-1][:300]
-        rows.append({"model": size, "engine": engine, "error": last})
-    return rows
+class Case:
+    """One model and engine in a process of its own, which loads at once and measures when it may."""
+
+    def __init__(self, size: str, engine: str, given: argparse.Namespace) -> None:
+        self.size, self.engine = size, engine
+        self.go, self.log = (given.work / f"{engine}-{size}.{end}" for end in ("go", "log"))
+        self.go.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "bench.prompts", "--work", str(given.work), "--case", f"{engine}:{size}"]
+        command += ["--profile"] if given.profile else []
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=os.environ | {"TRIMTAB_BENCH_GO": str(self.go)}
+            )
+
+    def is_ready(self) -> bool:
+        return self.process.poll() is not None or "READY" in self.log.read_text()
+
+    def rows(self, timeout_s: float) -> list[dict[str, Any]]:
+        """Let it measure; returns its rows, the last one with an error if it failed."""
+        self.go.touch()
+        rows: list[dict[str, Any]] = []
+        try:
+            failed = f"exit code {self.process.wait(timeout_s)}" if self.process.wait(timeout_s) else ""
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            failed = f"longer than {timeout_s} s"
+        lines = self.log.read_text().splitlines()
+        for line in lines:
+            if line.startswith("ROW ") and line.endswith("}"):
+                rows.append({"model": self.size, **json.loads(line[4:])})
+        if failed:
+            print(f"{self.engine} {self.size}: {failed}", *lines[-12:], sep="\n", flush=True)
+            rows.append({"model": self.size, "engine": self.engine, "error": f"{failed}: {(lines or ['?'])[-1][:300]}"})
+        print(*[line for line in lines if line.startswith(("PROFILE", "  "))], sep="\n", flush=True)
+        return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -277,22 +323,26 @@ def main() -> None:
         return
     from bench.memory import environment
 
+    given.work.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     if given.save and given.save.is_file():
         rows = json.loads(given.save.read_text())["rows"]
-    for size in given.models.split(","):
-        engines = [
-            engine for engine in given.engines.split(",")
-            if not any(row["model"] == size and row["engine"] == engine and "error" not in row for row in rows)
-        ]  # fmt: skip
-        if engines:
-            prepare(size, given.work)
-        for engine in engines:
-            rows = [row for row in rows if (row["model"], row["engine"]) != (size, engine)]
-            rows += run_case(size, engine, given)
-            if given.save:
-                given.save.parent.mkdir(parents=True, exist_ok=True)
-                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    wanted = [
+        (size, engine) for size in given.models.split(",") for engine in given.engines.split(",")
+        if not any((row["model"], row["engine"]) == (size, engine) and "error" not in row for row in rows)
+    ]  # fmt: skip
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda size: prepare(size, given.work), dict.fromkeys(size for size, _ in wanted)))
+    cases = [Case(size, engine, given) for size, engine in wanted]
+    until = time.monotonic() + given.timeout_s
+    while time.monotonic() < until and not all(case.is_ready() for case in cases):
+        time.sleep(0.1)
+    for case in cases:
+        rows = [row for row in rows if (row["model"], row["engine"]) != (case.size, case.engine)]
+        rows += case.rows(given.timeout_s)
+        if given.save:
+            given.save.parent.mkdir(parents=True, exist_ok=True)
+            given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
     print(table(rows))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import ends, fused, matvec
+from trimtab.runtime import ends, fused, matvec, prompt_kernels
 
 
 class _Kept(dict):
@@ -48,6 +48,11 @@ def step_ends(order: int = 0, *, source: str | None = None) -> CpuModule:
     module = CpuModule(source or ends.source(), ends.NAMES, order=order)
     ends.prepare(module)
     return module
+
+
+def prompts(order: int = 0, *, source: str | None = None) -> CpuModule:
+    """Return the kernels of runtime/prompt_kernels.py."""
+    return CpuModule(source or prompt_kernels.source(), prompt_kernels.NAMES, order=order)
 
 
 def launches(module: CpuModule) -> list[str]:

@@ -28,9 +28,10 @@ from torch import Tensor
 from trimtab.errors import gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import prompt_graph_bytes
-from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, short_ops, tables, tiers
+from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
+from trimtab.runtime.leaves import Leaf
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
@@ -79,6 +80,8 @@ class Prompts:
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
+        self._kernels: prompt_kernels.PromptKernels | None = None
+        self._four_bit: list[Leaf] = []
         self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
         self._met: set[tuple[Hashable, ...]] = set()
         self._layouts: OrderedDict[Hashable, _Layout] = OrderedDict()
@@ -100,6 +103,11 @@ class Prompts:
     def is_on(self) -> bool:
         """Whether any prompt goes through in chunks of still shapes."""
         return bool(self.sizes)
+
+    @property
+    def kernels_us(self) -> dict[str, tuple[float, float]]:
+        """What our kernels were measured with: name -> (ours, theirs) in microseconds."""
+        return {} if self._kernels is None else self._kernels.measured_us
 
     def _fall_back(self, why: str, what: str = "captured prompts") -> None:
         one = graphs.Fallback(what, why)
@@ -274,12 +282,25 @@ class Prompts:
             yield
             return
         if self._short is None:
-            self._short = short_ops.ShortOps(
-                self.model.hf_model, self.model.route, self.device,
-                lambda what, why: self._fall_back(f"{what}: {why}", "norm as one operation"),
-            )  # fmt: skip
-        with self._short.step():
+            self._short = self._make_short()
+        assert self._kernels is not None
+        with self._short.step(), self._kernels.unpacking(self._four_bit):
             yield
+
+    def _make_short(self) -> short_ops.ShortOps:
+        """Return what makes a pass take fewer operations, the kernels of ours chosen on this device."""
+        model = self.model
+        self._kernels = prompt_kernels.choose(model.hf_model, self.device, model.dtype)
+        self._four_bit = prompt_kernels.four_bit(model.hf_model)
+        self._kernels.reserve(self._four_bit)
+        for what, why in self._kernels.reasons:
+            self._fall_back(why, what)
+        short = short_ops.ShortOps(
+            model.hf_model, model.route, self.device,
+            lambda what, why: self._fall_back(f"{what}: {why}", "norm as one operation"),
+        )  # fmt: skip
+        short.adapters = prompt_kernels.ChunkAdapters(self._kernels.module if self._kernels.adds else None)
+        return short
 
     # Adapters --------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""A prompt's kernels equal bitsandbytes and PEFT: weights bit for bit, LoRA up to the order of a sum; a wrong one is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import launches
+from tests.cuda_on_cpu.modules import prompts as cpu_module
+from trimtab.runtime import lora, prompt_kernels
+from trimtab.runtime.leaves import ResidentLeaf
+from trimtab.runtime.prompt_kernels import PromptKernels, add, unpack, wrong_add, wrong_unpack
+from trimtab.runtime.quant import dequantize, quantize
+
+on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+TYPES = (torch.bfloat16, torch.float16)
+ORDERS = (0, 1, 7)  # of threads and blocks
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def packed(quant, shape=(96, 320), dtype=torch.bfloat16):
+    return quantize(random(*shape, dtype=dtype), quant)
+
+
+@on_cpu
+@pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
+    for order in ORDERS:
+        module = cpu_module(order)
+        for shape in ((96, 320), (64, 64), (8, 1088)):
+            weight = packed(quant, shape, dtype)
+            made = unpack(weight, torch.full((shape[0] * shape[1] + 7,), torch.nan, dtype=dtype), module)
+            assert torch.equal(made, dequantize(weight))
+        assert set(launches(module)) == {"unpack_plain" if quant in ("nf4", "fp4") else "unpack_nested"}
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
+    for order in ORDERS:
+        module = cpu_module(order)
+        for n, rank, wide, high in ((1, 8, 64, 32), (8, 4, 1028, 34), (13, 20, 2052, 514)):
+            A, B = random(rank, wide) / wide**0.5, random(high, rank)
+            x, y = random(n, wide, dtype=dtype), random(n, high, dtype=dtype)
+            wanted = y.double() + 0.25 * (x.double() @ A.double().T @ B.double().T)
+            for round_change in (False, True):
+                made = add(A, B, 0.25, x, y.clone(), module, round_change=round_change)
+                plain = add(A, B, 0.25, x, y.clone(), round_change=round_change)
+                # One rounding of the type in the sum, and one more in the change.
+                assert float((made.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
+                # Where the sum in float32 lies between two values another order may take the other one.
+                assert float((made != plain).float().mean()) < 0.01
+        assert set(launches(module)) == {"lora_low", "lora_up"}
+
+
+@on_cpu
+def test_rows_that_lie_apart_are_read_and_written_where_they_are():
+    module = cpu_module()
+    x, y = random(9, 128, dtype=torch.bfloat16)[:, :64], random(9, 96, dtype=torch.bfloat16)[:, :32]
+    A, B, before = random(8, 64), random(32, 8), y.clone()
+    rest = y.untyped_storage().tolist()
+    add(A, B, 1.0, x, y, module, round_change=False)
+    assert torch.equal(y, add(A, B, 1.0, x.contiguous(), before, module, round_change=False))
+    assert len(rest) == len(y.untyped_storage().tolist()) and launches(module).count("lora_up") == 2
+
+
+@on_cpu
+def test_shapes_that_the_kernels_do_not_know_are_torchs():
+    module = cpu_module()
+    A, B, x, y = random(8, 62), random(33, 8), random(5, 62, dtype=torch.bfloat16), random(5, 33, dtype=torch.bfloat16)
+    expected = add(A, B, 1.0, x, y.clone(), round_change=True)
+    assert torch.equal(add(A, B, 1.0, x, y.clone(), module, round_change=True), expected)
+    weight = packed("int8")
+    assert torch.equal(unpack(weight, torch.empty(96 * 320, dtype=torch.float16), module), dequantize(weight).half())
+    assert launches(module) == []
+
+
+@on_cpu
+@pytest.mark.slow
+def test_a_kernel_that_is_wrong_is_found():
+    for before, after in (
+        ("byte >> 4", "byte & 15"), ("__fadd_rn(", "__fmul_rn("), ("lane & 8) ? 16", "lane & 8) ? 0"), ("s < slices", "s < 1"),
+        ("sum[t][i] * scale", "sum[t][i]"), ("first + t >= n", "first + t >= n - 1"),
+    ):  # fmt: skip
+        source = prompt_kernels.source()
+        assert before in source
+        module = cpu_module(source=source.replace(before, after))
+        assert wrong_unpack(packed("nf4-dq"), module) or wrong_add(module, torch.bfloat16, tokens=(1, 9)), before
+    assert wrong_unpack(packed("nf4-dq"), cpu_module()) is None
+    assert wrong_add(cpu_module(), torch.bfloat16, tokens=(1, 9)) is None
+
+
+@on_cpu
+def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
+    module, route = cpu_module(), lora.Route()
+    leaves = [
+        ResidentLeaf(f"layer.{number}", quantize(random(96, 128, dtype=torch.bfloat16, seed=number), "nf4-dq"), bias=None,
+                     device=torch.device("cpu"), dtype=torch.bfloat16, route=route)
+        for number in range(2)
+    ]  # fmt: skip
+    many, few = random(1, 12, 128, dtype=torch.bfloat16), random(1, 4, 128, dtype=torch.bfloat16)
+    kernels = PromptKernels(module, unpacks=True)
+    kernels.reserve(leaves)
+    plain = [leaf(few) for leaf in leaves]
+    with kernels.unpacking(leaves), torch.no_grad():
+        for leaf, before in zip(leaves, plain, strict=True):
+            assert torch.equal(leaf(many), torch.nn.functional.linear(many, dequantize(leaf.packed())))
+            assert torch.equal(leaf(few), before)
+    assert launches(module) == ["unpack_nested"] * 2
+    assert all("base" not in vars(leaf) for leaf in leaves)

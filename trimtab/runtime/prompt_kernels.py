@@ -1,0 +1,275 @@
+"""What a chunk of a prompt computes by kernels of ours beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+
+bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
+output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in
+place (`add`), rounded where PEFT rounds. Every kernel has its torch path, and is compared with it and timed on this card before
+it is used (`choose`).
+
+What it does not know: products of 4-bit weights by tensor cores; a product of many rows stays cuBLAS over the unpacked weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import lora, nvrtc, short_ops
+from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.quant import Packed, dequantize
+
+NAMES = ("unpack_nested", "unpack_plain", "lora_low", "lora_up")
+_TYPES = (torch.bfloat16, torch.float16)
+# As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
+_UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
+_MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
+# bitsandbytes' own products of fewer rows read packed weights.
+LEAST_TOKENS = 9
+# Sums in float32 in another order, then one rounding of 16 bits: relative error of a whole tensor.
+LARGEST_ERROR = 4e-3
+
+
+def source() -> str:
+    """Return the source as it is compiled."""
+    return nvrtc.source("values.cuh") + nvrtc.source("prompt.cu")
+
+
+def load(device: torch.device | str) -> nvrtc.Module:
+    """Compile the kernels for a device. Errors: DeviceError if that is not possible here."""
+    return nvrtc.Module(source(), device=device, name="prompt.cu")
+
+
+# 4-bit weights -------------------------------------------------------------------------------------------------------
+
+
+def can_unpack(packed: Packed) -> bool:
+    """Whether the kernel knows this form of a weight."""
+    if packed.kind not in ("nf4", "fp4") or packed.dtype not in _TYPES:
+        return False
+    sizes = [packed.blocksize] + ([packed.nested_blocksize] if "nested_absmax" in packed.parts else [])
+    values = packed.shape[0] * packed.shape[1]
+    return values % 32 == 0 and all(size >= 32 and size & (size - 1) == 0 for size in sizes)
+
+
+def unpack(packed: Packed, out: Tensor, module: Any = None) -> Tensor:
+    """Return the dequantized weight [D_out, D_in] in the memory of `out` (as many values or more, of its dtype)."""
+    values = packed.shape[0] * packed.shape[1]
+    weight = out.view(-1)[:values].view(packed.shape[0], packed.shape[1])
+    parts, codes = packed.parts, packed.codes
+    if module is None or not can_unpack(packed):
+        return weight.copy_(dequantize(packed))
+    nested = "nested_absmax" in parts
+    module.launch(
+        "unpack_nested" if nested else "unpack_plain", (-(-values // _UNPACKED),), (_THREADS,),
+        [
+            parts["weight"], parts["absmax"], parts.get("nested_absmax"), parts.get("offset"), codes.get("nested_code"),
+            codes["code"], nvrtc.Long(values), packed.blocksize.bit_length() - 1, packed.nested_blocksize.bit_length() - 1,
+            weight, int(packed.dtype == torch.float16),
+        ],
+    )  # fmt: skip
+    return weight
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def add(
+    A: Tensor, B: Tensor, scale: float, x: Tensor, y: Tensor, module: Any = None, *, round_change: bool
+) -> Tensor:  # fmt: skip
+    """Return y [n, D_out] + scale * B (A x), in place, for x [n, D_in]; A [R, D_in] and B [D_out, R] in float32.
+
+    round_change: the change is rounded before it is added, as PEFT does over a quantized layer; else the sum alone is.
+    """
+    if module is None or not can_add(A, B, x, y):
+        change = functional.linear(functional.linear(x.float(), A), B).mul_(scale)
+        return y.copy_(y + change.to(y.dtype) if round_change else y.float() + change)
+    n, rank, half = x.shape[0], A.shape[0], int(x.dtype == torch.float16)
+    slices, tiles = -(-x.shape[1] // _SLICE), -(-n // _TOKENS)
+    low = torch.empty(slices, n, rank, device=x.device)
+    module.launch("lora_low", (tiles, slices), (_THREADS,), [x, x.stride(0), n, x.shape[1], A, rank, low, half])
+    module.launch(
+        "lora_up", (-(-y.shape[1] // _COLUMNS), tiles), (_THREADS,),
+        [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), half],
+        shared_bytes=4 * _TOKENS * rank,
+    )  # fmt: skip
+    return y
+
+
+def can_add(A: Tensor, B: Tensor, x: Tensor, y: Tensor) -> bool:
+    """Whether the kernels know tensors of these shapes and types."""
+    return (
+        x.dtype == y.dtype and x.dtype in _TYPES and A.dtype == B.dtype == torch.float32 and A.shape[0] <= _MOST_RANK
+        and A.is_contiguous() and B.is_contiguous() and A.data_ptr() % 16 == 0 and x.shape[1] % 4 == 0
+        and x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+        and y.shape[1] % 2 == 0 and y.stride(1) == 1 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
+    )  # fmt: skip
+
+
+class ChunkAdapters(short_ops.ShortAdapters):
+    """What `lora.apply_linear` does in a captured chunk: plain LoRA by the kernels, whatever else as in a short step."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+
+    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        route: lora.Route = leaf.route
+        adapter = None if route.rows is not None or route.name is None else leaf.adapters.get(route.name)
+        if adapter is None or self.module is None or not y.is_contiguous():
+            return super().apply(leaf, x, y)
+        flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if not can_add(adapter.A, adapter.B, flat, out):
+            return super().apply(leaf, x, y)
+        add(adapter.A, adapter.B, adapter.scale, flat, out, self.module, round_change=leaf.quant_kind != "none")
+        return y
+
+
+# What a model uses of them -------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class PromptKernels:
+    """The compiled module, and which of its two parts are used; None and False where torch or bitsandbytes compute.
+
+    reasons: (what, why) of the parts that are not used. measured_us: name -> (ours, theirs).
+    """
+
+    module: Any = None
+    unpacks: bool = False
+    adds: bool = False
+    reasons: list[tuple[str, str]] = field(default_factory=list)
+    measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _weights: dict[torch.dtype, Tensor] = field(default_factory=dict)
+
+    @contextmanager
+    def unpacking(self, leaves: Sequence[Leaf]) -> Iterator[None]:
+        """Let these layers multiply many rows with a weight that is unpacked here, into memory that all of them share."""
+        if not self.unpacks:
+            yield
+            return
+        try:
+            for leaf in leaves:
+                vars(leaf)["base"] = self._base(leaf)
+            yield
+        finally:
+            for leaf in leaves:
+                vars(leaf).pop("base", None)
+
+    def _base(self, leaf: Leaf) -> Callable[[Tensor], Tensor]:
+        original = leaf.base
+
+        def base(x: Tensor) -> Tensor:
+            if x.numel() // x.shape[-1] < LEAST_TOKENS or x.dtype not in _TYPES:
+                return original(x)
+            packed = leaf.packed()
+            if packed.dtype != x.dtype or not can_unpack(packed):
+                return original(x)
+            return functional.linear(x, unpack(packed, self._weight(packed), self.module), leaf.bias)
+
+        return base
+
+    def reserve(self, leaves: Sequence[Leaf]) -> None:
+        """Make room for the largest weight; a capture must find it there."""
+        for leaf in leaves:
+            dtype, values = leaf.dtype, leaf.out_features * leaf.in_features
+            if self.unpacks and (dtype not in self._weights or self._weights[dtype].numel() < values):
+                self._weights[dtype] = torch.empty(values, dtype=dtype, device=leaf.device)
+
+    def _weight(self, packed: Packed) -> Tensor:
+        return self._weights[packed.dtype]
+
+
+def four_bit(hf_model: Any) -> list[Leaf]:
+    """Return the decoder's layers over 4-bit weights."""
+    decoder = hf_model.get_decoder()
+    return [one for one in decoder.modules() if isinstance(one, Leaf) and one.quant_kind in ("nf4", "fp4")]
+
+
+def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKernels:
+    """Return the kernels that compile, compute rightly and are faster here, tried on the model's largest 4-bit layer."""
+    chosen = PromptKernels()
+    if device.type != "cuda" or dtype not in _TYPES:
+        return chosen
+    try:
+        module = load(device)
+        leaves = sorted(four_bit(hf_model), key=lambda leaf: -leaf.out_features * leaf.in_features)
+        leaf = next((one for one in leaves if can_unpack(one.packed())), None)
+        with torch.no_grad():
+            for part, why in (
+                ("unpacked 4-bit weights", "no 4-bit layer" if leaf is None else wrong_unpack(leaf.packed(), module)),
+                ("adapters of a prompt", wrong_add(module, dtype)),
+            ):
+                if why is not None:
+                    chosen.reasons.append((part, why))
+                elif part == "adapters of a prompt":
+                    chosen.adds = True
+                else:
+                    chosen.unpacks = True
+            if chosen.unpacks and leaf is not None:
+                chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
+    except DeviceError as exc:
+        chosen.reasons.append(("kernels of a prompt", str(exc)))
+        return chosen
+    except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
+        chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
+        return PromptKernels(reasons=chosen.reasons)
+    chosen.module = module
+    return chosen
+
+
+def wrong_unpack(packed: Packed, module: Any) -> str | None:
+    """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
+    expected = dequantize(packed)
+    made = unpack(packed, torch.full_like(expected, float("nan")), module)
+    if torch.equal(made, expected):
+        return None
+    count = int((made != expected).sum())
+    return f"{count} of {expected.numel()} values are not those of bitsandbytes"
+
+
+def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9, 64, 515)) -> str | None:
+    """Return what is wrong with the kernels for LoRA, None if nothing: random values of several ranks, in float64."""
+    generator = torch.Generator(device=module.device).manual_seed(1)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator)
+
+    for number, n in enumerate(tokens):
+        for rank, wide, high in ((4, 192, 320), (8, 2560, 1030), (20, 1032, 64)):
+            A, B, x, y = (
+                random(rank, wide) / wide**0.5,
+                random(high, rank),
+                random(n, wide).to(dtype),
+                random(n, high).to(dtype),
+            )
+            expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
+            made = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
+            error = float((made - expected).norm() / expected.norm())
+            if not error < LARGEST_ERROR:
+                return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
+    return None
+
+
+def _unpack_runs(packed: Packed, module: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
+    return lambda: unpack(packed, out, module), lambda: dequantize(packed)
+
+
+def _pays(
+    chosen: PromptKernels, name: str, ours: Callable[[], Any], theirs: Callable[[], Any], device: torch.device
+) -> bool:  # fmt: skip
+    from trimtab.runtime.tuning import graph_us
+
+    chosen.measured_us[name] = graph_us(ours, device), graph_us(theirs, device)
+    own, other = chosen.measured_us[name]
+    if own < other:
+        return True
+    chosen.reasons.append((name, f"{own:.1f} us against {other:.1f}"))
+    return False
