@@ -11,7 +11,7 @@ from tests.test_prefill import answered, differ, eager, ids, in_chunks, named
 from trimtab.runtime import prompt_kernels
 from trimtab.runtime.quant import dequantize, quantize
 
-# In bfloat16 a product of padded rows rounds its sums elsewhere, and so do norms of one operation: steps of 2^-8 of the largest score.
+# In bfloat16 a product of padded rows rounds its sums elsewhere, so do norms of one operation: steps of 2^-8 of the largest.
 TOLERANCE = 2**-5
 
 
