@@ -21,7 +21,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.plan.activations import use_of
-from trimtab.plan.prompt_memory import prompt_graph_bytes
+from trimtab.plan.prompt_memory import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime import hf, hf_prefill, prefill_graphs
 from trimtab.runtime.batch import Batch
@@ -487,19 +487,38 @@ def test_prompts_are_captured_where_the_plan_leaves_room(demo, monkeypatch):
     monkeypatch.setattr(batch.steps, "is_captured", False)
     prompts = batch.prompts
     prompts.captures = True
-    every = tuple(size for size in hf_prefill.CHUNKS if size <= 384)
-    needed = {count: prompts.extra_bytes(every[:count]) for count in range(len(every) + 1)}
-    assert needed[0] == 0 and all(needed[count] < needed[count + 1] for count in range(len(every)))
-    before = demo.plan
-    for left, sizes in ((needed[4], every), (needed[4] - 1, every[:3]), (needed[1], every[:1]), (needed[1] - 1, ())):
-        budget = before.gpu_needed_bytes + left
-        demo.plan = replace(before, gpu_budget_bytes=budget)
-        try:
-            assert prompts._fitting(None)[0] == sizes
-            if not sizes:
-                assert "more than the plan and the captured steps" in prompts._why_not(None)
-        finally:
-            demo.plan = before
+    every, before = tuple(size for size in hf_prefill.CHUNKS if size <= 384), demo.plan
+    assert every == (16, 64, 128, 256)
+    cases = [(every, every), ((64, 128, 256), every[1:]), ((256,), (256,)), ((128,), (128,))]
+    for fitting, sizes in cases:
+        for spare, wanted in ((0, sizes), (-1, None)):
+            budget = before.gpu_needed_bytes + prompts.extra_bytes(fitting) + spare
+            demo.plan = replace(before, gpu_budget_bytes=budget)
+            try:
+                chosen = prompts._fitting(None)[0]
+                assert (
+                    chosen == wanted
+                    if wanted is not None
+                    else prompts.extra_bytes(chosen) < prompts.extra_bytes(fitting)
+                )
+                if fitting == (128,) and spare:
+                    assert chosen == ()
+                    assert "more than the plan and the captured steps" in prompts._why_not(None)
+            finally:
+                demo.plan = before
+
+
+def test_the_largest_chunk_that_fits_comes_first():
+    def count(sizes):
+        return sum(sizes) + 10 * len(sizes)
+
+    assert choose_chunks((16, 64, 128, 256), count, 10**6) == (16, 64, 128, 256)
+    assert choose_chunks((16, 64, 128, 256), count, 300) == (16, 256)
+    assert choose_chunks((16, 64, 128, 256), count, 265) == (16, 64, 128)
+    assert choose_chunks((16, 64, 128, 256), count, 220) == (64, 128)
+    assert choose_chunks((16, 64, 128, 256), count, 137) == ()
+    assert choose_chunks((16, 64), count, 137) == (16, 64)  # of a context of few tokens
+    assert choose_chunks((), count, 137) == ()
 
 
 def test_bytes_of_captured_prompts_grow_with_what_is_captured(tmp_path):

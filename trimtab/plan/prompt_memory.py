@@ -5,14 +5,17 @@ Pure: sizes of the model, of the request and of the chunks. What runs them is `r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
 
-# A kernel in a captured graph: its node in the driver and its arguments.
-KERNEL_BYTES = 3 * 2**10
+# A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
+# for 9 graphs of E4B, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided by what `kernels_of` counts.
+KERNEL_BYTES = 5 * 2**10
+# A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
+LEAST_LARGEST = 128
 # Kernels of one pass: for a 4-bit weight two of its scales, one of the weight, the product; for an adapter the input in
 # float32, two products, scaling and sum; for everything else of a layer (norms, rotation, attention, gates), and around layers.
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
@@ -40,6 +43,23 @@ def prompt_graph_bytes(
     graphs = len(chunks) + (GRAPHS_OF_LONG_PROMPTS if use.context_tokens > piece else 0)
     kernels = kernels_of(anatomy, has_adapters=has_adapters)
     return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
+
+
+def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
+    """Return the sizes of chunks that fit into `left` bytes: the largest that does, and of the smaller ones as many as do.
+
+    sizes: ascending, what the request has use for. The largest counts most: a prompt of several chunks reads every weight as
+    often, while padding costs only arithmetic. Empty where no size of LEAST_LARGEST or more fits, unless none is asked for.
+    """
+    least = min(LEAST_LARGEST, max(sizes, default=0))
+    largest = next((size for size in reversed(sizes) if size >= least and bytes_of((size,)) <= left), None)
+    if largest is None:
+        return ()
+    chosen: tuple[int, ...] = (largest,)
+    for size in reversed([size for size in sizes if size < largest]):
+        if bytes_of((size, *chosen)) <= left:
+            chosen = (size, *chosen)
+    return chosen
 
 
 def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:

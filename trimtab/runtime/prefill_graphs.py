@@ -27,7 +27,7 @@ from torch import Tensor
 
 from trimtab.errors import gib
 from trimtab.plan.activations import use_of
-from trimtab.plan.prompt_memory import prompt_graph_bytes
+from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
@@ -129,15 +129,14 @@ class Prompts:
         )
 
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
-        """Return the sizes of chunks that the plan leaves room for, and (bytes of the smallest one alone, bytes left)."""
+        """Return the sizes of chunks that the plan leaves room for, the bytes of the least that is worth it, and those left."""
         most = min(self.model.prefill_tokens, self.batch.context_tokens or self.model.prefill_tokens)
         chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
         left = self._left_bytes()
-        while chosen and self.extra_bytes(chosen) > left:
-            chosen = chosen[:-1]
-        return chosen, self.extra_bytes(hf_prefill.CHUNKS[:1]), max(left, 0)
+        least = min(LEAST_LARGEST, max(chosen, default=0))
+        return choose_chunks(chosen, self.extra_bytes, left), self.extra_bytes((least,)), max(left, 0)
 
     def _left_bytes(self) -> int:
         plan = self.model.plan
