@@ -494,7 +494,7 @@ def test_a_value_that_is_not_finite_names_the_tensor(tmp_path):
 def test_what_cannot_be_is_refused_by_name(base):
     with pytest.raises(RequestError, match="unknown choice") as error:
         planned(base, head="int4")
-    assert (error.value.field, error.value.value, error.value.allowed) == ("head", "int4", ("full", "int8"))
+    assert (error.value.field, error.value.value, error.value.allowed) == ("head", "int4", ("auto", "full", "int8"))
     with pytest.raises(RequestError, match="keep_unquantized names lm_head") as error:
         planned(base, head="int8", keep_unquantized=("lm_head",))
     assert (error.value.field, error.value.value) == ("head", "int8")

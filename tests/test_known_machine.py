@@ -207,8 +207,8 @@ def test_a_gpu_is_known_from_the_driver(without_torch, monkeypatch):
         machine, rates = known.find_machine(asked)
         assert rates == Rates(host_Bps=5e9)
         assert machine == Machine(
-            execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=20 * GIB - known.CONTEXT_BYTES,
-            host_available_bytes=machine.host_available_bytes, context_bytes=known.CONTEXT_BYTES,
+            execution_device="cuda:0", gpu_total_bytes=24 * GIB, gpu_free_bytes=20 * GIB - known.context_bytes(58),
+            host_available_bytes=machine.host_available_bytes, context_bytes=known.context_bytes(58),
             process_bytes=650 * MIB + known.FIRST_FORWARD_BYTES, capability=(8, 9), multiprocessors=58,
         )  # fmt: skip
 

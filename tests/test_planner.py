@@ -89,7 +89,7 @@ def test_the_table_leaves_first():
 
 
 def test_towers_leave_before_decoder_layers():
-    made = plan(gpu=2.5)
+    made = plan(gpu=2.6)
     assert "stream" in tiers(made, "vision") | tiers(made, "audio") and tiers(made, "language") == {"resident"}
     assert made.staging_slots == 2 and made.gpu["staging"] > 0
     check_within(made)
@@ -313,9 +313,9 @@ def test_the_same_inputs_give_the_same_plan():
 
 def test_planning_takes_a_moment():
     # Ten times what it takes here, for slow and shared machines; it catches a search that tries everything.
-    began = time.perf_counter()
+    began = time.process_time()
     plan(E4B, gpu=3.5, host=1.5)
-    assert time.perf_counter() - began < 3
+    assert time.process_time() - began < 3
 
 
 @st.composite
@@ -448,7 +448,7 @@ def test_a_plan_prints_like_layers_in_one_row_and_every_device():
 
 
 def test_a_table_shows_the_bytes_of_every_block():
-    made = plan(gpu=2.5)
+    made = plan(gpu=2.6)
     assert gib(next(row for row in made.placements if row.block_path == TABLE).host_bytes) in str(made)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import Adapters, paths_of
-from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter import AdapterSpec, describe, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
@@ -20,6 +20,7 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_here, find_card
 from trimtab.plan.max_memory import merged_budgets
+from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
 
 PROBE = "_probe"
@@ -45,7 +46,8 @@ def plan(
     keep_unquantized: Sequence[str] = (),
     device: str = "auto",
     offload_dir: str | Path | None = None,
-    head: str = "full",
+    head: str = "auto",
+    decode: str = "auto",
     card: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
 ) -> Plan:
@@ -53,8 +55,10 @@ def plan(
 
     model: a checkpoint folder or a hub id that is in the local cache. adapters: name -> folder, or folders alone, which are
     named as they are called. Sizes are bytes or text such as "4GiB" or "4G".
-    head: "int8" computes with an 8-bit copy of the output head. card: plan for this GPU, which need not be here: a name such as
-    "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the budgets in transformers' form.
+    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where they keep
+    more of the decoder on the GPU. decode: how steps run: "auto", or by name "eager", "graph" or "fused". card: plan for this
+    GPU, which need not be here: a name such as "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the
+    budgets in transformers' form.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -77,6 +81,7 @@ def plan(
             keep_unquantized=tuple(keep_unquantized),
             offload_dir=str(offload_dir) if offload_dir is not None else None,
             head=head,
+            decode=decode,
             card=card,
         )
     )
@@ -101,16 +106,28 @@ def plan_request(request: LoadRequest) -> Plan:
         )  # fmt: skip
     else:
         here = known.find_machine(request.device)
-    anatomy, probe = _anatomy(checkpoint, request, may_be_kept=here is not None)
-    adapters = {
-        name: match_adapter(read_adapter(path), anatomy).nbytes("float32") for name, path in request.adapters.items()
-    }
-    machine, rates = here or _ask_machine(request.device, bytes_before)
+    first = replace(request, head="full") if request.head == "auto" else request
+    anatomy, probe = _anatomy(checkpoint, first, may_be_kept=here is not None)
+    files = {name: read_adapter(path) for name, path in request.adapters.items()}
+    specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
+    machine, rates = here or _ask_machine(request, bytes_before)
+    head_refused, head8 = "", None
+    if request.head == "auto" and not machine.on_cpu:
+        head_refused = head_change(specs, anatomy)
+        try:
+            if not head_refused:
+                small = replace(request, head="int8")
+                head8, probe = _anatomy(checkpoint, small, may_be_kept=here is not None, probe=probe)
+        except RequestError as exc:
+            head_refused = str(exc).splitlines()[0]
     disk_bytes = disk_free_bytes(request.offload_dir)
     made = make_plan(
         request,
         anatomy,
-        adapters=adapters,
+        adapters={name: spec.nbytes("float32") for name, spec in specs.items()},
+        adapter_stamps={name: file.stamps for name, file in files.items()},
+        head8=head8,
+        head_refused=head_refused,
         machine=machine,
         rates=rates,
         checkpoint_stamps=checkpoint.stamps,
@@ -124,16 +141,19 @@ def plan_request(request: LoadRequest) -> Plan:
     return made
 
 
-def _anatomy(checkpoint: Checkpoint, request: LoadRequest, *, may_be_kept: bool) -> tuple[Anatomy, Any]:
-    """Return the anatomy of a checkpoint and the probe that it was read from, None where an earlier process kept it."""
+def _anatomy(
+    checkpoint: Checkpoint, request: LoadRequest, *, may_be_kept: bool, probe: Any = None
+) -> tuple[Anatomy, Any]:
+    """Return the anatomy of a checkpoint and the probe that it was read from: the one given, a new one, or None where an earlier
+    process kept the anatomy."""
     from trimtab.machine import anatomies
 
     kept = anatomies.find_anatomy(checkpoint, request) if may_be_kept else None
     if kept is not None:
-        return kept, None
+        return kept, probe
     from trimtab.runtime import hf
 
-    probe = hf.probe(checkpoint, request.dtype)
+    probe = probe or hf.probe(checkpoint, request.dtype)
     anatomy = hf.anatomy_of(
         probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
     )
@@ -141,7 +161,7 @@ def _anatomy(checkpoint: Checkpoint, request: LoadRequest, *, may_be_kept: bool)
     return anatomy, probe
 
 
-def _ask_machine(device: str, bytes_before: int | None) -> tuple[Machine, Rates]:
+def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machine, Rates]:
     """Return the machine and its rates, asked through torch, and keep what a later process needs to plan without it.
 
     bytes_before: what this process had before torch; None if torch was there already.
@@ -151,10 +171,33 @@ def _ask_machine(device: str, bytes_before: int | None) -> tuple[Machine, Rates]
     from trimtab.machine import known
     from trimtab.runtime import devices
 
-    machine = devices.read_machine(device)
+    machine = devices.read_machine(request.device, budget_bytes=request.gpu_memory_bytes)
     if bytes_before is not None:
         known.remember(machine, bytes_before=bytes_before, threads=torch.get_num_threads())
     return machine, devices.measure_rates(machine.execution_device)
+
+
+def plan_options(request: LoadRequest, plan: Plan) -> list[Option]:
+    """Return what changes of one thing each would give: bytes and predicted tokens a second. plan: of the request."""
+    return options_of(request, plan_request, budget_bytes=plan.gpu_budget_bytes)
+
+
+def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
+    """Return which adapter changes the output head, so that it has to stay as it is; "" if none does."""
+    heads = {row.module_path for row in anatomy.rows if row.part == "head"}
+    weights = {row.weight.tensor_path: row.weight.tied_to for row in anatomy.rows if row.part == "head" and row.weight}
+    tied = {owner.removesuffix(".weight") for owner in weights.values() if owner}
+    tied |= {
+        row.module_path
+        for row in anatomy.rows
+        for tensor in row.tensors
+        if tensor.tied_to and tensor.tied_to in weights
+    }
+    for name, spec in specs.items():
+        for target in spec.targets:
+            if target.module_path in heads or (target.module_path in tied and target.kind == "saved"):
+                return f"adapter {name} changes {target.module_path}"
+    return ""
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
@@ -175,13 +218,13 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
 
 
 def load(
-    plan: Plan | str | Path, *, progress: Callable[[int, int], None] | None = None, decode: str = "auto", **options: Any
+    plan: Plan | str | Path, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None, **options: Any
 ) -> LoadedModel:
     """Return the model of a plan, loaded; use it as a context manager.
 
     plan: a plan, the .json file of a saved one, or a model, which is then planned with `options`, those of `plan`.
-    progress: called with (bytes read, of bytes). decode: "auto" takes the fastest way to compute a step that works here,
-    "eager" transformers' own; see `LoadedModel`. Errors: DeviceError if the plan is for a card that is not here.
+    progress: called with (bytes read, of bytes). decode: another way to run steps than the plan's; what it takes
+    beyond the plan must fit the budget. See `LoadedModel`. Errors: DeviceError if the plan is for a card that is not here.
     """
     from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel

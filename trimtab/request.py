@@ -20,6 +20,8 @@ QUANTS = ("none", "int8", "fp4", "nf4", "nf4-dq")
 DEFAULT_QUANT = "nf4-dq"
 # The output head as the checkpoint has it, or an 8-bit copy of it.
 HEADS = ("full", "int8")
+# What may be asked of the head: "auto" lets the plan choose.
+HEAD_CHOICES = ("auto", *HEADS)
 # How steps are computed; and, for a whole model, "auto" over weights repacked for the CPU.
 STEP_MODES = ("auto", "eager", "graph", "fused")
 DECODE_MODES = (*STEP_MODES, "repacked")
@@ -101,9 +103,10 @@ class LoadRequest:
     decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
     activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
     form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
-    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is. card: plan for
-    this GPU, which need not be here, from estimates. disk_memory_bytes: the most that the disk tier may take, None for what is
-    free.
+    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is; "auto" is full
+    unless 8 bits keep more of the decoder on the GPU. card: plan for this GPU, which need not be here, from estimates.
+    disk_memory_bytes: the most that the disk tier may take, None for what is free. decode: how steps run, one of
+    DECODE_MODES; a mode given by name is an error where it cannot be had.
     """
 
     model: str
@@ -124,12 +127,14 @@ class LoadRequest:
     head: str = "full"
     card: str | None = None
     disk_memory_bytes: int | None = None
+    decode: str = "auto"
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
         object.__setattr__(self, "dtype", full_dtype(self.dtype))
         check_choice(self.dtype, DTYPES, field_name="dtype")
-        check_choice(self.head, HEADS, field_name="head")
+        check_choice(self.head, HEAD_CHOICES, field_name="head")
+        check_choice(self.decode, DECODE_MODES, field_name="decode")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.adapter_config import config_problems
+from trimtab.checkpoint.folder import Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import AdapterError
 
@@ -26,12 +27,16 @@ _OTHER_FILES = {
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """A folder that PEFT wrote: its configuration as stored and the header of its tensor file."""
+    """A folder that PEFT wrote: its configuration as stored and the header of its tensor file.
+
+    stamps: (file, size, mtime in ns) of both, taken before they were read.
+    """
 
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     file: Path
+    stamps: tuple[Stamp, ...] = ()
 
 
 def read_adapter(path: str | Path) -> AdapterFile:
@@ -47,6 +52,7 @@ def read_adapter(path: str | Path) -> AdapterFile:
     problems = _missing_files(folder)
     if problems:
         raise AdapterError(folder, problems)
+    stamps = tuple(stamp_of(folder, folder / name) for name in (CONFIG_NAME, TENSORS_NAME))
     config = _read_config(folder / CONFIG_NAME)
     problems = config_problems(config)
     if problems:
@@ -54,7 +60,7 @@ def read_adapter(path: str | Path) -> AdapterFile:
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
         raise AdapterError(folder, [f"{TENSORS_NAME} holds no tensor"])
-    return AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME)
+    return AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
 
 
 def _missing_files(folder: Path) -> list[str]:

@@ -102,7 +102,8 @@ class Anatomy:
     missing_projections: paths of k/v projections that KV-shared layers do not have although their siblings do; an
     adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
     tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
-    processor's choice.
+    processor's choice. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of
+    our own kernels; None if they can.
     """
 
     model_class: str
@@ -115,6 +116,8 @@ class Anatomy:
     missing_projections: tuple[str, ...] = ()
     prequantized: str | None = None
     tower_tokens: tuple[tuple[Part, int], ...] = ()
+    capture_unsupported: str | None = None
+    fused_unsupported: str | None = None
 
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}

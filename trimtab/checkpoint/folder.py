@@ -63,7 +63,7 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     config = read_json(config_file)
     files, index = _weight_files(folder, config)
     # Stamped before it is read: what changes in between is then seen as a change.
-    stamps = tuple(_stamp(folder, file) for file in (config_file, *([index] if index else []), *files))
+    stamps = tuple(stamp_of(folder, file) for file in (config_file, *([index] if index else []), *files))
     tensors = _read_tensors(files)
     if index is not None:
         _check_index(folder, index, tensors)
@@ -72,7 +72,7 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a file is no longer what it was when the checkpoint was read."""
-    now = [_stamp(checkpoint.folder, checkpoint.folder / name) for name, *_ in checkpoint.stamps]
+    now = [stamp_of(checkpoint.folder, checkpoint.folder / name) for name, *_ in checkpoint.stamps]
     changed = [then[0] for then, new in zip(checkpoint.stamps, now, strict=True) if then != new]
     if changed:
         raise CheckpointError(
@@ -96,7 +96,8 @@ def read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _stamp(folder: Path, file: Path) -> Stamp:
+def stamp_of(folder: Path, file: Path) -> Stamp:
+    """Return (name, size, mtime in ns) of a file; -1 for both where it is not there."""
     name = file.relative_to(folder).as_posix()
     try:
         found = file.stat()

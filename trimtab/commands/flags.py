@@ -12,7 +12,7 @@ from trimtab.adapter_names import parse_unweighted
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
-from trimtab.request import DECODE_MODES, HEADS, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import DECODE_MODES, HEAD_CHOICES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
 def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
@@ -30,7 +30,8 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
     )
     group.add_argument(
         "--head", metavar="FORM",
-        help=f"the output head: {', '.join(HEADS)} (default: full, as the checkpoint has it; int8 reads half the bytes)",
+        help=f"the output head: {', '.join(HEAD_CHOICES)} "
+        "(default: auto, 8 bits where they keep more of the decoder on the GPU; bench and verify: full)",
     )  # fmt: skip
     group.add_argument(
         "--dtype", metavar="DTYPE", help="bf16, fp16, fp32 or in full: bfloat16, ... (default: bfloat16)"

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import asdict
 from typing import Any
 
 import trimtab
@@ -37,6 +38,10 @@ def add(command: Command) -> None:
     planned.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one prompt (default: 30)")
     planned.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     planned.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
+    planned.add_argument(
+        "--options", action="store_true", help="also plan what could be changed: memory and tokens a second of each"
+    )
+    add_decode(planned)
 
     inspected = command("inspect", run_inspect, "what an adapter targets, and what of it a model would take")
     inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote")
@@ -59,9 +64,12 @@ def add(command: Command) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from trimtab.api import plan_request
+    from trimtab.api import plan_options, plan_request
+    from trimtab.plan.options import options_text
 
-    plan = plan_request(load_request(options))
+    request = load_request(options, head="auto", decode=options.decode or "auto")
+    plan = plan_request(request)
+    helpful = plan_options(request, plan) if options.options else []
     if options.save:
         plan.save(options.save)
     if options.picture:
@@ -69,9 +77,11 @@ def run_plan(options: argparse.Namespace) -> int:
 
         draw(plan, options.picture)
     if options.json:
-        print_json(plan.to_json())
+        print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
     print(plan)
+    if helpful:
+        print(f"\n{options_text(helpful)}")
     for path in (options.save, options.picture):
         if path:
             print(f"written: {path}", file=sys.stderr)
@@ -94,7 +104,7 @@ def run_run(options: argparse.Namespace) -> int:
     answering, decode = sampling_options(options), decode_of(options)
     if not (options.prompt.strip() or options.image or options.audio):
         raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=options.prompt)
-    plan = _plan_to_run(options)
+    plan = _plan_to_run(options, decode)
     adapter = _adapter_to_use(options.use, list(plan.request.adapters))
     question: dict[str, Any] = {
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
@@ -102,7 +112,7 @@ def run_run(options: argparse.Namespace) -> int:
     # A folder without a tokenizer is found before minutes are spent on its weights.
     processor = load_processor(find_folder(plan.request.model))
     with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress, decode=decode)
+        model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
         if options.json:
@@ -127,14 +137,14 @@ def _stream(pieces: Any) -> int:
     return 0
 
 
-def _plan_to_run(options: argparse.Namespace) -> trimtab.Plan:
+def _plan_to_run(options: argparse.Namespace, decode: str) -> trimtab.Plan:
     from trimtab.api import plan_request
     from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
     for path in options.image:
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
-    given = plan_or_request(options, images=len(options.image), audio_s=sound_s)
+    given = plan_or_request(options, images=len(options.image), audio_s=sound_s, head="auto", decode=decode)
     return given if isinstance(given, trimtab.Plan) else plan_request(given)
 
 

@@ -73,7 +73,7 @@ def check_files() -> None:
 def _run(say: Say) -> dict[str, Any]:
     options: dict[str, Any] = {
         "adapters": {name: FOLDER / "adapters" / name for name in ADAPTERS}, "context": CONTEXT_TOKENS,
-        "images": 1, "audio_s": 1.0,
+        "images": 1, "audio_s": 1.0, "head": "full",
     }  # fmt: skip
     asks = read_asks(list(options["adapters"]))
     say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.")

@@ -82,7 +82,7 @@ class _Run:
         case = self.case
         found: dict[str, Any] = {
             "quant": case.quant, "context": CONTEXT_TOKENS, "images": 1, "audio_s": 2.0,
-            "device": "cuda" if self.on_gpu else "cpu",
+            "device": "cuda" if self.on_gpu else "cpu", "head": "full",
         }  # fmt: skip
         if case.needs_adapter:
             found["adapters"] = {ADAPTER: self.request["adapters"][case.adapter]}

@@ -18,12 +18,10 @@ from trimtab.machine import gpus, rates_file
 from trimtab.machine.installed import torch_build, versions
 from trimtab.machine.memory import cpu_name, host_available_bytes, process_bytes
 from trimtab.machine.own_folder import hashed, own_folder, read_own, write_own
+from trimtab.plan.card_machine import context_bytes
 from trimtab.plan.cost import Rates
 from trimtab.plan.planner import Machine
 
-# A CUDA context with the kernels of torch and bitsandbytes that a request loads; not part of torch's own count. It grows
-# with the number of multiprocessors: an H200 with 132 of them took 525 MiB at first and 689 MiB after the first products.
-CONTEXT_BYTES = 500 * 2**20
 # Host memory that the first forward on a GPU adds for good: code of cuBLAS, cuDNN and bitsandbytes, and the driver's
 # tables. 0.85 GiB with torch 2.11, CUDA 13 on an H200 (bench/results/memory.json: resident, host peak over base).
 FIRST_FORWARD_BYTES = 850 * 2**20
@@ -59,7 +57,7 @@ def gpu_machine(
     """Return a machine that computes on a GPU. free_bytes: beside this process's context."""
     return Machine(
         execution_device=device, gpu_total_bytes=total_bytes, gpu_free_bytes=free_bytes,
-        host_available_bytes=host_available_bytes(), context_bytes=CONTEXT_BYTES,
+        host_available_bytes=host_available_bytes(), context_bytes=context_bytes(multiprocessors),
         process_bytes=process + FIRST_FORWARD_BYTES, capability=capability, multiprocessors=multiprocessors,
     )  # fmt: skip
 
@@ -92,7 +90,7 @@ def find_machine(device: str) -> tuple[Machine, Rates] | None:
         card = cards[int(resolved.partition(":")[2])]
         name = card.name
         machine = gpu_machine(
-            resolved, total_bytes=card.total_bytes, free_bytes=max(card.free_bytes - CONTEXT_BYTES, 0),
+            resolved, total_bytes=card.total_bytes, free_bytes=max(card.free_bytes - context_bytes(card.multiprocessors), 0),
             process=process, capability=card.capability, multiprocessors=card.multiprocessors,
         )  # fmt: skip
     rates = rates_file.read(name, build.version, facts["threads"])

@@ -150,6 +150,17 @@ def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, token
     return total + copied
 
 
+def row_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int) -> int:
+    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, a window of a
+    sliding one (runtime/hf_slots.py)."""
+    total = 0
+    for layer in layers:
+        if layer.shares is None:
+            positions = context_tokens if layer.window is None else min(layer.window, context_tokens)
+            total += 2 * rows * layer.kv_heads * positions * layer.head_dim * DTYPE_BYTES[dtype]
+    return total
+
+
 @dataclass(frozen=True)
 class Widths:
     """Widths of one part's layers: D, query, MLP and the largest weight that is dequantized at once, in numbers."""
@@ -200,34 +211,40 @@ class Needs:
     phases: Mapping[str, tuple[int, int]]
 
 
-def needs_of(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> Needs:
-    """Return what a request needs beside weights, at its worst."""
-    counted = _Counter(anatomy, use, quant_of(anatomy, quant), has_adapters)
+def needs_of(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False) -> Needs:
+    """Return what a request needs beside weights, at its worst.
+
+    has_rows: whether every sequence has fixed buffers for its keys and values, as it has where steps are captured or several
+    sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them.
+    """
+    kind = quant_of(anatomy, quant)
+    has_rows = has_rows or use.batch > 1
+    one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
+    several = _Counter(anatomy, use, kind, has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = use.prefill_tokens
-    # Where rows are decoded together, a prompt goes through with a cache of its own beside theirs.
-    prompt_rows = use.batch + 1 if use.batch > 1 else 1
+    fixed = row_cache_bytes(layers, dtype, rows=use.batch, context_tokens=use.context_tokens) if has_rows else 0
+    stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1)
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
-            kv_cache_bytes(layers, dtype, batch=prompt_rows, tokens=use.context_tokens, new_tokens=piece),
-            counted.text(piece, use.context_tokens),
+            fixed + kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece),
+            one.text(piece, use.context_tokens),
         ),
-        "step": (
-            kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1),
-            counted.text(1, use.context_tokens),
-        ),
+        "step": (stepped, several.text(1, use.context_tokens)),
     }
     if use.patches:
-        phases["pictures"] = (0, counted.pictures())
+        phases["pictures"] = (fixed, one.pictures())
     if use.sound_s:
-        phases["sound"] = (0, counted.sound())
+        phases["sound"] = (fixed, one.sound())
     phase = max(phases, key=lambda name: sum(phases[name]))
     return Needs(phase, *phases[phase], phases=MappingProxyType(phases))
 
 
-def smaller_needs(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool) -> Iterator[tuple[str, int]]:
+def smaller_needs(
+    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False
+) -> Iterator[tuple[str, int]]:
     """Yield (what to ask less of, bytes it saves), for the advice in an error."""
-    now = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters)
+    now = needs_of(anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
     half = max(use.context_tokens // 2, 1)
     tries = {
         f"context={half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
@@ -236,7 +253,7 @@ def smaller_needs(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool)
         "no sound": replace(use, sound_s=0.0),
     }
     for name, smaller in tries.items():
-        less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters)
+        less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
         saved = now.kv_cache_bytes + now.activation_bytes - less.kv_cache_bytes - less.activation_bytes
         if saved > 0:
             yield name, saved

@@ -14,8 +14,9 @@ from trimtab.plan.planner import Machine
 
 # What the driver keeps of an idle card.
 DRIVER_BYTES = 256 * MIB
-# A context with torch's and bitsandbytes' kernels grows with the multiprocessors: 689 MiB with 132 of them (H200, torch 2.11).
-CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 150 * MIB, 4 * MIB
+# A bare context grows with the multiprocessors: 527 MiB with 132 of them (H200, torch 2.11). Kernels are counted by the plan
+# (plan/execution.py).
+CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 3 * MIB
 # The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Of products nothing was
 # measured on small cards: what is left beside their power limits is assumed.
 MEMORY_SHARE, FLOPS_SHARE = 0.87, 0.6
@@ -24,7 +25,7 @@ PROCESS_BYTES = (1024 + 850) * MIB
 
 
 def context_bytes(multiprocessors: int) -> int:
-    """Return about how much of a card a CUDA context with torch's kernels takes."""
+    """Return about how much of a card a bare CUDA context takes."""
     return CONTEXT_BASE_BYTES + CONTEXT_BYTES_EACH * multiprocessors
 
 

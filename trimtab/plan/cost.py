@@ -8,7 +8,7 @@ link, and the overlap of one block's copy with another's computation is counted 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES
@@ -154,17 +154,20 @@ class Weights:
 
 
 def seconds(
-    tier: str, home: str, weights: Weights, work: Work, rates: Rates, *, pinned: bool, on_cpu: bool
-) -> tuple[float, float]:
+    tier: str, home: str, weights: Weights, work: Work, rates: Rates, *, pinned: bool, on_cpu: bool,
+    step_launch_s: float | None = None,
+) -> tuple[float, float]:  # fmt: skip
     """Return (seconds a request, seconds a decoding step) that a block costs in a tier.
 
     A copied block costs the longer of its copy and its computation; a gathered table costs the rows asked for.
+    step_launch_s: of one kernel of a decoding step, where that is not the rates' own (a captured step).
     """
     copy_Bps = rates.copy_Bps(pinned=pinned, on_cpu=on_cpu)
     if weights.row_bytes:
         rows_s = [_rows_s(tier, home, weights, rows, rates, copy_Bps) for rows in (work.prompt_rows, work.step_rows)]
         return work.passes * rates.launch_s + rows_s[0], (rates.launch_s + rows_s[1] if work.step_rows else 0.0)
-    step = _pass_s(tier, weights, work.step_rows, rates, copy_Bps) if work.step_rows else 0.0
+    stepping = rates if step_launch_s is None else replace(rates, launch_s=max(step_launch_s, 1e-9))
+    step = _pass_s(tier, weights, work.step_rows, stepping, copy_Bps) if work.step_rows else 0.0
     rows = ceil(work.prompt_rows / work.passes) if work.passes else 0
     return work.passes * _pass_s(tier, weights, rows, rates, copy_Bps), step
 

@@ -27,9 +27,18 @@ PART_COLORS = {
 }  # fmt: skip
 ITEM_COLORS = {
     "adapters": "#7b4fa3", "kv_cache": "#6fa8dc", "activations": "#9fc5e8", "staging": "#b7b7a4", "buffers": "#b7b7a4",
-    "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db", "process": "#aab2bb", "fixed": "#45556b",
+    "kernels": "#8fa3b0", "graphs": "#8e7cc3", "logits": "#b4a7d6", "scratch": "#c9c2dd", "workspaces": "#d9d2e9",
+    "checks": "#e3dff0", "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db", "process": "#aab2bb", "fixed": "#45556b",
 }  # fmt: skip
-ITEM_NAMES = {"kv_cache": "KV cache", "cuda_context": "driver context", "fixed": "shared look-up tables"}
+ITEM_NAMES = {
+    "kv_cache": "KV cache",
+    "cuda_context": "driver context",
+    "kernels": "libraries and kernels",
+    "graphs": "graph nodes",
+    "workspaces": "cuBLAS workspaces",
+    "checks": "kernel checks",
+    "fixed": "shared look-up tables",
+}
 TIER_TINT = {"resident": 0.0, "gather": 0.25, "stream": 0.35, "host": 0.5, "disk": 0.2}
 
 
@@ -151,12 +160,20 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
             f"{request.quant}, context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
             f"sound {request.audio_s:g} s", 13, QUIET,
         ),
+        Label(MARGIN, 80, _execution_line(plan), 13, QUIET),
     ]  # fmt: skip
-    top = 92.0
+    top = 110.0
     for bar in bars_of(plan):
         drawn, top = _bar(bar, top)
         shapes += drawn
     return shapes, top
+
+
+def _execution_line(plan: Plan) -> str:
+    execution = plan.execution
+    head = ", 8-bit head" if execution.head == "int8" else ""
+    rate = f"{execution.tokens_per_s:.0f}" if execution.tokens_per_s >= 10 else f"{execution.tokens_per_s:.1f}"
+    return f"prompts {execution.prompt.mode}, decode steps {execution.step.mode}{head}: {rate} tokens/s predicted"
 
 
 def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
+from trimtab.plan.execution import Execution
 from trimtab.request import TIERS, LoadRequest
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
-OUTSIDE_PEAK = ("cuda_context", "allocator_reserve")
+OUTSIDE_PEAK = ("kernels", "graphs", "cuda_context", "allocator_reserve")
 
+Stamps = tuple[tuple[str, int, int], ...]
 Row = TypeVar("Row")
 
 
@@ -64,8 +66,10 @@ class Plan:
     while a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the
     driver's context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the
     pieces in which a prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase:
-    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned. card: the profile
-    that all figures were estimated from, None where the machine's own were used.
+    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned. execution: how
+    prompts and steps run, and which output head they use. adapter_bytes: name -> bytes on the execution device.
+    adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None where the
+    machine's own were used.
     """
 
     request: LoadRequest
@@ -87,6 +91,9 @@ class Plan:
     unquantized: tuple[Unquantized, ...]
     checkpoint_stamps: tuple[tuple[str, int, int], ...]
     rates: Rates
+    execution: Execution
+    adapter_bytes: Mapping[str, int] = field(default_factory=dict)
+    adapter_stamps: Mapping[str, Stamps] = field(default_factory=dict)
     card: Card | None = None
     version: int = PLAN_VERSION
 
@@ -105,13 +112,13 @@ class Plan:
 
     @property
     def request_s(self) -> float:
-        """Expected seconds of one request before its first token: pictures, sound and prompt, all blocks."""
-        return sum(row.request_s for row in self.placements)
+        """Expected seconds of one request before its first token: pictures, sound and a prompt that fills the context."""
+        return self.execution.prompt.seconds
 
     @property
     def token_s(self) -> float:
-        """Expected seconds of one decoding step, all blocks."""
-        return sum(row.token_s for row in self.placements)
+        """Expected seconds of one decoding step, all blocks, in the execution chosen."""
+        return self.execution.step.seconds
 
     @property
     def expected_s(self) -> float:
@@ -131,8 +138,10 @@ class Plan:
         values["card"] = None if self.card is None else self.card.to_json()
         for name in ("placements", "unquantized"):
             values[name] = [asdict(row) for row in values[name]]
-        for name in ("gpu", "host"):
+        for name in ("gpu", "host", "adapter_bytes"):
             values[name] = dict(values[name])
+        values["execution"] = self.execution.to_json()
+        values["adapter_stamps"] = {name: [list(one) for one in stamps] for name, stamps in self.adapter_stamps.items()}
         values["checkpoint_stamps"] = [list(stamp) for stamp in self.checkpoint_stamps]
         return values
 
@@ -147,8 +156,8 @@ class Plan:
         version = values.get("version")
         if version != PLAN_VERSION:
             raise RequestError(
-                "this plan is of another version", field="plan.version", value=version, allowed=(str(PLAN_VERSION),),
-                hint="Make the plan again",
+                "this plan was written by another release", field="plan.version", value=version,
+                allowed=(str(PLAN_VERSION),), hint="Make the plan again: trimtab plan MODEL --save FILE",
             )  # fmt: skip
         kept = dict(values)
         _check_keys(cls, kept, "plan")
@@ -158,9 +167,11 @@ class Plan:
             kept["card"] = None if kept["card"] is None else Card.from_json(kept["card"])
             for name, kind in (("placements", Placement), ("unquantized", Unquantized)):
                 kept[name] = tuple(_row(kind, row, f"plan.{name}[{place}]") for place, row in enumerate(kept[name]))
-            for name in ("gpu", "host"):
+            for name in ("gpu", "host", "adapter_bytes"):
                 kept[name] = {str(key): int(count) for key, count in kept[name].items()}
-            kept["checkpoint_stamps"] = tuple((str(n), int(size), int(ns)) for n, size, ns in kept["checkpoint_stamps"])
+            kept["execution"] = Execution.from_json(kept["execution"])
+            kept["adapter_stamps"] = {str(name): _stamps(rows) for name, rows in kept["adapter_stamps"].items()}
+            kept["checkpoint_stamps"] = _stamps(kept["checkpoint_stamps"])
         except (TypeError, ValueError, AttributeError) as exc:
             raise RequestError(f"holds a value of the wrong kind ({exc})", field="plan") from exc
         plan = cls(**kept)
@@ -175,6 +186,7 @@ class Plan:
                         "unknown choice", field=f"plan.placements[{place}].{name}", value=value, allowed=allowed
                     )
         counts = {item.name: getattr(self, item.name) for item in fields(self) if item.name.endswith("_bytes")}
+        counts |= {f"adapter_bytes.{name}": nbytes for name, nbytes in counts.pop("adapter_bytes").items()}
         counts |= {"staging_slots": self.staging_slots, "prefill_tokens": self.prefill_tokens}
         for name, value in counts.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -215,6 +227,10 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     finally:
         with suppress(OSError):  # a parent that is a file has no sibling to remove either
             sibling.unlink(missing_ok=True)
+
+
+def _stamps(rows: Iterable[Any]) -> Stamps:
+    return tuple((str(name), int(size), int(ns)) for name, size, ns in rows)
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:

@@ -29,8 +29,21 @@ from trimtab.plan.cost import (
     packed_bytes,
     seconds,
 )
+from trimtab.plan.execution import (
+    CAPTURED,
+    EAGER_KERNELS,
+    Execution,
+    Phase,
+    StepWork,
+    check_bytes,
+    head_bytes,
+    head_rows,
+    step_bytes,
+    step_s,
+)
+from trimtab.plan.options import ModeRefusedError, choose_plan
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
-from trimtab.plan.plan import Placement, Plan, Unquantized
+from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
 from trimtab.request import DEFAULT_QUANT, LoadRequest
@@ -58,7 +71,7 @@ class Machine:
     gpu_total_bytes: int = 0
     gpu_free_bytes: int = 0
     host_available_bytes: int
-    context_bytes: int = 500 * 2**20
+    context_bytes: int = 300 * 2**20
     process_bytes: int = 2**30
     has_pinned: bool = True
     capability: tuple[int, int] | None = None
@@ -76,33 +89,53 @@ def make_plan(
     adapters: Mapping[str, int],
     machine: Machine,
     rates: Rates,
-    checkpoint_stamps: Sequence[tuple[str, int, int]] = (),
+    checkpoint_stamps: Stamps = (),
+    adapter_stamps: Mapping[str, Stamps] | None = None,
     disk_free_bytes: int | None = None,
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
+    head8: Anatomy | None = None,
+    head_refused: str = "",
 ) -> Plan:
-    """Return the cheapest placement of the model within the request's budgets.
+    """Return the placement and the execution with the least expected seconds within the request's budgets.
 
-    adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known.
-    Errors: RequestError for placements that cannot be followed, DoesNotFitError with the smallest budget that would do.
+    adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
+    anatomy with an 8-bit output head, for a request that leaves the head to the plan; head_refused: why it must stay full.
+    Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
+    smallest budget that would do.
     """
-    return _Planner(
-        request, anatomy, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes, prefill_chunk_tokens
-    ).plan()
+
+    def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
+        return _Planner(
+            replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
+            prefill_chunk_tokens, mode, reason,
+        ).plan()  # fmt: skip
+
+    heads = {"full" if request.head == "auto" else request.head: anatomy}
+    if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
+        heads["int8"] = head8
+    plan = choose_plan(request, heads, machine, planned, head_refused=head_refused)
+    return replace(plan, adapter_stamps=dict(adapter_stamps or {}))
 
 
 class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
-        checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int,
+        checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
+        mode_reason: str,
     ) -> None:  # fmt: skip
+        self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.checkpoint_stamps, self.disk_free_bytes = checkpoint_stamps, disk_free_bytes
         self.blocks = blocks_of(anatomy, request.quant)
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
-        self.needs = needs_of(anatomy, self.use, quant=request.quant, has_adapters=bool(adapters))
+        self.is_captured = mode in CAPTURED and not machine.on_cpu
+        self.needs = needs_of(
+            anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured
+        )
         self.adapter_bytes = sum(adapters.values())
+        self.execution_bytes = self._execution_bytes()
         self.items = [self._item(block) for block in self.blocks]
         self.limits = self._limits()
 
@@ -120,8 +153,13 @@ class _Planner:
         choices = [
             self._choice(block, tier, home)
             for tier, home in _places(block)
-            if asked is None or (asked.tier == tier and asked.home in (None, home))
+            if (asked is None and self._runs_in_mode(block, tier))
+            or (asked is not None and asked.tier == tier and asked.home in (None, home))
         ]
+        if asked is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
+            raise ModeRefusedError(
+                f"{block.block_path} was placed in tier {asked.tier}: the CPU takes part in every step"
+            )
         if asked is not None and not choices:
             raise RequestError(
                 f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
@@ -154,7 +192,29 @@ class _Planner:
             "request": Work(passes=1, prompt_rows=use.prompt_tokens * use.batch, step_rows=0),
         }
         pinned, on_cpu = self.machine.has_pinned, self.machine.on_cpu
-        return seconds(tier, home, weights, works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu)
+        # A captured step launches its kernels all at once.
+        launch_s = 0.0 if self.is_captured and block.paid == "token" else None
+        return seconds(
+            tier, home, weights, works[block.paid], self.rates, pinned=pinned, on_cpu=on_cpu, step_launch_s=launch_s
+        )
+
+    def _runs_in_mode(self, block: Block, tier: str) -> bool:
+        """Return whether a captured step can run with the block in this tier: what it reads every token stays off the CPU."""
+        return not (self.is_captured and block.part in ("language", "head") and tier in ("host", "disk"))
+
+    def _execution_bytes(self) -> dict[str, int]:
+        """Return what prompts and steps take beside weights and caches, by item."""
+        if self.machine.on_cpu:
+            return {}
+        found = step_bytes(
+            self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
+            has_adapters=bool(self.adapter_sizes),
+        )  # fmt: skip
+        if self.mode == "fused":
+            # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
+            more = check_bytes(self.anatomy) - self.needs.activation_bytes - found.get("logits", 0)
+            found |= {"checks": more} if more > 0 else {}
+        return found
 
     def _fixed_bytes(self) -> int:
         """Return what stays on the execution device whatever the plan, look-up tables of 4-bit formats included."""
@@ -167,13 +227,15 @@ class _Planner:
         machine, request, fixed = self.machine, self.request, self._fixed_bytes()
         on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
         free = available if on_cpu else machine.gpu_free_bytes + machine.context_bytes
+        outside = sum(count for name, count in self.execution_bytes.items() if name in OUTSIDE_PEAK)
+        inside = sum(self.execution_bytes.values()) - outside
         return Limits(
             device_budget_bytes=request.gpu_memory_bytes or free,
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
-            run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes,
+            run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
             load_bytes=fixed, host_bytes=machine.process_bytes, host_load_bytes=READ_BUFFER_BYTES,
-            context_bytes=0 if on_cpu else machine.context_bytes,
+            context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
             held_bytes=HELD_BYTES,
         )  # fmt: skip
@@ -190,7 +252,8 @@ class _Planner:
         gpu = {
             "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
             "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
-            "staging": totals.slots * totals.staged_bytes, "cuda_context": limits.context_bytes,
+            "staging": totals.slots * totals.staged_bytes, **self.execution_bytes,
+            "cuda_context": 0 if self.machine.on_cpu else self.machine.context_bytes,
             "allocator_reserve": limits.reserve(totals.peak_bytes),
         }  # fmt: skip
         host = {
@@ -209,6 +272,62 @@ class _Planner:
             host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
             unquantized=self._unquantized(), checkpoint_stamps=self.checkpoint_stamps, rates=self.rates,
+            execution=self._execution(chosen), adapter_bytes=self.adapter_sizes,
+        )  # fmt: skip
+
+    def _execution(self, chosen: Sequence[Choice]) -> Execution:
+        """Return how prompts and steps run on this placement, with predicted seconds."""
+        use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
+        linears = {block.block_path: len(block.leaves) for block in self.blocks if not block.is_table}
+        work = self._step_work(chosen)
+        launched = sum(linears.values()) * EAGER_KERNELS[0 if has_adapters else 1] * rates.launch_s
+        prompt_s = sum(choice.request_s for choice in chosen)
+        if self.machine.on_cpu:
+            one_s = sum(choice.step_s for choice in chosen)
+            step = Phase(mode="eager", bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
+        else:
+            prompt_s += use.passes * launched
+            link_Bps = rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
+            one_s = step_s(self.mode, work, rates, link_Bps=link_Bps, has_adapters=has_adapters)
+            step = Phase(
+                mode=self.mode,
+                bytes=self.execution_bytes,
+                reason=self.mode_reason,
+                seconds=one_s,
+                is_asked=self._is_asked(),
+            )
+        prompt = Phase(mode="eager", bytes={}, reason="prompts are launched kernel by kernel", seconds=prompt_s)
+        return Execution(prompt=prompt, step=step, head=self.request.head, head_reason="")
+
+    def _is_asked(self) -> bool:
+        return self.request.decode not in ("auto", "repacked")
+
+    def _step_work(self, chosen: Sequence[Choice]) -> StepWork:
+        """Return what one decode step reads, copies and launches on this placement."""
+        device = link = linears = layers = 0
+        other_s = 0.0
+        for block, choice in zip(self.blocks, chosen, strict=True):
+            if block.paid != "token":
+                continue
+            if block.is_table:
+                other_s += choice.step_s
+                continue
+            linears += len(block.leaves)
+            layers += block.part == "language" and block.block_path.rpartition(".")[2].isdecimal()
+            if choice.tier == "host":
+                other_s += choice.step_s
+                continue
+            device += block.movable_bytes
+            if choice.tier == "stream":
+                link += block.movable_bytes
+            elif choice.tier == "disk":
+                other_s += choice.step_s
+        head = head_bytes(self.anatomy)
+        tied = {path for row in head_rows(self.anatomy) for path in [row.weight and row.weight.tied_to] if path}
+        device += head if tied else 0  # what a head shares with a table is no block of its own
+        return StepWork(
+            device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears,
+            rows=self.use.batch,
         )  # fmt: skip
 
     def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
@@ -304,12 +423,14 @@ class _Planner:
         return (
             f"cannot move {gib(limits.load_bytes)}, adapters {gib(self.adapter_bytes)}, "
             f"KV cache {gib(needs.kv_cache_bytes)}, activations {gib(needs.activation_bytes)} ({needs.phase}), "
-            f"driver {gib(limits.context_bytes)}"
+            f"driver and libraries {gib(limits.context_bytes)}"
         )
 
     def _savings(self) -> Iterable[tuple[str, int]]:
         has_adapters = self.adapter_bytes > 0
-        yield from smaller_needs(self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters)
+        yield from smaller_needs(
+            self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured
+        )
         if has_adapters:
             yield "no adapters", self.adapter_bytes
         if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:

@@ -15,7 +15,7 @@ def table(plan: Plan) -> str:
     request = plan.request
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
-        f"{'8-bit head, ' if request.head == 'int8' else ''}"
+        f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
         f"context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
         f"sound {request.audio_s:g} s"
     )
@@ -23,7 +23,7 @@ def table(plan: Plan) -> str:
         ("block", "part", "tier", "home", "device", "host", "disk", "a request", "a token", "why")
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
-    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan)]
+    sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan), "", *_execution(plan)]
     if plan.unquantized:
         sections += ["", *_unquantized(plan.unquantized)]
     return "\n".join(line.rstrip() for line in sections)
@@ -97,11 +97,27 @@ def _devices(plan: Plan) -> list[str]:
     ]  # fmt: skip
     if plan.disk_bytes:
         rows.append(("disk", gib(plan.disk_bytes), "", "spill file, gone with the process"))
-    rate = (
-        f"reading and moving weights takes at least {_time(plan.request_s)} before the first token, "
-        f"{_time(plan.token_s)} a token; the prompt goes through in pieces of {plan.prefill_tokens} tokens"
-    )
-    return [*_aligned(rows), rate]
+    return _aligned(rows)
+
+
+def _execution(plan: Plan) -> list[str]:
+    """Return how prompts and steps run, with predicted seconds."""
+    execution = plan.execution
+    step, prompt = execution.step, execution.prompt
+    took = sum(count for name, count in step.bytes.items())
+    rows = [
+        ("execution", "mode", "device", "predicted", "why"),
+        ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
+         f"{_time(prompt.seconds)} for a full context", f"{prompt.reason}, chunks of {plan.prefill_tokens} tokens"),
+        ("decode step", step.mode, gib(took) if took else "-",
+         f"{_time(step.seconds)}, {_rate(execution.tokens_per_s)} tokens/s", step.reason),
+        ("output head", execution.head, "-", "-", execution.head_reason),
+    ]  # fmt: skip
+    return _aligned(rows, right=(2,))
+
+
+def _rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 
 def _unquantized(rows: Sequence[Unquantized]) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trimtab.machine import known, rates_file
+from trimtab.machine import gpu_process, known, rates_file
 from trimtab.machine.known import resolve
 from trimtab.machine.memory import (
     cpu_name,
@@ -31,12 +31,17 @@ from trimtab.machine.memory import (
     spill_folder,
 )
 from trimtab.plan import Machine, Rates
+from trimtab.plan.card_machine import context_bytes
 
 __all__ = [
-    "device_name", "disk_free_bytes", "gpu_names", "host_available_bytes", "measure_rates", "peak_host_bytes",
+    "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes", "measure_rates", "peak_host_bytes",
     "process_bytes", "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
 
+# cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps one of its own.
+# Within a budget of less than so many bytes it gets the smaller one everywhere.
+SMALL_BUDGET_BYTES = 16 * 2**30
+WORKSPACE_CONFIG = ":4096:2:16:8"
 SAMPLE_BYTES = 64 * 2**20
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
@@ -51,8 +56,8 @@ def resolve_device(device: str) -> str:
     return resolve(device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
-def read_machine(device: str = "auto") -> Machine:
-    """Return the machine's memory as a plan needs it."""
+def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Machine:
+    """Return the machine's memory as a plan needs it. budget_bytes: of the GPU, None for what is free."""
     # Loading takes these libraries' memory too; a plan that counts the process without them counts too little.
     import trimtab.runtime.model  # noqa: F401
 
@@ -61,12 +66,32 @@ def read_machine(device: str = "auto") -> Machine:
         return known.cpu_machine(process_bytes())
     torch.empty(1, device=resolved)  # the context exists from here on and is no longer counted as free
     free, total = torch.cuda.mem_get_info(resolved)
-    free += torch.cuda.memory_reserved(resolved) - torch.cuda.memory_allocated(resolved)
     properties = torch.cuda.get_device_properties(resolved)
+    # What this process holds already, it can use: its context, its kernels and what torch has cached.
+    own = gpu_process_bytes(resolved)
+    available = free + own - torch.cuda.memory_allocated(resolved)
+    bound_workspaces(min(available, budget_bytes or available))
+    multiprocessors = int(properties.multi_processor_count)
     return known.gpu_machine(
-        resolved, total_bytes=total, free_bytes=free, process=process_bytes(),
-        capability=(properties.major, properties.minor), multiprocessors=int(properties.multi_processor_count),
+        resolved, total_bytes=total, free_bytes=max(available - context_bytes(multiprocessors), 0), process=process_bytes(),
+        capability=(properties.major, properties.minor), multiprocessors=multiprocessors,
     )  # fmt: skip
+
+
+def bound_workspaces(budget_bytes: int) -> None:
+    """Let cuBLAS take the smaller workspaces where the budget is small; without effect once a product ran in this process."""
+    if budget_bytes < SMALL_BUDGET_BYTES:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE_CONFIG)
+
+
+def gpu_process_bytes(device: str | torch.device) -> int:
+    """Return what the driver holds for this process on a GPU: its own figure, or an estimate where it does not tell."""
+    properties = torch.cuda.get_device_properties(device)
+    uuid = getattr(properties, "uuid", None)
+    held = None if uuid is None else gpu_process.process_bytes(str(uuid))
+    if held is not None:
+        return held
+    return context_bytes(int(properties.multi_processor_count)) + int(torch.cuda.memory_reserved(device))
 
 
 def gpu_names() -> list[tuple[str, int]]:

@@ -25,25 +25,23 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.plan import Plan
+from trimtab.plan.activations import row_cache_bytes
+from trimtab.plan.execution import BUCKETS, CAPTURED, MOST_GRAPHS, step_bytes
 from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
-from trimtab.runtime.kernels import BUCKETS, Kernels, check_bytes
+from trimtab.runtime.kernels import Kernels
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4, lora
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.slots import AdapterSlots
 
-# Each graph of transformers' modules is a few thousand nodes, some MiB of the driver's memory.
-MOST_GRAPHS = 16
 # A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
 # largest are not those of this step.
 _WORTH, _FAR = 0.995, 0.1
 # Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
 REPLAY_TOLERANCE = 2**-6
-# Counted for a graph's nodes and buffers: a few thousand kernels of a few KiB each, and what they hand to each other.
-NODES_BYTES = 48 * 2**20
 # In the key of a graph whose rows look their adapters up.
 _TABLE = "table"
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
@@ -71,27 +69,22 @@ class Fallback:
     why: str
 
 
-def extra_bytes(model: Any, rows: int) -> int:
-    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts.
-
-    Scores in the model's dtype, the softcap's three temporaries and float32 copies; buckets share one pool, so the
-    largest counts. The driver keeps the nodes, a few KiB each. A plan for one row counts its keys and values once, here
-    a prompt has a cache of its own beside them. What choosing kernels takes for a while may be in the place of a prompt's
-    activations, and is gone before a step is captured.
-    """
-    vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
-    planned = model.plan.request.batch
-    counted = planned + 1 if planned > 1 else 1
-    row_bytes = model.plan.gpu.get("kv_cache", 0) // counted
-    steps = NODES_BYTES + rows * vocabulary * 16 + max(rows + 1 - counted, 0) * row_bytes
-    return max(steps, _check_bytes(model) - model.plan.gpu.get("activations", 0))
-
-
-def _check_bytes(model: Any) -> int:
-    from trimtab.runtime import hf_gemma4
-
-    kinds = hf_gemma4.attention_kinds(model.hf_model) if hf_gemma4.why_not(model.hf_model) is None else []
-    return check_bytes(kinds, model.dtype)
+def extra_bytes(model: Any, rows: int, mode: str = "fused") -> int:
+    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
+    planned, the difference for more rows and for a mode that was asked for after planning."""
+    plan, anatomy = model.plan, model.anatomy
+    planned, context_tokens = plan.execution.step, plan.request.context_tokens
+    if planned.mode in CAPTURED and rows <= plan.request.batch:
+        return 0
+    has_rows = planned.mode in CAPTURED or plan.request.batch > 1
+    caches = [
+        row_cache_bytes(anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens)
+        for count in (rows, plan.request.batch if has_rows else 0)
+    ]
+    wanted = step_bytes(
+        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters)
+    )
+    return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
 
 
 def streams_layers(plan: Plan) -> bool:
@@ -146,7 +139,12 @@ class Steps:
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         self.is_captured = self.mode != "eager" and self._may_capture()
         self.kernels = Kernels.none()
-        if self.mode in ("auto", "fused"):
+        planned = self.model.plan.execution.step
+        if self.mode == "auto" and planned.mode == "graph" and self.device.type == "cuda":
+            self._fall_back("fused step", f"planned so: {planned.reason}", asked=False)
+            if self.is_captured:
+                self._take_for_adapters()
+        elif self.mode in ("auto", "fused"):
             self._choose_kernels()
         elif self.is_captured:
             self._take_for_adapters()
@@ -173,7 +171,11 @@ class Steps:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
         plan = self.model.plan
-        needed = extra_bytes(self.model, self.batch.rows)
+        planned = plan.execution.step
+        if self.mode == "auto" and planned.mode == "eager":
+            return f"planned so: {planned.reason}"
+        mode = self.mode if self.mode in CAPTURED else planned.mode
+        needed = extra_bytes(self.model, self.batch.rows, mode)
         left = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
         if needed > left:
             return f"captured steps need {gib(needed)} more than the plan, the budget leaves {gib(left)}"
@@ -399,10 +401,15 @@ class Steps:
                     if self._run_graph(size, [name] * size) is not None:
                         break
                 lost = free - self._free_bytes()
-                if lost > extra_bytes(self.model, len(rows)):
+                if lost > self._counted_bytes(len(rows)):
                     why = f"they have taken {gib(lost)}; the others are captured when they are first needed"
                     self._fall_back("captures ahead of requests", why, asked=False)
                     return
+
+    def _counted_bytes(self, rows: int) -> int:
+        """Return what captures of `rows` rows may take: what the plan has for them, and what was counted beyond it."""
+        planned = self.model.plan.execution.step
+        return sum(planned.bytes.values()) + extra_bytes(self.model, rows, "graph")
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 0

@@ -336,12 +336,17 @@ def anatomy_of(
 
     Errors: RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
+    from trimtab.runtime import hf_gemma4, hf_slots
+
     packed = split_packed(checkpoint)[1]
-    return build_anatomy(
+    built = build_anatomy(
         found.model, found.config, found.sources, found.ties, dtype=found.dtype, packed=packed, quant=quant,
         unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized,
         windows=_cache_windows(found.config), head=head,
     )  # fmt: skip
+    return replace(
+        built, capture_unsupported=hf_slots.why_not(found.model), fused_unsupported=hf_gemma4.why_not(found.model)
+    )
 
 
 def _cache_windows(config: Any) -> tuple[int | None, ...] | None:

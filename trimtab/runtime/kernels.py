@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
+from trimtab.plan.execution import BUCKETS, CHECK_BYTES
 from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, matvec, tuning
 from trimtab.runtime.cuts import Cut, CutKey
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
@@ -29,9 +30,6 @@ MOST_ROWS = cuts.MAX_ROWS
 _ROWS = (1, 3, MOST_ROWS)
 _CALLS = 10
 TRIED = 9  # ways to cut a product that are timed
-BUCKETS = (1, 2, 4, 8)
-# What checks and timings of products and of both ends take on the device for a while (E4B's size: 23 MiB).
-_CHECK_BYTES = 64 * 2**20
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
 
@@ -244,7 +242,7 @@ class Kernels:
 
 def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype) -> int:
     """Return how many bytes of the device choosing kernels takes for a while. attention: as for `Kernels.choose`."""
-    return max(_CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
+    return max(CHECK_BYTES, fused_check.check_bytes(attention, dtype, rows=MOST_ROWS))
 
 
 def pair_kind(group: Sequence[Leaf]) -> str | None:

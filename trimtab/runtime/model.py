@@ -23,11 +23,12 @@ from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import DeviceError, DoesNotFitError, RequestError, gib
+from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
+from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import finite, hf, hf_processor, lora
-from trimtab.runtime.devices import peak_host_bytes
+from trimtab.runtime.devices import bound_workspaces, gpu_process_bytes, peak_host_bytes
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.quant import repacked_bytes
@@ -110,8 +111,9 @@ class LoadedModel:
     """
 
     def __init__(
-        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str = "auto"
+        self, plan: Plan, *, progress: Progress | None = None, probe: hf.Probe | None = None, decode: str | None = None
     ) -> None:  # fmt: skip
+        decode = plan.request.decode if decode is None else decode
         check_choice(decode, DECODE_MODES, field_name="decode")
         self.plan, self.decode = plan, decode
         # Called with (done, of) while kernels are measured, the first time that this card sees layers of these shapes.
@@ -130,6 +132,7 @@ class LoadedModel:
         self._loaded: Loaded | None = None
         self._baseline_bytes = 0
         if self.device.type == "cuda":
+            bound_workspaces(plan.gpu_budget_bytes)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
@@ -140,9 +143,37 @@ class LoadedModel:
                     self._repack()
                     self.decode = "auto"
                 for name, path in plan.request.adapters.items():
-                    self._attach(name, self.read_adapter(path))
-            self._planned_adapter_bytes = sum(self._adapter_bytes.values())
+                    self._attach_planned(name, self.read_adapter(path))
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what packing took is not kept from others
+            self._prepare_steps()
             undo.pop_all()
+
+    def _attach_planned(self, name: str, held: HeldAdapter) -> None:
+        """Attach an adapter of the plan. Errors: AdapterError if its files are no longer the ones that were planned."""
+        planned, now = self.plan.adapter_stamps.get(name), held.spec.file.stamps
+        if planned is not None and tuple(planned) != tuple(now):
+            changed = sorted({file for file, *_ in set(planned) ^ set(now)})
+            raise AdapterError(
+                self.plan.request.adapters[name], [f"{file} changed since the plan was made" for file in changed],
+                hint="Make the plan again",
+            )  # fmt: skip
+        self._attach(name, held)
+
+    def _prepare_steps(self) -> None:
+        """Capture the planned steps now: what cannot be captured on this card is known when the model is loaded."""
+        step = self.plan.execution.step
+        if (
+            self.device.type != "cuda"
+            or step.mode not in CAPTURED
+            or self.decode == "eager"
+            or self.plan.request.batch > 1
+        ):
+            return  # several rows are prepared by whoever decodes them together
+        with self._out_of_memory_named("capturing decode steps"):
+            batch = self.rows()
+            if batch is not None:
+                batch.prepare()
 
     def _repack(self) -> None:
         leaves = [
@@ -268,7 +299,7 @@ class LoadedModel:
     def free_adapter_bytes(self) -> int:
         """Return how many more bytes of adapters the plan has room for on the execution device."""
         loaded = sum(self._adapter_bytes.values())
-        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self._planned_adapter_bytes - loaded
+        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self.plan.gpu["adapters"] - loaded
 
     def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
         """Load one more adapter, from its folder or one held in host memory.
@@ -456,19 +487,24 @@ class LoadedModel:
             ) from exc  # fmt: skip
 
     def memory(self) -> dict[str, int]:
-        """Return measured bytes: on the execution device now and at peak since loading began, and the process's peak.
+        """Return measured bytes: tensors on the execution device now and at peak since loading began, what the driver holds for
+        the whole process there (context, code, graphs and torch's cache included), and the process's peak in host memory.
 
-        gpu_decode_bytes is no measure: what was counted for captured steps on top of the plan, 0 without them.
+        Beside them stand two figures that are not measured: gpu_planned_bytes, what the plan counted for the process, and
+        gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones).
         """
         from trimtab.runtime import graphs
 
         extra = 0 if self._single is None or self.device.type != "cuda" else graphs.extra_bytes(self, rows=1)
-        now = peak = 0
+        now = peak = process = 0
         if self.device.type == "cuda":
             now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - self._baseline_bytes
+            process = gpu_process_bytes(self.device)
         return {
-            "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_decode_bytes": extra, "host_peak_bytes": peak_host_bytes(),
+            "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_process_bytes": process,
+            "gpu_planned_bytes": self.plan.gpu_needed_bytes, "gpu_decode_bytes": extra,
+            "host_peak_bytes": peak_host_bytes(),
         }  # fmt: skip
 
 

@@ -1,0 +1,287 @@
+"""Small cards: how fast a model decodes on them, how fast the plan said it would, and what the process really holds.
+
+    python -m bench.cards --work FOLDER --save bench/results/cards.json [--cases e4b:4:auto,...] [--total-s 500]
+
+A second process holds all of the device but `card_gib`, so that context, code, graphs and allocator of the measured process have
+to fit as well. Each case is a fresh process and uses the public API: plan, load, one answer to a picture and a sound, then timed
+text with a rank-8 adapter on text, vision and audio. `tok_s` is taken between an answer of 33 and one of 801 tokens.
+`process_gib` is the device's free memory before the process began less the free memory after its last answer; `planned_gib` is
+what the plan asks of the device, context and reserve included. copies 4: every copy to the device is issued four times, as a
+link of a quarter of the rate takes (PCIe 4.0 x8).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.memory import environment, run_stock
+
+MIB, GIB = 2**20, 2**30
+CONTEXT = 4096
+PROMPT_TOKENS = 512
+SHORT, LONG = 33, 801
+MIXED = 200
+# model, card_gib (0: all of it), head, further options; the most wanted first. The first of a model measures its kernels.
+CASES: tuple[dict[str, Any], ...] = (
+    {"model": "e4b", "card_gib": 0, "head": "full"},
+    {"model": "e4b", "card_gib": 4, "head": "auto"},
+    {"model": "e4b", "card_gib": 4, "head": "full"},
+    {"model": "e4b", "card_gib": 3.7, "head": "auto"},
+    {"model": "e4b", "card_gib": 3.2, "head": "auto"},
+    {"model": "e2b", "card_gib": 0, "head": "full"},
+    {"model": "e2b", "card_gib": 2, "head": "auto"},
+    {"model": "e2b", "card_gib": 2.5, "head": "auto"},
+    {"model": "e2b", "card_gib": 3, "head": "full"},
+    {"model": "e4b", "card_gib": 6, "head": "full"},
+    {"model": "qwen3-8b", "card_gib": 5, "head": "auto"},
+    {"model": "e4b", "card_gib": 3.5, "head": "auto"},
+    {"model": "e4b", "card_gib": 4, "head": "full", "copies": 4},
+    {"model": "e4b", "card_gib": 4, "head": "auto", "copies": 4, "mixed": True},
+    {"model": "e4b", "card_gib": 0, "head": "full", "engine": "stock"},
+)
+
+
+def name_of(case: dict[str, Any]) -> str:
+    extra = "".join(f":{key}{case[key]}" for key in ("copies", "engine") if key in case)
+    return f"{case['model']}:{case['card_gib']}:{case['head']}{extra}"
+
+
+# The rest of the card --------------------------------------------------------------------------------------------------
+
+
+def hold() -> None:
+    """Hold all of the device but what each line of standard input says, in bytes; answer with the bytes left free."""
+    import torch
+
+    torch.empty(1, device="cuda")
+    held: list[torch.Tensor] = []
+    for line in sys.stdin:
+        held.clear()
+        torch.cuda.empty_cache()
+        wanted = int(line)
+        for size in (GIB, 64 * MIB, 2 * MIB):
+            while wanted and torch.cuda.mem_get_info()[0] - wanted >= size:
+                held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        print(torch.cuda.mem_get_info()[0], flush=True)
+
+
+class Holder:
+    """The process that holds the rest of the card."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "bench.cards", "--hold"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def leave(self, free_bytes: int) -> int:
+        """Leave so many bytes free (0: all that there are), and return how many are."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{free_bytes}\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+# One case --------------------------------------------------------------------------------------------------------------
+
+
+def slow_link(copies: int) -> None:
+    """Issue every copy of streamed weights so many times, and plan with a link of that share of its rate."""
+    from dataclasses import replace
+
+    from trimtab.runtime import devices, tiers
+
+    copy, measure = tiers.Streamer._copy, devices.measure_rates
+
+    def repeated(self: Any, source: Any, slot: Any, free: Any) -> Any:
+        for _ in range(copies - 1):
+            copy(self, source, slot, free)
+        return copy(self, source, slot, free)
+
+    def slower(device: str, **options: Any) -> Any:
+        rates = measure(device, **options)
+        return replace(rates, pinned_h2d_Bps=rates.pinned_h2d_Bps / copies)
+
+    tiers.Streamer._copy = repeated  # type: ignore[method-assign]
+    devices.measure_rates = slower
+
+
+def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    import torch
+
+    import trimtab
+    from bench.checkpoints import media_inputs, text_inputs
+    from trimtab.request import GenerateRequest
+    from trimtab.runtime.chat import Inputs
+
+    if case.get("copies"):
+        slow_link(case["copies"])
+    start = time.perf_counter()
+    plan = trimtab.plan(
+        work / case["model"], adapters={"a": work / f"{case['model']}-r8"}, context=CONTEXT, head=case["head"], quant="nf4-dq"
+    )  # fmt: skip
+    row: dict[str, Any] = {"plan_s": round(time.perf_counter() - start, 1)}
+    step = plan.execution.step
+    off = [row for row in plan.placements if row.part in ("language", "head") and row.tier != "resident"]
+    row |= {
+        "chosen_head": plan.execution.head, "execution": step.mode, "prompt": plan.execution.prompt.mode,
+        "streamed_gib": round(sum(one.host_bytes for one in off) / GIB, 3),
+        "predicted_tok_s": round(plan.execution.tokens_per_s, 1), "planned_gib": round(plan.gpu_needed_bytes / GIB, 3),
+        "items_mib": {name: round(count / MIB) for name, count in plan.gpu.items()},
+    }  # fmt: skip
+    start = time.perf_counter()
+    model = trimtab.load(plan)
+    row["load_s"] = round(time.perf_counter() - start, 1)
+    config = model.hf_model.config
+    shares = {"loaded": shares_of(torch)}
+    start = time.perf_counter()
+    if case["model"].startswith("e"):
+        media = media_inputs(config, device="cuda")
+        seen = tuple(media["input_ids"][0].tolist())
+        inputs = Inputs(media, len(seen), seen, has_media=True)
+        model.answer_inputs(inputs, GenerateRequest(max_new_tokens=8), adapter="a")
+        shares["media"] = shares_of(torch)
+    ids = text_inputs(config, PROMPT_TOKENS, device="cpu")["input_ids"][0].tolist()
+    model.answer(ids, adapter="a", max_new_tokens=2)
+    row["first_answers_s"] = round(time.perf_counter() - start, 1)
+    row["ttft_ms"] = round(
+        statistics.median(model.answer(ids, adapter="a", max_new_tokens=1).ttft_s for _ in range(7)) * 1e3, 1
+    )
+    taken = {}
+    counts = [SHORT, LONG]
+    for count in counts:
+        start = time.perf_counter()
+        answer = model.answer(ids, adapter="a", max_new_tokens=count)
+        taken[len(answer.token_ids)] = time.perf_counter() - start
+        if count == SHORT and answer.tokens_per_s < 40:
+            counts[1] = 4 * SHORT - 3
+    few, many = min(taken), max(taken)
+    row["tok_s"] = round((many - few) / (taken[many] - taken[few]), 1) if many > few else None
+    row["tokens"] = [few, many]
+    if case.get("mixed"):
+        for number in range(MIXED):
+            size = 16 + (number * 37) % 900
+            model.answer(ids[:1] + ids[: min(size, len(ids))], adapter="a" if number % 3 else None, max_new_tokens=4)
+        row["mixed"] = MIXED
+    torch.cuda.synchronize()
+    shares["after"] = shares_of(torch)
+    free, _ = torch.cuda.mem_get_info()
+    memory = model.memory()
+    row |= {
+        "process_gib": round((case["free_bytes"] - free) / GIB, 3), "driver_says_gib": round(memory["gpu_process_bytes"] / GIB, 3),
+        "tensors_peak_gib": round(memory["gpu_peak_bytes"] / GIB, 3),
+        "reserved_peak_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
+        "shares_mib": shares, "fallbacks": [f"{one.what}: {one.why}" for one in model.fallbacks],
+    }  # fmt: skip
+    model.close()
+    return row
+
+
+def shares_of(torch: Any) -> dict[str, int]:
+    """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that."""
+    from trimtab.runtime.devices import gpu_process_bytes
+
+    torch.cuda.synchronize()
+    reserved = torch.cuda.memory_reserved()
+    return {
+        "tensors": round(torch.cuda.memory_allocated() / MIB), "reserved": round(reserved / MIB),
+        "outside_torch": round((gpu_process_bytes("cuda:0") - reserved) / MIB),
+    }  # fmt: skip
+
+
+def run_stock_case(case: dict[str, Any], work: Path) -> dict[str, Any]:
+    row = run_stock({"name": "resident"}, work / case["model"], work / f"{case['model']}-r8")
+    return {"tok_s": row["decode_tok_s"], "ttft_ms": row["ttft_ms"], "process_gib": row["gpu_peak_gib"]}
+
+
+# All of them -----------------------------------------------------------------------------------------------------------
+
+
+def prepare(model: str, work: Path) -> None:
+    """Make the checkpoint and the adapter unless they are there."""
+    from bench.checkpoints import write_adapter, write_checkpoint
+
+    folder = work / model
+    if not (folder / "config.json").exists():
+        write_checkpoint(model, folder)
+    if not (work / f"{model}-r8" / "adapter_config.json").exists():
+        write_adapter(folder, work / f"{model}-r8", 8)
+
+
+def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bench.cards", "--work", str(work), "--case", json.dumps(case)]
+    label = {key: value for key, value in case.items() if key != "free_bytes"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        return {**label, "error": f"longer than {timeout_s:.0f} s"}
+    rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
+    if done.returncode or not rows:
+        print(done.stderr[-2500:], flush=True)
+        return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:400]}
+    return {**label, **json.loads(rows[-1][4:])}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    names = (
+        "model", "card_gib", "head", "chosen_head", "execution", "streamed_gib", "tok_s", "predicted_tok_s", "ttft_ms",
+        "planned_gib", "process_gib", "load_s", "first_answers_s", "copies", "error",
+    )  # fmt: skip
+    cells = [names, *(tuple("" if row.get(name) is None else str(row[name])[:60] for name in names) for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--work", type=Path)
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--cases", default="", help="names such as e4b:4:auto; all without it")
+    parser.add_argument("--timeout-s", type=float, default=110)
+    parser.add_argument("--total-s", type=float, default=3600)
+    parser.add_argument("--case")
+    parser.add_argument("--hold", action="store_true")
+    given = parser.parse_args()
+    if given.hold:
+        return hold()
+    if given.case:
+        case = json.loads(given.case)
+        print("ROW " + json.dumps((run_stock_case if case.get("engine") == "stock" else run_trimtab)(case, given.work)))
+        return None
+    begun, rows = time.monotonic(), []
+    wanted = [case for case in CASES if not given.cases or name_of(case) in given.cases.split(",")]
+    given.work.mkdir(parents=True, exist_ok=True)
+    holder = Holder()
+    try:
+        for case in wanted:
+            left_s = given.total_s - (time.monotonic() - begun)
+            if left_s < 25:
+                print(f"no time left for {name_of(case)}", flush=True)
+                continue
+            holder.leave(0)
+            prepare(case["model"], given.work)
+            free_bytes = holder.leave(int(case["card_gib"] * GIB))
+            row = run_case({**case, "free_bytes": free_bytes}, given.work, min(given.timeout_s, left_s))
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if given.save:
+                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    finally:
+        holder.close()
+    print(table(rows))
+    return None
+
+
+if __name__ == "__main__":
+    main()

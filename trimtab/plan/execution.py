@@ -1,0 +1,248 @@
+"""How prompts and decode steps run, which bytes of the device that takes, and how long a step takes.
+
+A decode step runs in one of three modes. "eager": transformers' modules, one kernel after the other. "graph": the same
+modules, captured as one CUDA graph. "fused": our own kernels, captured. Captured modes keep keys and values of every
+sequence at fixed addresses beside the prompt's own cache, logits of every graph, and the graphs' nodes.
+
+Constants are measured (bench/results/cards.json, decode.json: NVIDIA H200, driver 580, torch 2.11, CUDA 13.0); other cards
+take them as an upper bound for bytes and as an estimate for seconds.
+
+What is not covered: graphs of several GPUs; the driver's own memory for a kernel that spills registers on another card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
+from trimtab.errors import RequestError
+from trimtab.plan.cost import HEAD8, Rates, packed_bytes
+from trimtab.request import check_choice
+
+MIB = 2**20
+MODES = ("eager", "graph", "fused")
+CAPTURED = ("graph", "fused")
+# Steps are captured for so many rows at a time; fewer rows are padded.
+BUCKETS = (1, 2, 4, 8)
+# Graphs that one batch keeps (runtime/graphs.py).
+MOST_GRAPHS = 16
+# Attention of a captured step through the modules reads so many positions, doubled until the longest row fits.
+SMALLEST_POSITIONS = 256
+# Rows of the largest launch of our own kernels.
+KERNEL_ROWS = 8
+LEAST_CAPABILITY = (8, 0)
+FUSED_QUANTS = ("nf4", "nf4-dq", "fp4")
+FUSED_DTYPES = ("bfloat16", "float16")
+
+# Device code and tables of torch, cuBLAS and bitsandbytes that a process holds once prompts, steps and media went through:
+# 175 MiB after loading and capturing, 24 more after prompts and media, our own kernels and two graphs included.
+LIBRARY_BYTES = 168 * MIB
+# Our own modules, each small; one for every shape of a product.
+KERNEL_BYTES = {"eager": 0, "graph": 4 * MIB, "fused": 16 * MIB}
+# A graph's nodes in the driver's memory. The first graph also loads what launches graphs.
+GRAPH_BYTES = {"graph": 4 * MIB, "fused": 2 * MIB}
+FIRST_GRAPH_BYTES = 16 * MIB
+# Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
+SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
+# cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
+# compute capability 9.0). Bounded to the smaller one on every card (runtime/devices.py).
+WORKSPACE_BYTES = 8519680
+# What choosing kernels takes for a while, for products and for both ends of a step (E4B's size: 23 MiB).
+CHECK_BYTES = 64 * MIB
+CHECKED_POSITIONS = 1100
+CHECK_PIECE_VALUES = 2**20
+
+# Seconds that a step takes beyond reading its bytes: for every decoder layer of a fused step, for every linear of captured
+# modules, for every kernel of an eager step. With adapters, then without.
+FUSED_LAYER_S = (39e-6, 36e-6)
+FUSED_ROW_SHARE = 0.055
+GRAPH_LINEAR_S = (24e-6, 21e-6)
+# bitsandbytes' one-row product reads memory at this share of the rate.
+GRAPH_RATE_SHARE = 0.75
+EAGER_KERNELS = (19, 14)
+# A streamed step's copies run at this share of the link's rate.
+LINK_SHARE = 0.97
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """How prompts, or decode steps, run.
+
+    mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
+    before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged.
+    """
+
+    mode: str
+    bytes: Mapping[str, int]
+    reason: str
+    seconds: float
+    is_asked: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How a model runs. head: "full" or "int8"; head_reason: why."""
+
+    prompt: Phase
+    step: Phase
+    head: str
+    head_reason: str
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Predicted decode steps a second."""
+        return 1 / self.step.seconds if self.step.seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the execution as JSON-ready values."""
+        values = asdict(self)
+        for name in ("prompt", "step"):
+            values[name]["bytes"] = dict(values[name]["bytes"])
+        return values
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Execution:
+        """Return the execution that `to_json` wrote. Errors: RequestError for unknown keys and modes."""
+        _check_keys(cls, values, "plan.execution")
+        check_choice(values["head"], ("full", "int8"), field_name="plan.execution.head")
+        phases = {}
+        for name in ("prompt", "step"):
+            where = f"plan.execution.{name}"
+            _check_keys(Phase, values[name], where)
+            check_choice(values[name]["mode"], MODES, field_name=f"{where}.mode")
+            counts = {str(key): int(count) for key, count in values[name]["bytes"].items()}
+            phases[name] = Phase(**(dict(values[name]) | {"bytes": counts}))
+        return cls(**phases, head=values["head"], head_reason=str(values["head_reason"]))
+
+
+def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:
+    if not isinstance(values, Mapping):
+        raise RequestError("must be an object", field=where, value=values)
+    known = {item.name for item in fields(kind)}
+    for key in sorted(known ^ values.keys()):
+        raise RequestError(
+            "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
+        )
+
+
+# What can be had -------------------------------------------------------------------------------------------------------
+
+
+def unsupported_reason(
+    mode: str, anatomy: Anatomy, *, quant: str, on_cpu: bool, capability: tuple[int, int] | None
+) -> str | None:
+    """Return why steps of this model cannot run in a mode on this device, None if they can."""
+    if mode == "eager":
+        return None
+    if on_cpu:
+        return "CUDA graphs need a GPU"
+    if anatomy.capture_unsupported is not None:
+        return anatomy.capture_unsupported
+    if mode == "graph":
+        return None
+    if anatomy.fused_unsupported is not None:
+        return anatomy.fused_unsupported
+    if capability is not None and capability < LEAST_CAPABILITY:
+        need = ".".join(map(str, LEAST_CAPABILITY))
+        return f"compute capability {capability[0]}.{capability[1]}; our own kernels need {need}"
+    if anatomy.dtype not in FUSED_DTYPES:
+        return f"our own kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
+    if quant not in FUSED_QUANTS:
+        return f"our own products read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
+    return None
+
+
+# Bytes -----------------------------------------------------------------------------------------------------------------
+
+
+def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool) -> int:
+    """Return how many graphs a batch of `rows` rows captures: each bucket, with adapters and without, for modules also each
+    number of positions that attention reads."""
+    buckets = len([size for size in BUCKETS if size < rows]) + 1
+    positions = 1
+    if mode == "graph":
+        seen = SMALLEST_POSITIONS
+        while seen < context_tokens:
+            seen, positions = 2 * seen, positions + 1
+    return min(buckets * positions * (2 if has_adapters else 1), MOST_GRAPHS)
+
+
+def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
+    """Return what choosing kernels takes for a while: two pairs of caches for each kind of attention, one in float32."""
+    kinds = {(layer.kv_heads, layer.head_dim) for layer in anatomy.kv_layers if layer.kv_heads}
+    values = max((rows * heads * CHECKED_POSITIONS * width for heads, width in kinds), default=0)
+    return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
+
+
+def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool) -> dict[str, int]:
+    """Return what steps take on the device, by item, without keys and values.
+
+    "kernels" and "graphs" are in the driver's memory, the others in torch's.
+    """
+    found = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
+    if mode == "eager":
+        return found
+    graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters)
+    sizes = [*(size for size in BUCKETS if size < rows), rows]
+    kinds = 2 if has_adapters else 1
+    # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.
+    logits = anatomy.vocab_size * (4 * kinds * sum(sizes) + 12 * rows)
+    return found | {
+        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode],
+        "graphs": FIRST_GRAPH_BYTES + graphs * GRAPH_BYTES[mode],
+    }  # fmt: skip
+
+
+# Seconds ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepWork:
+    """What one step reads and launches. device_bytes: weights that the device reads; link_bytes: those of them that are copied
+    to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head)."""
+
+    device_bytes: int
+    link_bytes: int
+    other_s: float
+    tail_bytes: int
+    layers: int
+    linears: int
+    rows: int
+
+
+def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adapters: bool) -> float:
+    """Return the predicted seconds of one step: the longer of computing and copying.
+
+    Where copies take longer, computing hides behind them but for what follows the last copied layer.
+    """
+    which = 0 if has_adapters else 1
+    read_s = work.device_bytes / rates.device_Bps
+    if mode == "fused":
+        per_layer = FUSED_LAYER_S[which] * (1 + FUSED_ROW_SHARE * (work.rows - 1))
+        overhead_s = work.layers * per_layer
+        tail_s = 2 * per_layer
+    elif mode == "graph":
+        read_s /= GRAPH_RATE_SHARE
+        overhead_s = work.linears * GRAPH_LINEAR_S[which]
+        tail_s = 2 * overhead_s / max(work.layers, 1)
+    else:
+        overhead_s = work.linears * EAGER_KERNELS[which] * rates.launch_s
+        tail_s = 2 * overhead_s / max(work.layers, 1)
+    link_s = work.link_bytes / (link_Bps * LINK_SHARE)
+    tail_s += work.tail_bytes / rates.device_Bps
+    return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s
+
+
+def head_rows(anatomy: Anatomy) -> list[ModuleRow]:
+    """Return the modules of the output head."""
+    return [row for row in anatomy.rows if row.part == "head" and row.weight is not None]
+
+
+def head_bytes(anatomy: Anatomy) -> int:
+    """Return the bytes of the output head that a step reads, tied to another matrix or not."""
+    return sum(
+        packed_bytes(row.weight.shape, HEAD8 if row.is_head8 else "none", row.weight.dtype)
+        for row in head_rows(anatomy) if row.weight is not None
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+"""Which execution and which output head a plan takes, and what other requests would give.
+
+`choose_plan` makes a plan for every execution and head that the request leaves open, and takes the one with the least
+expected seconds. `options_of` makes plans of changed requests: a table of what would help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
+from trimtab.plan.blocks import quant_of
+from trimtab.plan.execution import MODES, unsupported_reason
+from trimtab.plan.plan import Plan
+from trimtab.request import LoadRequest
+
+# Modes of a decode step, the fastest first.
+FASTEST_FIRST = ("fused", "graph", "eager")
+# Mean KL of next-token distributions, full head against 8 bits, on the demo model with and without adapters
+# (bench/results/head8.json).
+HEAD8_KL = 1.5e-4
+# Sizes of cards that are sold.
+CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
+
+Planned = Callable[[Anatomy, str, str, str], Plan]
+
+
+class ModeRefusedError(Exception):
+    """A placement by hand rules a mode out; the message says which."""
+
+
+def choose_plan(
+    request: LoadRequest, heads: Mapping[str, Anatomy], machine: Any, planned: Planned, *, head_refused: str = ""
+) -> Plan:
+    """Return the plan with the least expected seconds among the heads and the executions that the request allows.
+
+    heads: "full" and "int8" -> the anatomy with that head; the first is taken unless the other keeps more of the decoder on the
+    device. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
+    """
+    plans: dict[str, Plan] = {}
+    errors: list[DoesNotFitError] = []
+    for head, anatomy in heads.items():
+        if plans and not _off_device(next(iter(plans.values()))):
+            break
+        try:
+            plans[head] = _fastest(request, anatomy, head, machine, planned)
+        except DoesNotFitError as exc:
+            errors.append(exc)
+    if not plans:
+        raise min(errors, key=lambda error: error.needed_bytes or 0)
+    chosen, reason = _chosen_head(request, plans, machine, head_refused)
+    plan = plans[chosen]
+    return replace(plan, execution=replace(plan.execution, head_reason=reason))
+
+
+def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:
+    """Return the plan of the fastest mode that is supported and fits.
+
+    Where not all of the decoder stays on the device, eager steps may place it otherwise (the CPU computes some of it): then
+    the least expected seconds decide.
+    """
+    asked = request.decode if request.decode in MODES else None
+    refused: dict[str, str] = {}
+    error: DoesNotFitError | None = None
+    plans: list[Plan] = []
+    for mode in FASTEST_FIRST if asked is None else (asked,):
+        # On a CPU the plain counterpart of our own kernels can be asked for, to compare with.
+        on_cpu = machine.on_cpu and not (asked == mode == "fused")
+        quant = quant_of(anatomy, request.quant)
+        why = unsupported_reason(mode, anatomy, quant=quant, on_cpu=on_cpu, capability=machine.capability)
+        if plans and (mode == "graph" or not _cpu_may_pay(plans[0])):
+            continue  # the same bytes as the steps planned already, and slower
+        if why is None:
+            try:
+                plans.append(planned(anatomy, head, mode, _mode_reason(mode, asked, refused, plans, machine)))
+                if not _off_device(plans[-1]):
+                    break
+            except ModeRefusedError as exc:
+                why = str(exc)
+            except DoesNotFitError as exc:
+                error = exc
+                why = f"needs {gib(exc.needed_bytes)}" if exc.needed_bytes else "does not fit"
+        if why is not None:
+            refused[mode] = why
+    if plans:
+        return min(plans, key=lambda plan: plan.expected_s)
+    if error is not None:
+        raise error
+    raise RequestError(
+        f"decode steps cannot run this way: {refused[asked or 'eager']}", field="decode", value=request.decode,
+        allowed=("auto", "eager"), hint="Leave it out to take what works",
+    )  # fmt: skip
+
+
+def _mode_reason(mode: str, asked: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any) -> str:
+    if asked is not None:
+        return "asked for"
+    if machine.on_cpu:
+        return "the CPU computes"
+    if before:
+        return f"faster here than {before[-1].execution.step.mode} steps, for which the CPU may not compute any layer"
+    why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
+    return why or "the fastest way that this model and card support"
+
+
+def _cpu_may_pay(plan: Plan) -> bool:
+    """Return whether the CPU may compute a layer in less time than it takes to copy it to the device."""
+    return 2 * plan.rates.host_matmul_Bps > plan.rates.pinned_h2d_Bps
+
+
+def _off_device(plan: Plan) -> int:
+    """Return how many blocks that every token reads are not resident."""
+    return sum(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
+
+
+def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, refused: str) -> tuple[str, str]:
+    """Return which head is taken, and why."""
+    first = next(iter(plans))
+    if request.head != "auto":
+        return first, "asked for"
+    if machine.on_cpu:
+        return first, "the CPU computes"
+    if refused:
+        return first, refused
+    if len(plans) == 1:
+        if first == "int8":
+            return first, f"the whole head does not fit; {_cost()}"
+        return first, "the whole decoder stays on the device" if not _off_device(
+            plans[first]
+        ) else "8 bits do not fit either"
+    whole, small = plans["full"], plans["int8"]
+    kept = _off_device(whole) - _off_device(small)
+    if kept > 0 and small.expected_s < whole.expected_s:
+        rates = f"{small.execution.tokens_per_s:.0f} instead of {whole.execution.tokens_per_s:.0f} tokens/s predicted"
+        return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
+    return "full", "8 bits would keep no more of the decoder on the device"
+
+
+def _cost() -> str:
+    return f"mean KL {HEAD8_KL:.1e} on the demo model, --head full gives stock's logits"
+
+
+# What would help -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One changed request. what: the flags; needed_bytes: of the device, None where it does not fit; error: why not."""
+
+    what: str
+    needed_bytes: int | None
+    tokens_per_s: float | None
+    head: str = ""
+    mode: str = ""
+    error: str = ""
+
+
+def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int) -> list[Option]:
+    """Return what the request gives as it is, and what each change of one thing would give.
+
+    plan: makes the plan of a request. budget_bytes: of the execution device.
+    """
+    options = []
+    for what, changed in _changes(request, budget_bytes):
+        try:
+            made = plan(changed)
+        except DoesNotFitError as exc:
+            options.append(
+                Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"needs {gib(exc.needed_bytes)}")
+            )
+        except TrimtabError as exc:
+            options.append(Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0]))
+        else:
+            options.append(
+                Option(
+                    what=what, needed_bytes=made.gpu_needed_bytes, tokens_per_s=made.execution.tokens_per_s,
+                    head=made.execution.head, mode=made.execution.step.mode,
+                )
+            )  # fmt: skip
+    return options
+
+
+def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, LoadRequest]]:
+    yield "as asked", request
+    for head in ("full", "int8"):
+        if request.head != head:
+            yield f"--head {head}", replace(request, head=head)
+    for share in (2, 4):
+        if request.context_tokens // share >= 256:
+            tokens = request.context_tokens // share
+            yield f"--context {tokens}", replace(request, context_tokens=tokens)
+    if request.batch > 1:
+        yield "--batch 1", replace(request, batch=1)
+    if request.images:
+        yield "--images 0", replace(request, images=0)
+    if request.audio_s:
+        yield "--audio-s 0", replace(request, audio_s=0.0)
+    if not request.place and request.device_map is None:
+        yield "--place vision=host --place audio=host", replace(request, place={"vision": "host", "audio": "host"})
+    larger = [size for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02][:2]
+    for size in larger:
+        yield f"--gpu-memory {size}GiB", replace(request, gpu_memory_bytes=size * 2**30)
+
+
+def options_text(options: list[Option]) -> str:
+    """Return the options as an aligned table."""
+    rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
+    for one in options:
+        needed = gib(one.needed_bytes) if one.needed_bytes is not None else one.error
+        rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.0f}"
+        rows.append((one.what, needed, rate, one.head or "-", one.mode or "-"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in (1, 2) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
