@@ -229,18 +229,18 @@ def load(
     from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel
 
-    made = _plan_to_load(plan, options)
+    made = _plan_to_load(plan, options, decode)
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)
     return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
 
 
-def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any]) -> Plan:
+def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:
     if not isinstance(given, (Plan, str, os.PathLike)):
         raise RequestError(
             f"is {type(given).__name__}", field="plan", allowed=("a plan", "the file of a saved plan", "a model")
         )
-    known = [name for name in signature(plan).parameters if name != "model"]
+    known = [name for name in signature(plan).parameters if name not in ("model", "decode")]
     for name in options:
         if name not in known:
             raise RequestError("unknown option", field=name, allowed=near_names(name, known) or known)
@@ -249,7 +249,7 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any]) -> Plan:
         for name, value in options.items():
             raise RequestError("has no effect on a plan", field=name, value=value, hint="Plan again with it")
         return given if isinstance(given, Plan) else Plan.load(given)
-    return plan(given, **options)
+    return plan(given, **options, **({} if decode is None else {"decode": decode}))
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from trimtab.plan import Machine, Rates
 from trimtab.plan.card_machine import context_bytes
 
 __all__ = [
-    "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes", "measure_rates", "peak_host_bytes",
-    "process_bytes", "read_machine", "resolve_device", "spill_folder",
+    "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes",
+    "measure_rates", "peak_host_bytes", "process_bytes", "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
 
 # cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps one of its own.
