@@ -218,7 +218,11 @@ def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
 
 
 def load(
-    plan: Plan | str | Path, *, progress: Callable[[int, int], None] | None = None, decode: str | None = None, **options: Any
+    plan: Plan | str | Path,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    decode: str | None = None,
+    **options: Any,
 ) -> LoadedModel:
     """Return the model of a plan, loaded; use it as a context manager.
 
