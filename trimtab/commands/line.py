@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import trimtab
@@ -21,6 +22,7 @@ from trimtab.commands.flags import (
     sampling_options,
 )  # fmt: skip
 from trimtab.commands.saying import Command, print_json
+from trimtab.commands.wording import in_flags
 from trimtab.errors import RequestError
 
 
@@ -69,7 +71,7 @@ def run_plan(options: argparse.Namespace) -> int:
 
     request = load_request(options, head="auto", decode=options.decode or "auto")
     plan = plan_request(request)
-    helpful = plan_options(request, plan) if options.options else []
+    helpful = [replace(one, what=_as_flags(one.what)) for one in plan_options(request, plan)] if options.options else []
     if options.save:
         plan.save(options.save)
     if options.picture:
@@ -86,6 +88,14 @@ def run_plan(options: argparse.Namespace) -> int:
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _as_flags(change: str) -> str:
+    """Return a changed argument as it is written on the command line."""
+    if change.startswith("place="):
+        return " ".join(f"--place {part}={tier}" for part, tier in ast.literal_eval(change[6:]).items())
+    names = ("head", "context", "batch", "images", "audio_s", "gpu_memory")
+    return in_flags(change, None, {name: f"--{name.replace('_', '-')}" for name in names})
 
 
 def run_inspect(options: argparse.Namespace) -> int:

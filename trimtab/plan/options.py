@@ -140,7 +140,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
 
 
 def _cost() -> str:
-    return f"mean KL {HEAD8_KL:.1e} on the demo model, --head full gives stock's logits"
+    return f"mean KL {HEAD8_KL:.1e} on the demo model, head='full' gives stock's logits"
 
 
 # What would help -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,8 @@ def _cost() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One changed request. what: the flags; needed_bytes: of the device, None where it does not fit; error: why not."""
+    """One changed request. what: the argument that differs; needed_bytes: of the device, None where it does not fit; error:
+    why not."""
 
     what: str
     needed_bytes: int | None
@@ -187,25 +188,25 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
     yield "as asked", request
     for head in ("full", "int8"):
         if request.head != head:
-            yield f"--head {head}", replace(request, head=head)
+            yield f"head={head!r}", replace(request, head=head)
     for share in (2, 4):
         if request.context_tokens // share >= 256:
             tokens = request.context_tokens // share
-            yield f"--context {tokens}", replace(request, context_tokens=tokens)
+            yield f"context={tokens}", replace(request, context_tokens=tokens)
     if request.batch > 1:
-        yield "--batch 1", replace(request, batch=1)
+        yield "batch=1", replace(request, batch=1)
     if request.images:
-        yield "--images 0", replace(request, images=0)
+        yield "images=0", replace(request, images=0)
     if request.audio_s:
-        yield "--audio-s 0", replace(request, audio_s=0.0)
+        yield "audio_s=0", replace(request, audio_s=0.0)
     if not request.place and request.device_map is None:
-        yield "--place vision=host --place audio=host", replace(request, place={"vision": "host", "audio": "host"})
+        yield "place={'vision': 'host', 'audio': 'host'}", replace(request, place={"vision": "host", "audio": "host"})
     larger = [size for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02][:2]
     for size in larger:
-        yield f"--gpu-memory {size}GiB", replace(request, gpu_memory_bytes=size * 2**30)
+        yield f"gpu_memory='{size}GiB'", replace(request, gpu_memory_bytes=size * 2**30)
 
 
-def options_text(options: list[Option]) -> str:
+def options_text(options: Sequence[Option]) -> str:
     """Return the options as an aligned table."""
     rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
     for one in options:

@@ -157,7 +157,7 @@ class Plan:
         if version != PLAN_VERSION:
             raise RequestError(
                 "this plan was written by another release", field="plan.version", value=version,
-                allowed=(str(PLAN_VERSION),), hint="Make the plan again: trimtab plan MODEL --save FILE",
+                allowed=(str(PLAN_VERSION),), hint="Make the plan again",
             )  # fmt: skip
         kept = dict(values)
         _check_keys(cls, kept, "plan")

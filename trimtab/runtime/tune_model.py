@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError
+from trimtab.plan.execution import BUCKETS
 from trimtab.runtime import hf_gemma4, launch_configs, matvec, tuning
 from trimtab.runtime.batch import Batch
-from trimtab.runtime.kernels import BUCKETS, Kernels
+from trimtab.runtime.kernels import Kernels
 from trimtab.runtime.model import LoadedModel
 
 
