@@ -20,12 +20,12 @@ PRIVATE = (
 
 @pytest.mark.parametrize("network", PRIVATE)
 def test_a_network_of_the_registries_is_not_public_at_either_end(network):
-    found = ipaddress.ip_network(network)
-    middle = found[found.num_addresses // 2]
-    for address in (found[0], middle, found[-1]):
+    whole = ipaddress.ip_network(network)
+    middle = whole[whole.num_addresses // 2]
+    for address in (whole[0], middle, whole[-1]):
         assert not is_public(str(address)), address
-    if found.version == 4:
-        for address in (found[0], middle, found[-1]):
+    if whole.version == 4:
+        for address in (whole[0], middle, whole[-1]):
             for form in (
                 "::ffff:{}",
                 "64:ff9b::{}",
@@ -57,5 +57,5 @@ def test_what_stands_beside_them_is_public(address):
         "::ffff:7f00:1", "2002:7f00:1::", "2002:101:101::", "2001:0:4136:e378:8000:63bf:80ff:fffe", "fd00:ec2::254", "ff02::1",
     ],
 )  # fmt: skip
-def test_loopback_and_metadata_are_found_in_every_dress(address):
+def test_loopback_and_metadata_are_not_public_in_any_form(address):
     assert not is_public(address)

@@ -103,8 +103,8 @@ def sized(count, **fields):
     return json.dumps({"model": "demo", "messages": [{"role": "user", "content": "x" * count}], **fields}).encode()
 
 
-def post(found, body, path="/v1/chat/completions"):
-    return found.post(path, content=body, headers={"content-type": "application/json"})
+def post(server, body, path="/v1/chat/completions"):
+    return server.post(path, content=body, headers={"content-type": "application/json"})
 
 
 def test_two_mebibytes_are_allowed_and_images_may_take_more():
@@ -116,12 +116,12 @@ def test_two_mebibytes_are_allowed_and_images_may_take_more():
         "body_too_large",
         2**21,
     )
-    found = client(MockPool())
+    server = client(MockPool())
     image = "data:image/png;base64," + base64.b64encode(PNG + b"\0" * 3 * 2**20).decode()  # more than the image needs
-    assert chat(found, messages=[image_message(image)]).status_code == 200
+    assert chat(server, messages=[image_message(image)]).status_code == 200
     # Other routes of the same server carry no media.
     for path in ("/v1/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
-        assert error_of(post(found, sized(2**21), path), 413)["fields"]["limit_bytes"] == 2**21
+        assert error_of(post(server, sized(2**21), path), 413)["fields"]["limit_bytes"] == 2**21
 
 
 def image_message(url):
@@ -130,24 +130,24 @@ def image_message(url):
 
 def test_a_large_body_to_a_model_of_text_alone_is_refused_beside_one_of_images():
     pool = MockPool(adapters=())
-    pool.takes = lambda model: ("text",) if pool.is_asked else ("text", "image")
-    pool.is_asked = False
-    found = client(pool, limits=Limits(body_bytes=1000))
-    pool.is_asked = True
-    error = error_of(post(found, sized(2000)), 413)
+    pool.takes = lambda model: ("text",) if pool.is_running else ("text", "image")
+    pool.is_running = False
+    server = client(pool, limits=Limits(body_bytes=1000))
+    pool.is_running = True
+    error = error_of(post(server, sized(2000)), 413)
     assert error["fields"]["limit_bytes"] == 1000 and "text alone" in error["message"]
 
 
 def test_too_many_values_and_too_much_depth_are_refused_by_name():
-    found = client(limits=Limits(json_values=100, json_depth=10))
-    many = error_of(chat(found, messages=[CHAT["messages"][0]] * 200), 400)
+    server = client(limits=Limits(json_values=100, json_depth=10))
+    many = error_of(chat(server, messages=[CHAT["messages"][0]] * 200), 400)
     assert many["param"] == "body" and "more than 100 values" in many["message"]
     deep = {"name": "a", "schema": json.loads('{"a":' * 20 + "1" + "}" * 20)}
-    error = error_of(chat(found, response_format={"type": "json_schema", "json_schema": deep}), 400)
+    error = error_of(chat(server, response_format={"type": "json_schema", "json_schema": deep}), 400)
     assert error["param"] == "body" and "nested deeper than 10" in error["message"]
     # Token ids within the context are values that a prompt may have.
     ids = {"model": "demo", "prompt": [1] * 384}
-    assert post(found, json.dumps(ids).encode(), "/v1/completions").status_code == 200
+    assert post(server, json.dumps(ids).encode(), "/v1/completions").status_code == 200
 
 
 def test_validation_stops_at_the_first_errors():
@@ -167,7 +167,7 @@ def test_validation_stops_at_the_first_errors():
     assert error_of(chat(client(), **{f"a{i}": 1 for i in range(1000)}), 400)["param"] == "a0"
 
 
-def test_bodies_without_room_are_told_503_and_their_room_comes_back():
+def test_bodies_without_room_get_503_and_their_room_comes_back():
     pool = MockPool(forever)
     app = make_app(pool, Settings(page=False, limits=Limits(all_body_bytes=FREE_BYTES)), Metrics())
     body = sized(100_000 - 200)

@@ -28,7 +28,7 @@ TIMEOUT_S = 3600
 
 
 def run(examples: int = 1100, seed: int = 1) -> dict:
-    """Return what Schemathesis found. examples: of each operation that has something to vary."""
+    """Return what Schemathesis reports. examples: of each operation that has something to vary."""
     python = Path(os.environ[VARIABLE]).absolute()
     with (
         tempfile.TemporaryDirectory() as work,
@@ -49,15 +49,15 @@ def run(examples: int = 1100, seed: int = 1) -> dict:
             raise RuntimeError(
                 f"Schemathesis ended with {done.returncode}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}"
             )
-        found = json.loads(report.read_text("utf-8"))
+        result = json.loads(report.read_text("utf-8"))
         is_healthy = server.ask("GET", "/health")[0] == 200
         server.process.terminate()
         log = server.process.communicate(timeout=60)[1]
     return {
-        "schemathesis": found["schemathesis_version"], "python": ".".join(map(str, sys.version_info[:3])), "seed": seed,
-        "examples": examples, "checks": list(CHECKS), "operations": found["operations"], "phases": found["phases"],
-        "test_cases": found["test_cases"], "failures": found["failures"], "errors": found["errors"],
-        "answers": found["valid_rates"], "seconds": round(found["running_time"], 1), "complete": found["complete"],
+        "schemathesis": result["schemathesis_version"], "python": ".".join(map(str, sys.version_info[:3])), "seed": seed,
+        "examples": examples, "checks": list(CHECKS), "operations": result["operations"], "phases": result["phases"],
+        "test_cases": result["test_cases"], "failures": result["failures"], "errors": result["errors"],
+        "answers": result["valid_rates"], "seconds": round(result["running_time"], 1), "complete": result["complete"],
         "is_healthy": is_healthy, "log": log,
     }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Whether an IP address belongs to the public network: by IANA's registries, the same on every Python.
 
 What `ipaddress` calls global differs between Python releases, and it does not know every form in which an IPv6 address
-carries an IPv4 one. So both are asked: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,
+carries an IPv4 one. So both have to agree: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,
 and two forms with a public IPv4 address inside: IPv4-mapped, and the NAT64 prefix that everybody uses.
 
 Source, read in 2025: IANA IPv4 and IPv6 Special-Purpose Address Registries (RFC 6890 and its updates); RFC 1112 and 4291

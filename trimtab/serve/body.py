@@ -5,7 +5,7 @@
     Reader    parses and validates a whole body away from the event loop
 
 Counting needs no parser: outside of strings every value of JSON but the first follows a comma, a colon or a bracket, and
-what is a string can be told from its quotes once escaped ones are taken out. That is a few passes in C over each piece,
+a string lies between two quotes once escaped ones are taken out. That is a few passes in C over each piece,
 so a body that would cost seconds to validate is refused at the piece that goes beyond a limit.
 """
 

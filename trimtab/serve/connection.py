@@ -45,7 +45,7 @@ WAITING = ("head", "drain", "idle", "body")
 ANSWERED = "answer"
 
 log = logging.getLogger("trimtab.serve")
-# What a client does wrong is told to the client; uvicorn would write a line for each.
+# The client reads what it did wrong in its answer; uvicorn would also write a line of log for each.
 _quiet = logging.getLogger("trimtab.serve.connection")
 _quiet.setLevel(logging.ERROR)
 
@@ -56,7 +56,7 @@ class Guard:
     def __init__(self, limits: Limits, most: int) -> None:
         self.limits, self._most = limits, most
         self._stages: dict[str, dict[GuardedProtocol, None]] = {name: {} for name in (*WAITING, ANSWERED)}
-        self._told_at = float("-inf")
+        self._logged_at = float("-inf")
 
     def __len__(self) -> int:
         return sum(map(len, self._stages.values()))
@@ -93,12 +93,14 @@ class Guard:
         """Handle what asyncio reports. Without a free file descriptor for a new connection an old one is closed, and the log has
         one line a minute; asyncio accepts again after a second."""
         exc = context.get("exception")
+        if "_start_serving" in str(context.get("message")) and isinstance(exc, (OSError, ValueError)):
+            return  # it wanted to accept again after the server had closed its socket
         if not (isinstance(exc, OSError) and exc.errno in _NO_FILES and "socket" in context):
             loop.default_exception_handler(dict(context))
             return
         self.make_room()
-        if time.monotonic() - self._told_at >= SILENT_S:
-            self._told_at = time.monotonic()
+        if time.monotonic() - self._logged_at >= SILENT_S:
+            self._logged_at = time.monotonic()
             log.error(
                 "no file descriptor for a new connection (%s); raise the limit (ulimit -n, LimitNOFILE)", exc.strerror
             )

@@ -20,7 +20,7 @@ VERIFY = "/api/verify"
 _WORDS = {
     "/health": "Whether this process answers", "/ready": "Whether a model could answer now",
     "/metrics": "Numbers in Prometheus' text form", "/openapi.json": "This description",
-    "/v1/models": "Every model and adapter that can be asked", "/v1/models/{name}": "One of them",
+    "/v1/models": "Every model and adapter that is served", "/v1/models/{name}": "One of them",
     "/api/status": "What the page shows", "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
     "/v1/completions": "Go on with a text or token ids", "/v1/load_lora_adapter": "Load an adapter below the server's folder",
     "/v1/unload_lora_adapter": "Forget an adapter", VERIFY: "Compare the running plan with another route, as a stream",
@@ -43,8 +43,8 @@ def description(*, has_key: bool, has_verify: bool = False) -> dict[str, Any]:
     """Return the description. has_key: whether this server asks for an API key. has_verify: whether it has VERIFY."""
     kinds: dict[str, type[BaseModel]] = {**REQUESTS, **({VERIFY: VerifyRequest} if has_verify else {})}
     template = reference("{model}")["$ref"]
-    _, found = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
-    components: dict[str, Any] = {"schemas": {**found["$defs"], **SCHEMAS}}
+    _, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
+    components: dict[str, Any] = {"schemas": {**definitions["$defs"], **SCHEMAS}}
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     paths = {path: words for path, words in _WORDS.items() if path != VERIFY or has_verify}
@@ -57,20 +57,20 @@ def description(*, has_key: bool, has_verify: bool = False) -> dict[str, Any]:
 
 
 def _path(path: str, words: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "operationId": path.strip("/").replace("/", "_").replace(".", "_").replace("{name}", "name"), "summary": words,
         "responses": {"200": {"description": "The answer", "content": _content(path)}, **_refusals(path, kind, has_key)},
     }  # fmt: skip
     if "{name}" in path:
-        told["parameters"] = [
+        operation["parameters"] = [
             {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         ]
     if kind is not None:
         content = {"application/json": {"schema": reference(kind.__name__)}}
-        told["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": True, "content": content}
     if has_key and path not in _OPEN:
-        told["security"] = [{"key": []}]
-    return {"get" if kind is None else "post": told}
+        operation["security"] = [{"key": []}]
+    return {"get" if kind is None else "post": operation}
 
 
 def _content(path: str) -> dict[str, Any]:
@@ -93,10 +93,10 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
         words[403] = "An admin key is needed, or this server is not administered over HTTP"
     if path == VERIFY:
         words[409] = "A comparison is running"
-    found = {}
+    responses = {}
     for status, said in sorted(words.items()):
         schema = reference("Error")
         if (path, status) == ("/ready", 503):
             schema = {"anyOf": [reference("Health"), schema]}
-        found[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}
-    return found
+        responses[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}
+    return responses

@@ -28,7 +28,7 @@ from trimtab.serve.settings import Settings, is_loopback
 from trimtab.serve.verifying import verify_routes
 
 # How many connections wait in the system, and how many of them are accepted before the others have their turn.
-BACKLOG, ACCEPT_AT_ONCE = 2048, 64
+BACKLOG, ACCEPT_AT_ONCE = 2048, 16
 # File descriptors for what is no connection: files of bodies, pipes, the worker's.
 OTHER_FILES = 128
 TICK_S = 0.05

@@ -116,16 +116,16 @@ class _Ends:
 
     def _target(self, pointer: str) -> Any:
         """Return what a JSON pointer leads to, None if it leads nowhere. Source: RFC 6901."""
-        found: Any = self._root
+        value: Any = self._root
         for step in unquote(pointer[1:]).split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, dict) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
+            if isinstance(value, dict) and step in value:
+                value = value[step]
+            elif isinstance(value, list) and step.isdecimal() and int(step) < len(value):
+                value = value[int(step)]
             else:
                 return None
-        return found if pointer[1:2] in ("", "/") else None
+        return value if pointer[1:2] in ("", "/") else None
 
 
 def _list(schema: Mapping[str, Any], name: str) -> list[Any]:

@@ -1,0 +1,380 @@
+"""What a normal client notices of hostile ones, and whether the server survives kills while adapters come and go.
+
+    python -m bench.attackers --save bench/results/attackers.json [--seconds 20 --turns 4 --kills 10 --clients 32]
+
+attacked: one server of the demo model, with 1,024 file descriptors. Two clients ask a short question over and over, and a
+    probe asks /health twenty times a second, in turns: quiet, attacked, quiet, ... The attackers run in a process of their own:
+    bodies made to cost, half-open and dripping connections, requests that smuggle, small hostile images and sounds.
+killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP.
+
+Quiet and attacked turns are compared with each other, because other work on the same cores changes both. Linux: it reads /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import random
+import resource
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench import client
+from bench.faults import Clients, Tally, environment, rest, until
+from bench.served import DEMO, Served
+from trimtab.demo.line import FOLDER
+
+FILES = 1024
+HALF_OPEN = 1100
+TIMEOUT_S = 30.0
+# Between two hostile bodies of one attacker.
+PAUSE_S = 0.5
+HEAD = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    b"Content-Length: %d\r\n\r\n"
+)
+QUESTION = client.chat_body("How are you?", model="style", max_tokens=4)
+
+
+# The attackers --------------------------------------------------------------------------------------------------------
+
+
+def _png(width: int, height: int) -> bytes:
+    """Return a PNG of one colour that is as small as its sides allow."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0))
+    rows = zlib.compress((b"\0" * (1 + (width + 7) // 8)) * height, 9)
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", rows) + chunk(b"IEND", b"")
+
+
+def _wav(samples: int) -> bytes:
+    form = struct.pack("<HHIIHH", 1, 1, 16_000, 32_000, 2, 16)
+    data = b"\0\0" * samples
+    body = b"WAVEfmt " + struct.pack("<I", 16) + form + b"data" + struct.pack("<I", len(data)) + data
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def _media(part: dict[str, Any]) -> bytes:
+    content = [part, {"type": "text", "text": "?"}]
+    return json.dumps({"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}).encode()
+
+
+def _image(data: bytes) -> bytes:
+    url = "data:image/png;base64," + base64.b64encode(data).decode()
+    return _media({"type": "image_url", "image_url": {"url": url}})
+
+
+def _sound(data: bytes) -> bytes:
+    return _media({"type": "input_audio", "input_audio": {"data": base64.b64encode(data).decode(), "format": "wav"}})
+
+
+def _chat(messages: bytes) -> bytes:
+    return b'{"model":"demo","messages":[' + messages + b"]}"
+
+
+BODIES: dict[str, Callable[[], bytes]] = {
+    "1.1 MiB of {}": lambda: _chat(b",".join([b"{}"] * 380_000)),
+    "57 MiB of {}": lambda: _chat(b"{}," * 19_900_000 + b"{}"),
+    "1,000,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 1_000_000)),
+    "20,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 20_000)),
+    "a 20 MiB image that is none": lambda: _image(b"\0" * 20 * 2**20),
+}
+MEDIA: dict[str, Callable[[], bytes]] = {
+    "PNG 31,000,000 x 1": lambda: _image(_png(31_000_000, 1)), "PNG 1 x 65": lambda: _image(_png(1, 65)),
+    "PNG 20 x 1300": lambda: _image(_png(20, 1300)), "WAV of 20 samples": lambda: _sound(_wav(20)),
+}  # fmt: skip
+SMUGGLED = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET /health HTTP/1.1\nHost: localhost\n\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n",
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"\0" * 100_000,
+)  # fmt: skip
+
+
+class Attack:
+    """Every kind of attacker, each in a thread, until a time. counts: what they did and what they got."""
+
+    def __init__(self, address: str, seconds: float) -> None:
+        host, port = address.split(":")
+        self._to, self._seconds, self._end = (host, int(port)), seconds, 0.0
+        self._costly = {name: make() for name, make in BODIES.items()}
+        self._media = {name: make() for name, make in MEDIA.items()}
+        self.counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def run(self) -> dict[str, int]:
+        self._end = time.monotonic() + self._seconds
+        works = [
+            lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._drip, self._smuggle
+        ]  # fmt: skip
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S * 3)
+        return dict(sorted(self.counts.items()))
+
+    def _goes_on(self) -> bool:
+        return time.monotonic() < self._end
+
+    def _count(self, what: str) -> None:
+        with self._lock:
+            self.counts[what] += 1
+
+    def _connect(self) -> socket.socket:
+        return socket.create_connection(self._to, timeout=TIMEOUT_S)
+
+    def _bodies(self, bodies: dict[str, bytes]) -> None:
+        while self._goes_on():
+            for name, body in bodies.items():
+                self._count(f"{name}: {self._post(body)}")
+                time.sleep(PAUSE_S)
+                if not self._goes_on():
+                    return
+
+    def _post(self, body: bytes) -> str:
+        try:
+            with self._connect() as raw:
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    raw.sendall(HEAD % len(body) + body)
+                return raw.recv(2**16).split(b" ", 2)[1].decode()
+        except (OSError, IndexError) as exc:
+            return type(exc).__name__
+
+    def _half_open(self) -> None:
+        """Keep as many connections as the server has file descriptors; what it closes is opened again."""
+        held: list[socket.socket] = []
+        while self._goes_on():
+            for _ in range(40):
+                with suppress(OSError):
+                    raw = self._connect()
+                    raw.sendall(b"POST /v1/chat/completions HT")
+                    held.append(raw)
+                    self._count("half-open connections")
+            while len(held) > HALF_OPEN:
+                held.pop(0).close()
+            time.sleep(0.1)
+        for raw in held:
+            raw.close()
+
+    def _drip(self) -> None:
+        """Send bodies a byte at a time, on a few connections at once."""
+        held: list[socket.socket] = []
+        while self._goes_on():
+            with suppress(OSError):
+                held.append(self._connect())
+                held[-1].sendall(HEAD % 999)
+                self._count("dripping bodies")
+            for raw in list(held):
+                try:
+                    raw.sendall(b" ")
+                except OSError:
+                    held.remove(raw)
+                    raw.close()
+            time.sleep(0.1)
+        for raw in held:
+            raw.close()
+
+    def _smuggle(self) -> None:
+        while self._goes_on():
+            for data in SMUGGLED:
+                try:
+                    with self._connect() as raw:
+                        raw.sendall(data)
+                        raw.shutdown(socket.SHUT_WR)
+                        got = raw.recv(4096).split(b" ", 2)[1:2]
+                    self._count(f"smuggled: {got[0].decode() if got else 'closed'}")
+                except OSError:
+                    self._count("smuggled: closed")
+                time.sleep(0.05)
+
+
+# The normal client ----------------------------------------------------------------------------------------------------
+
+
+class Normal:
+    """Clients that ask a short question, and a probe of /health, for a time; what they saw is in `seen`."""
+
+    def __init__(self, server: Served, clients: int = 2) -> None:
+        self._server, self._clients = server, clients
+        self.seen: dict[str, list[float]] = {"first_s": [], "whole_s": [], "health_s": []}
+        self.ended: Counter[str] = Counter()
+
+    def run(self, seconds: float, expected: str) -> None:
+        end = time.monotonic() + seconds
+        works = [lambda: self._ask(end, expected)] * self._clients + [lambda: self._probe(end)]
+        threads = [threading.Thread(target=work, daemon=True) for work in works]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(seconds + 120)
+
+    def _ask(self, end: float, expected: str) -> None:
+        while time.monotonic() < end:
+            answer = client.ask(self._server.address, QUESTION, timeout_s=60)
+            how = answer.ended if answer.ended != "complete" or answer.text == expected else "different"
+            self.ended[f"{how} {answer.error}".strip()] += 1
+            self.seen["whole_s"].append(answer.total_s)
+            if answer.ttft_s is not None:
+                self.seen["first_s"].append(answer.ttft_s)
+
+    def _probe(self, end: float) -> None:
+        while time.monotonic() < end:
+            start = time.perf_counter()
+            try:
+                status = client.get(self._server.address, "/health")[0]
+            except OSError as exc:
+                status = type(exc).__name__
+            self.ended[f"health {status}"] += 1
+            self.seen["health_s"].append(time.perf_counter() - start)
+            time.sleep(0.05)
+
+    def shown(self) -> dict[str, Any]:
+        figures = {name: client.percentiles(values, digits=4) for name, values in self.seen.items()}
+        return {"ended": dict(sorted(self.ended.items())), **figures}
+
+
+def _peak_mib(pid: int) -> float:
+    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return round(int(line.split()[1]) / 1024, 1)
+
+
+def attacked(seconds: float = 20.0, turns: int = 4) -> dict[str, Any]:
+    """Return what two normal clients saw in quiet and in attacked turns, and what the server took."""
+    got: Counter[str] = Counter()
+    loads = []
+    with Served() as server:
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (FILES, FILES))
+        worker = server.worker_pid()
+        expected = client.ask(server.address, QUESTION).text
+        quiet, under = Normal(server), Normal(server)
+        before = _peak_mib(server.process.pid)
+        for _ in range(turns):
+            quiet.run(seconds, expected)
+            loads.append(round(os.getloadavg()[0], 1))
+            command = [
+                sys.executable,
+                "-m",
+                "bench.attackers",
+                "--attack",
+                server.address,
+                "--seconds",
+                str(seconds + 3),
+            ]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attackers:
+                assert attackers.stdout is not None
+                attackers.stdout.readline()  # their bodies are made
+                under.run(seconds, expected)
+                got.update(json.loads(attackers.stdout.read()))
+            loads.append(round(os.getloadavg()[0], 1))
+            time.sleep(2)
+        result = {
+            "quiet": quiet.shown(), "attacked": under.shown(), "attackers": dict(sorted(got.items())),
+            "api_peak_mib": [before, _peak_mib(server.process.pid)], "same_worker": server.worker_pid() == worker,
+            "left": rest(server), "log_bytes": len(server.log.encode()), "log_tail": server.log[-400:],
+        }  # fmt: skip
+    ratio = {
+        name: round(result["attacked"][name]["p99"] / result["quiet"][name]["p99"], 2)
+        for name in ("first_s", "whole_s", "health_s")
+    }
+    return {"seconds": seconds, "turns": turns, "files": FILES, "p99_ratio": ratio, **result, "loads": loads}
+
+
+# Kills while adapters come and go -------------------------------------------------------------------------------------
+
+
+def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, Any]:
+    """SIGKILL to the worker at random moments under load, while an adapter is loaded, answer and unloaded over and over."""
+    tally, changes, chance, back_s = Tally(), Counter[str](), random.Random(seed), []
+    over = threading.Event()
+    root = FOLDER / "adapters"
+    with Served([*DEMO, "--adapter-root", str(root)]) as server:
+
+        def change() -> None:
+            number = 0
+            while not over.is_set():
+                number += 1
+                name = f"more-{number}"
+                for path, body in (
+                    ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "specialist"}),
+                    ("/v1/unload_lora_adapter", {"lora_name": name}),
+                ):
+                    answer = client.ask(server.address, body, path=path, timeout_s=120)
+                    changes[f"{path.split('/')[-1]}: {answer.error or answer.ended}"] += 1
+                    if answer.ended != "complete":
+                        time.sleep(0.2)
+
+        changer = threading.Thread(target=change, daemon=True)
+        with Clients(server, clients, tally, seed=seed):
+            changer.start()
+            for _ in range(kills):
+                wanted = tally.ended["complete"] + chance.randrange(clients + 1)
+                until(lambda: tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
+                before, start = server.worker_pid(), time.monotonic()
+                server.kill_worker()
+                if until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0) is None:  # noqa: B023
+                    raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
+                back_s.append(time.monotonic() - start)
+            over.set()
+            changer.join(120)
+        result = {**tally.shown(), "restarts": server.status()["restarts"], "left": rest(server)}
+    return {
+        "kills": len(back_s), "clients": clients, **result, "adapters": dict(sorted(changes.items())),
+        "back_s": client.percentiles(back_s, digits=2),
+    }  # fmt: skip
+
+
+SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "attacked": lambda given: attacked(given.seconds, given.turns),
+    "killed": lambda given: killed(given.kills, given.clients),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--only", nargs="*", choices=list(SCENES), default=list(SCENES))
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--note", default="", help="what else ran on the machine")
+    parser.add_argument("--attack", metavar="ADDRESS", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.attack:
+        work = Attack(given.attack, given.seconds)
+        print("ready", flush=True)
+        print(json.dumps(work.run()), flush=True)
+        return
+    scenes: dict[str, Any] = {}
+    if given.save and given.save.exists():
+        scenes = json.loads(given.save.read_text())["scenes"]
+    for name in given.only:
+        start, about = time.monotonic(), environment()
+        scenes[name] = {
+            **SCENES[name](given),
+            "wall_s": round(time.monotonic() - start, 1),
+            "environment": about,
+            "note": given.note,
+        }
+        print(json.dumps({name: scenes[name]}, indent=1), flush=True)
+        if given.save:
+            given.save.write_text(json.dumps({"model": "demo", "scenes": scenes}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
