@@ -657,7 +657,7 @@ def test_the_description_names_what_the_server_reads():
         assert client().request(next(iter(methods)), path.replace("{name}", "demo")).status_code not in (404, 405)
     assert "404" in found["paths"]["/v1/models/{name}"]["get"]["responses"]
     stream = found["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["text/event-stream"]
-    piece, error, end = stream["itemSchema"]["oneOf"]
+    end, error, piece = stream["itemSchema"]["anyOf"]
     assert piece["properties"]["data"]["contentSchema"] == {"$ref": "#/components/schemas/ChatCompletionChunk"}
     assert error["properties"]["event"] == {"const": "error"} and end["properties"]["data"] == {"const": "[DONE]"}
 

@@ -27,7 +27,7 @@ CHECKS = (
 TIMEOUT_S = 3600
 
 
-def run(examples: int = 1100, seed: int = 1) -> dict:
+def run(examples: int = 850, seed: int = 1) -> dict:
     """Return what Schemathesis reports. examples: of each operation that has something to vary."""
     python = Path(os.environ[VARIABLE]).absolute()
     with (
@@ -64,7 +64,7 @@ def run(examples: int = 1100, seed: int = 1) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--examples", type=int, default=1100)
+    parser.add_argument("--examples", type=int, default=850)
     parser.add_argument("--save", type=Path)
     options = parser.parse_args()
     record = run(options.examples)

@@ -22,4 +22,4 @@ def test_every_answer_is_one_that_the_description_allows():
     assert record["is_healthy"] and record["log"] == ""
     # Otherwise every request would end at its first look.
     for operation in ("POST /v1/chat/completions", "POST /v1/completions"):
-        assert record["answers"][operation]["fuzzing"]["accepted"] > 100
+        assert record["answers"][operation]["fuzzing"]["accepted"] > 20

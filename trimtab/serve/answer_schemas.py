@@ -44,13 +44,15 @@ def _events(chunk: Schema) -> Schema:
     def data(schema: Schema) -> Schema:
         return {"type": "string", "contentMediaType": "application/json", "contentSchema": schema}
 
+    # An event without a name is called "message" where it is read.
+    message = {"const": "message"}
     return {
         "type": "object", "required": ["data"],
-        "oneOf": [
-            {"title": "a piece", "properties": {"data": data(chunk)}, "not": {"required": ["event"]}},
+        "anyOf": [
+            {"title": "the end", "properties": {"event": message, "data": {"const": "[DONE]"}}},
             {"title": "an error, the last event", "required": ["event"],
              "properties": {"event": {"const": "error"}, "data": data(reference("Error"))}},
-            {"title": "the end", "properties": {"data": {"const": "[DONE]"}}},
+            {"title": "a piece", "properties": {"event": message, "data": data(chunk)}},
         ],
     }  # fmt: skip
 
