@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
+from trimtab import threads
 from trimtab.commands import bench, doctor, line, merging, serve, tune
 from trimtab.commands.saying import print_json
 from trimtab.commands.wording import flags_of, in_flags
@@ -50,6 +51,8 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (ParityError, 7),
     (UpstreamError, 8),
 )
+# Commands that compute nothing, and those that outlive the load of the minute in which they start.
+WITHOUT_THREADS, LASTING = ("plan", "inspect"), ("serve",)
 MISSING, STOPPED, READER_GONE = 3, 130, 141
 
 
@@ -75,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(given)
         flags = flags_of(options.parser)
+        if options.name_of_command not in WITHOUT_THREADS:
+            threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
         return int(options.command(options))
     except TrimtabError as exc:
         _print_error(exc, as_json, flags)
@@ -143,11 +148,17 @@ def parser() -> argparse.ArgumentParser:
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         found = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        found.set_defaults(command=function, parser=found)
+        found.set_defaults(command=function, parser=found, name_of_command=name)
         return found
 
     for room in (line, merging, bench, tune, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    for name, found in commands.choices.items():
+        if name not in WITHOUT_THREADS:
+            found.add_argument(
+                "--threads", metavar="N",
+                help=f"CPU threads (default: {threads.VARIABLE}, or as many cores as are free and allowed)",
+            )  # fmt: skip
     return top
