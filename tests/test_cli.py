@@ -627,3 +627,28 @@ def test_every_command_that_loads_takes_a_budget_or_a_plan(command, tmp_path, ca
     for flag, value in (("--gpu-memory", "4G"), ("--host-memory", "4G"), ("--device", "cpu"), ("--dtype", "fp16")):
         assert cli.main([command, str(tmp_path / "plan.json"), *rest, flag, value]) == 2
         assert f"{flag}: has no effect on a saved plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (["run", "{base}", "hi", "--adapter", "{style}", "--use", "typo"], "--use"),
+        (["verify", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+        (["bench", "{base}", "--adapter", "{style}", "--use", "typo"], "--use"),
+        (["plan", "{base}", "--picture", "x.pdf"], "picture"), (["bench", "{base}", "--picture", "x.pdf"], "--picture"),
+        (["plan", "{base}", "--picture", "no/such/x.svg"], "--picture"), (["plan", "{base}", "--save", "no/such/x.json"], "--save"),
+        (["verify", "{base}", "--save", "no/such/x.json"], "save"), (["doctor", "--html", "no/such/x.html"], "--html"),
+        (["doctor", "--matrix", "--save", "no/such/x.json"], "--save"),
+        (["run", "{base}", "hi", "--image", "no.png"], "image"), (["run", "{base}", "hi", "--adapter", "no/such"], None),
+        (["plan", "{base}", "--adapter", "no/such"], None), (["merge", "{base}", "no/such/out", "--adapter", "{style}"], "out"),
+    ],
+)  # fmt: skip
+def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments, field, world, monkeypatch, capsys):
+    from trimtab.doctor import probes
+    from trimtab.runtime import hf
+
+    for owner, name in ((hf, "probe"), (probes, "run_probes")):
+        monkeypatch.setattr(owner, name, failing(AssertionError("the work has begun")))
+    filled = [text.format(base=world / "base", style=world / "adapters" / "style") for text in arguments]
+    assert cli.main([*filled, "--json"]) == (2 if field else 3)
+    assert json.loads(capsys.readouterr().out)["error"]["fields"].get("field") == field

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab import interrupts
+
+interrupts.end_at_once()  # until a command begins; nothing happens in other programs
+
+# ruff: noqa: E402
 from trimtab.api import inspect, load, plan
 from trimtab.errors import (
     AdapterError,

@@ -97,6 +97,7 @@ def plan_request(request: LoadRequest) -> Plan:
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
+    files = {name: read_adapter(path) for name, path in request.adapters.items()}  # before anything that takes long
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     bytes_before = None if known.torch_is_loaded() else process_bytes()
     card = None if request.card is None else find_card(request.card)
@@ -108,7 +109,6 @@ def plan_request(request: LoadRequest) -> Plan:
         here = known.find_machine(request.device)
     first = replace(request, head="full") if request.head == "auto" else request
     anatomy, probe = _anatomy(checkpoint, first, may_be_kept=here is not None)
-    files = {name: read_adapter(path) for name, path in request.adapters.items()}
     specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
     machine, rates = here or _ask_machine(request, bytes_before)
     head_refused, head8 = "", None

@@ -23,11 +23,12 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
-from trimtab import threads
+from trimtab import interrupts, threads
 from trimtab.commands import bench, doctor, line, merging, serve, tune
 from trimtab.commands.saying import print_json
 from trimtab.commands.wording import flags_of, in_flags
@@ -53,7 +54,7 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
 )
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect"), ("serve",)
-MISSING, STOPPED, READER_GONE = 3, 130, 141
+MISSING, STOPPED, READER_GONE = 3, interrupts.STOPPED, 141
 
 
 class UsageError(RequestError):
@@ -71,6 +72,16 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code of one command. arguments: without the program's name; None takes the process's own."""
+    try:
+        return _main(arguments)
+    finally:
+        if interrupts.is_command():
+            with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
+                sys.stdout.flush()
+            interrupts.end_at_once()
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     as_json = "--json" in given
     _prepare_terminal()
@@ -80,11 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         flags = flags_of(options.parser)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
+        interrupts.raise_again()
         return int(options.command(options))
     except TrimtabError as exc:
         _print_error(exc, as_json, flags)
         return exit_code(exc)
     except KeyboardInterrupt as exc:
+        interrupts.end_at_once()
         _print_error(exc, as_json, flags)
         return STOPPED
     except BrokenPipeError:

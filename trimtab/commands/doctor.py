@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab import show
 from trimtab.adapter_names import parse_unweighted
-from trimtab.commands.flags import pairs, read_device_map
+from trimtab.commands.flags import check_folder_of, pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
@@ -100,6 +100,8 @@ def _check(options: argparse.Namespace) -> None:
             flag = f"--{name.replace('_', '-')}".removesuffix("-version")
             wanted = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
             raise RequestError(f"has no effect without {wanted}", field=flag)
+    for flag, path in (("--html", options.html), ("--save", options.save)):
+        check_folder_of(path, flag)
     if options.matrix and options.runs:
         raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
     if options.timeout is not None and options.timeout <= 0:

@@ -138,6 +138,21 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
     return Plan.load(options.model)
 
 
+def adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
+    """Return the adapter that answers, the only one without --use. Errors: RequestError."""
+    if use is None and len(names) > 1:
+        raise RequestError("several adapters are given; say which one answers", field="--use", allowed=names)
+    if use is not None and use not in names:
+        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=names)
+    return use if use is not None else next(iter(names), None)
+
+
+def check_folder_of(path: str | None, flag: str) -> None:
+    """Raise RequestError for a file to write whose folder is not there, before the work whose result it takes."""
+    if path and not Path(path).absolute().parent.is_dir():
+        raise RequestError("there is no such folder", field=flag, value=str(Path(path).parent))
+
+
 def is_saved_plan(model: str) -> bool:
     """Return whether MODEL is the file of a plan."""
     return model.endswith(".json") and Path(model).is_file()

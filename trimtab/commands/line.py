@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
@@ -13,9 +12,11 @@ from typing import Any
 import trimtab
 from trimtab import show
 from trimtab.commands.flags import (
+    adapter_to_use,
     add_decode,
     add_placement,
     add_sampling,
+    check_folder_of,
     decode_of,
     load_request,
     plan_or_request,
@@ -24,6 +25,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.wording import in_flags
 from trimtab.errors import RequestError
+from trimtab.request import LoadRequest
 
 
 def add(command: Command) -> None:
@@ -68,7 +70,12 @@ def add(command: Command) -> None:
 def run_plan(options: argparse.Namespace) -> int:
     from trimtab.api import plan_options, plan_request
     from trimtab.plan.options import options_text
+    from trimtab.plan.picture import check_path
 
+    if options.picture:
+        check_path(options.picture)
+    for flag, path in (("--picture", options.picture), ("--save", options.save)):
+        check_folder_of(path, flag)
     request = load_request(options, head="auto", decode=options.decode or "auto")
     plan = plan_request(request)
     helpful = [replace(one, what=_as_flags(one.what)) for one in plan_options(request, plan)] if options.options else []
@@ -114,8 +121,7 @@ def run_run(options: argparse.Namespace) -> int:
     answering, decode = sampling_options(options), decode_of(options)
     if not (options.prompt.strip() or options.image or options.audio):
         raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=options.prompt)
-    plan = _plan_to_run(options, decode)
-    adapter = _adapter_to_use(options.use, list(plan.request.adapters))
+    plan, adapter = _plan_to_run(options, decode)
     question: dict[str, Any] = {
         "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
     }  # fmt: skip
@@ -147,7 +153,8 @@ def _stream(pieces: Any) -> int:
     return 0
 
 
-def _plan_to_run(options: argparse.Namespace, decode: str) -> trimtab.Plan:
+def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, str | None]:
+    """Return the plan, and the adapter that answers."""
     from trimtab.api import plan_request
     from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
@@ -155,15 +162,9 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> trimtab.Plan:
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
     given = plan_or_request(options, images=len(options.image), audio_s=sound_s, head="auto", decode=decode)
-    return given if isinstance(given, trimtab.Plan) else plan_request(given)
-
-
-def _adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
-    if use is None and len(names) > 1:
-        raise RequestError("several adapters are given; say which one answers", field="--use", allowed=names)
-    if use is not None and use not in names:
-        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=names)
-    return use if use is not None else next(iter(names), None)
+    request = given if isinstance(given, LoadRequest) else given.request
+    adapter = adapter_to_use(options.use, list(request.adapters))
+    return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import trimtab
 from trimtab import show
-from trimtab.commands.flags import add_adapters, add_placement, load_request, plan_or_request
+from trimtab.commands.flags import adapter_to_use, add_adapters, add_placement, load_request, plan_or_request
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.errors import RequestError
 from trimtab.request import LoadRequest
@@ -97,8 +97,11 @@ def run_verify(options: argparse.Namespace) -> int:
 
     if options.save:
         check_save_path(options.save)
+    given = plan_or_request(options)
+    if options.use is not None:
+        adapter_to_use(options.use, list((given if isinstance(given, LoadRequest) else given.request).adapters))
     report = trimtab.verify(
-        plan_or_request(options), adapter=options.use, prompts=options.prompts,
+        given, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
         new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
     )  # fmt: skip

@@ -1,0 +1,49 @@
+"""What Ctrl-C does to the command line while no command can answer it: while modules are imported, and at the very end.
+
+Python raises KeyboardInterrupt wherever it is, and an import that is cut short ends in a traceback. A command ends in its
+own way at the first Ctrl-C, at once at the second. From the first line of
+`trimtab/__init__.py` until a command begins, and again once it has ended, Ctrl-C ends the process with exit code 130. In a
+program that imports trimtab nothing of this happens.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+STOPPED = 130
+
+
+def is_command() -> bool:
+    """Return whether this process was started as `trimtab` or `python -m trimtab`."""
+    program = os.path.basename(sys.argv[0] if sys.argv else "").lower()
+    if program in ("trimtab", "trimtab.exe", "trimtab-script.py", "trimtab-script.pyw"):
+        return True
+    given = sys.orig_argv[1:]
+    return program in ("-m", "__main__.py") and "-m" in given and given[given.index("-m") + 1 :][:1] == ["trimtab"]
+
+
+def end_at_once() -> None:
+    """Let Ctrl-C end the process without a word of Python's, if it is our command and was not started without Ctrl-C."""
+    if is_command() and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_again() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again, where `end_at_once` has changed that; a second one ends at once."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, _raise)
+
+
+def _raise(number: int, frame: object) -> None:
+    # Python loses an exception that is raised in a destructor or callback: whoever waits presses once more.
+    signal.signal(signal.SIGINT, _end)
+    raise KeyboardInterrupt
+
+
+def _end(number: int, frame: object) -> None:
+    try:
+        os.write(2, b"trimtab: stopped\n")
+    finally:
+        os._exit(STOPPED)
