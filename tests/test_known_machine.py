@@ -174,6 +174,27 @@ def test_entries_in_a_folder_that_others_can_write_are_not_used(kept, folder):
     assert anatomies.find_anatomy(checkpoint, request) is None
 
 
+def test_a_head_that_cannot_be_in_8_bits_is_asked_about_once(folder, monkeypatch):
+    """Else every plan with `--head auto` would import torch to be refused again."""
+    request = LoadRequest(model=str(BASE), card="T4", head="auto")
+    real = hf.anatomy_of
+
+    def refuse(probe, checkpoint, *, head, **more):
+        if head == "int8":
+            raise RequestError("no language head", field="head", value="int8")
+        return real(probe, checkpoint, head=head, **more)
+
+    monkeypatch.setattr(hf, "anatomy_of", refuse)
+    first = trimtab.api.plan_request(request)
+    monkeypatch.setattr(hf, "probe", lambda *args: pytest.fail("read again"))
+    assert trimtab.api.plan_request(request).execution == first.execution
+    checkpoint = read_checkpoint(BASE)
+    small = replace(request, quant="nf4-dq", head="int8")
+    assert anatomies.find_refusal(checkpoint, small) == "head='int8': no language head"
+    assert anatomies.find_anatomy(checkpoint, small) is None
+    assert anatomies.find_refusal(checkpoint, replace(small, head="full")) is None
+
+
 # The machine ----------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +310,7 @@ def seen(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(devices, "measure_rates", lambda device: Rates())
+    trimtab.plan(BASE, card="T4")
     first = trimtab.plan(BASE, device="cpu")
     machine = devices.read_machine("cpu")
     rates_file.write(devices.device_name("cpu"), str(torch.__version__), torch.get_num_threads(), first.rates)

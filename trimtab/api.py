@@ -93,7 +93,7 @@ def plan_request(request: LoadRequest) -> Plan:
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
     """
-    from trimtab.machine import known
+    from trimtab.machine import anatomies, known
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
@@ -114,12 +114,15 @@ def plan_request(request: LoadRequest) -> Plan:
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)
+        small = replace(request, head="int8")
+        if not head_refused and here is not None:
+            head_refused = anatomies.find_refusal(checkpoint, small) or ""
         try:
             if not head_refused:
-                small = replace(request, head="int8")
                 head8, probe = _anatomy(checkpoint, small, may_be_kept=here is not None, probe=probe)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
+            anatomies.keep_refusal(checkpoint, small, head_refused)
     disk_bytes = disk_free_bytes(request.offload_dir)
     made = make_plan(
         request,

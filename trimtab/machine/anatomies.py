@@ -96,6 +96,26 @@ def keep_anatomy(checkpoint: Checkpoint, request: LoadRequest, anatomy: Anatomy,
             prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
 
 
+def find_refusal(checkpoint: Checkpoint, request: LoadRequest) -> str | None:
+    """Return why an earlier process could make no anatomy of this checkpoint for a request like this, None if that is not known."""
+    key = key_of(checkpoint, request)
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        text = read_own(own_folder(FOLDER) / hashed(key), key, limit_bytes=MOST_FILE_BYTES)
+        whole = {} if text is None else json.loads(text)
+        if isinstance(whole["refused"], str):
+            return whole["refused"]
+    return None
+
+
+def keep_refusal(checkpoint: Checkpoint, request: LoadRequest, reason: str) -> None:
+    """Keep why no anatomy could be made for a request."""
+    key = key_of(checkpoint, request)
+    with suppress(OSError):
+        folder = own_folder(FOLDER)
+        write_own(folder / hashed(key), key, json.dumps({"refused": reason}).encode())
+        prune(folder, most_files=MOST_FILES, most_bytes=MOST_BYTES)
+
+
 def _same_files(checkpoint: Checkpoint) -> list[Any]:
     """Return what tells weight files from others, as JSON gives it back."""
     stamps: Iterable[tuple[str, int, int]] = checkpoint.stamps

@@ -19,8 +19,9 @@ from trimtab.errors import CheckpointError, DeviceError
 from trimtab.plan.cost import HEAD8
 from trimtab.runtime import head8
 from trimtab.runtime.importing import without_hub_kernels
+from trimtab.runtime.late_compile import late_compile
 
-with without_hub_kernels():
+with without_hub_kernels(), late_compile("bitsandbytes"):
     import bitsandbytes as bnb
     from bitsandbytes.functional import (
         QuantState,
