@@ -44,7 +44,7 @@ def test_an_unpacked_weight_is_bitsandbytes_own(quant, dtype):
 def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
     for order in ORDERS:
         module = cpu_module(order)
-        for n, rank, wide, high in ((1, 8, 64, 32), (8, 4, 1028, 34), (13, 20, 2052, 514)):
+        for n, rank, wide, high in ((1, 8, 64, 32), (8, 4, 1028, 34), (13, 20, 2052, 514), (35, 12, 1104, 66)):
             A, B = random(rank, wide) / wide**0.5, random(high, rank)
             x, y = random(n, wide, dtype=dtype), random(n, high, dtype=dtype)
             wanted = y.double() + 0.25 * (x.double() @ A.double().T @ B.double().T)
@@ -55,7 +55,26 @@ def test_a_lora_of_many_tokens_is_the_sum_of_its_products(dtype):
                 assert float((made.double() - wanted).norm() / wanted.norm()) < 2 * torch.finfo(dtype).eps
                 # Where the sum in float32 lies between two values another order may take the other one.
                 assert float((made != plain).float().mean()) < 0.01
-        assert set(launches(module)) == {"lora_low", "lora_up"}
+        assert set(launches(module)) == {
+            "lora_low",
+            "lora_up",
+            *(["lora_low_tensor"] if dtype == torch.bfloat16 else []),
+        }
+
+
+@on_cpu
+def test_a_block_adds_as_many_tokens_as_leave_enough_blocks(monkeypatch):
+    monkeypatch.setattr(prompt_kernels, "_BLOCKS", 1)
+    module = cpu_module()
+    A, B, x, y = (
+        random(9, 48),
+        random(40, 9),
+        random(150, 48, dtype=torch.bfloat16),
+        random(150, 40, dtype=torch.bfloat16),
+    )
+    wanted = y.double() + x.double() @ A.double().T @ B.double().T
+    made = add(A, B, 1.0, x, y.clone(), module, round_change=False).double()
+    assert float((made - wanted).norm() / wanted.norm()) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 @on_cpu
@@ -84,7 +103,8 @@ def test_shapes_that_the_kernels_do_not_know_are_torchs():
 @pytest.mark.slow
 def test_a_kernel_that_is_wrong_is_found():
     for before, after in (
-        ("byte >> 4", "byte & 15"), ("__fadd_rn(", "__fmul_rn("), ("lane & 8) ? 16", "lane & 8) ? 0"), ("s < slices", "s < 1"),
+        ("(byte >> 4)", "(byte & 15)"), ("__fadd_rn(", "__fmul_rn("), ("lane & 8) ? 16", "lane & 8) ? 0"), ("part < 3", "part < 0"),
+        ("s + k < slices", "s + k < 1"), ("(i & 1) * 8, at", "(i & 1) * 4, at"),
         ("sum[t][i] * scale", "sum[t][i]"), ("first + t >= n", "first + t >= n - 1"),
     ):  # fmt: skip
         source = prompt_kernels.source()

@@ -24,10 +24,12 @@ from trimtab.runtime import lora, nvrtc, short_ops
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.quant import Packed, dequantize
 
-NAMES = ("unpack_nested", "unpack_plain", "lora_low", "lora_up")
+NAMES = ("unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up")
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
 _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
+# Tokens of one that sums by tensor cores, and the most of one that adds; blocks that a GPU of any size has work for.
+_TENSOR_TOKENS, _MOST_TILE, _BLOCKS = 16, 64, 256
 _MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
 # bitsandbytes' own products of fewer rows read packed weights.
 LEAST_TOKENS = 9
@@ -90,13 +92,23 @@ def add(
         change = functional.linear(functional.linear(x.float(), A), B).mul_(scale)
         return y.copy_(y + change.to(y.dtype) if round_change else y.float() + change)
     n, rank, half = x.shape[0], A.shape[0], int(x.dtype == torch.float16)
-    slices, tiles = -(-x.shape[1] // _SLICE), -(-n // _TOKENS)
+    slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
     low = torch.empty(slices, n, rank, device=x.device)
-    module.launch("lora_low", (tiles, slices), (_THREADS,), [x, x.stride(0), n, x.shape[1], A, rank, low, half])
+    given: list[nvrtc.Argument] = [x, x.stride(0), n, x.shape[1], A, rank, low]
+    if not half and x.shape[1] % 16 == 0:
+        module.launch("lora_low_tensor", (-(-n // _TENSOR_TOKENS), slices), (_THREADS,), given)
+    else:
+        module.launch("lora_low", (-(-n // _TOKENS), slices), (_THREADS,), [*given, half])
+    # As many tokens a block as leave enough blocks, and as its shared memory holds.
+    tile = min(
+        _MOST_TILE,
+        max(n * columns // (_BLOCKS * _TOKENS), 1) * _TOKENS,
+        _MOST_RANK * _TOKENS // rank // _TOKENS * _TOKENS,
+    )
     module.launch(
-        "lora_up", (-(-y.shape[1] // _COLUMNS), tiles), (_THREADS,),
-        [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), half],
-        shared_bytes=4 * _TOKENS * rank,
+        "lora_up", (columns, -(-n // tile)), (_THREADS,),
+        [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), tile, half],
+        shared_bytes=4 * tile * rank,
     )  # fmt: skip
     return y
 
@@ -213,6 +225,9 @@ def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKer
                     chosen.unpacks = True
             if chosen.unpacks and leaf is not None:
                 chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
+            if chosen.adds:
+                width = hf_model.config.get_text_config().hidden_size
+                chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
     except DeviceError as exc:
         chosen.reasons.append(("kernels of a prompt", str(exc)))
         return chosen
@@ -260,6 +275,19 @@ def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9,
 def _unpack_runs(packed: Packed, module: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
     out = torch.empty(packed.shape[0] * packed.shape[1], dtype=packed.dtype, device=module.device)
     return lambda: unpack(packed, out, module), lambda: dequantize(packed)
+
+
+def _add_runs(
+    width: int, dtype: torch.dtype, module: Any, *, tokens: int = 512, rank: int = 8
+) -> tuple[Callable[[], Any], Callable[[], Any]]:  # fmt: skip
+    """Return what adds an adapter over a gate of four times the width here, and what adds it in a short step."""
+    A, B = (torch.zeros(shape, device=module.device) for shape in ((rank, width), (4 * width, rank)))
+    x, y = (torch.zeros(tokens, count, dtype=dtype, device=module.device) for count in (width, 4 * width))
+
+    def plain() -> Any:
+        return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
+
+    return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
 
 
 def _pays(

@@ -2,35 +2,46 @@
 // it says what each kernel computes and in which shapes. n tokens. values.cuh stands in front of this.
 
 // out = code[q] * absmax, rounded once; with NESTED absmax = code2[absmax8] * outer + offset, rounded after each of the two, as
-// bitsandbytes does. A thread is 16 bytes of packed weight, 32 values, the even one in a byte's upper half. A block of a weight that
-// shares a scale has 32 values or more. Grid: [values / 8192].
+// bitsandbytes does. A thread is 4 times 4 bytes of packed weight, 8 values each, the even one in a byte's upper half; neighbours
+// read and write what lies beside each other. Values that share a scale are 8 or more. Grid: [values / 8192].
 template <bool NESTED>
 __device__ __forceinline__ void unpack_4bit(
     const u8* packed, const void* absmax, const float* outer, const float* offset, const float* code2, const float* code,
     i64 values, int shift, int outer_shift, u16* out, int half) {
-  __shared__ float table[16];
-  if (threadIdx.x < 16) table[threadIdx.x] = code[threadIdx.x];
+  __shared__ float table[16 * 32];  // of each lane's own: no two lanes meet in a bank
+  for (int i = threadIdx.x; i < 16 * 32; i += blockDim.x) table[i] = code[i >> 5];
   __syncthreads();
-  const i64 at = ((i64)blockIdx.x * blockDim.x + threadIdx.x) * 32;
-  if (at >= values) return;
-  const uint4 q = streamed_16(packed + at / 2);
-  const i64 block = at >> shift;
-  float scale;
-  if (NESTED)
-    scale = __fadd_rn(__fmul_rn(__ldg(code2 + ((const u8*)absmax)[block]), __ldg(outer + (block >> outer_shift))), __ldg(offset));
-  else
-    scale = __ldg((const float*)absmax + block);
-  const u32 words[4] = {q.x, q.y, q.z, q.w};
+  const int lane = threadIdx.x & 31;
+  const i64 first = (i64)blockIdx.x * 8192 + threadIdx.x * 8;
+  u32 words[4];
+  float scales[4];
 #pragma unroll
-  for (int w = 0; w < 4; w++) {
+  for (int k = 0; k < 4; k++) {
+    const i64 at = first + k * 2048;
+    words[k] = at < values ? __ldcg((const u32*)(packed + at / 2)) : 0;
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const i64 at = first + k * 2048, block = at >> shift;
+    scales[k] = 0.f;
+    if (at >= values) continue;
+    if (NESTED)
+      scales[k] = __fadd_rn(__fmul_rn(__ldg(code2 + ((const u8*)absmax)[block]), __ldg(outer + (block >> outer_shift))), __ldg(offset));
+    else
+      scales[k] = __ldg((const float*)absmax + block);
+  }
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const i64 at = first + k * 2048;
+    if (at >= values) break;
     float v[8];
 #pragma unroll
     for (int b = 0; b < 4; b++) {
-      const u32 byte = words[w] >> (8 * b) & 255;
-      v[2 * b] = table[byte >> 4] * scale;
-      v[2 * b + 1] = table[byte & 15] * scale;
+      const u32 byte = words[k] >> (8 * b) & 255;
+      v[2 * b] = table[(byte >> 4) * 32 + lane] * scales[k];
+      v[2 * b + 1] = table[(byte & 15) * 32 + lane] * scales[k];
     }
-    store<8>(out + at + w * 8, v, half);
+    store<8>(out + at, v, half);
   }
 }
 #define UNPACK_PARAMETERS \
@@ -96,54 +107,123 @@ extern "C" __global__ void __launch_bounds__(256) lora_low(
   }
 }
 
+// The same for bfloat16 by tensor cores, exact but for the sums: a value of A is three of bfloat16. A block is 16 tokens and one
+// slice, a warp 128 of it. width: a multiple of 16. Grid: [n / 16, slices].
+extern "C" __global__ void __launch_bounds__(256) lora_low_tensor(
+    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low) {
+  __shared__ float sums[8][16 * RANKS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = (lane & 3) * 2;
+  const int first = blockIdx.x * 16, begin = blockIdx.y * SLICE + warp * 128;
+  u32 a[8][4];
+#pragma unroll
+  for (int k = 0; k < 8; k++)
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int t = first + group + (i & 1) * 8, at = begin + k * 16;
+      a[k][i] = t < n && at < width ? __ldcg((const u32*)(x + (size_t)t * x_stride + at + pair + (i >> 1) * 8)) : 0;
+    }
+  for (int r0 = 0; r0 < rank; r0 += RANKS) {
+    float2 w[8][2];
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = begin + k * 16;
+        w[k][i] = make_float2(0.f, 0.f);
+        if (at < width && r0 + group < rank) w[k][i] = __ldg((const float2*)(A + (size_t)(r0 + group) * width + at + pair + i * 8));
+      }
+    float c[4] = {};
+#pragma unroll
+    for (int k = 0; k < 8; k++)
+#pragma unroll
+      for (int part = 0; part < 3; part++) {
+        u32 b[2];
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          b[i] = two_bf16(w[k][i].x, w[k][i].y);
+          w[k][i].x -= low_value(b[i], 0);
+          w[k][i].y -= high_value(b[i], 0);
+        }
+        mma_m16n8k16_bf16(c, a[k][0], a[k][1], a[k][2], a[k][3], b[0], b[1]);
+      }
+#pragma unroll
+    for (int i = 0; i < 4; i++) sums[warp][(group + (i >> 1) * 8) * RANKS + pair + (i & 1)] = c[i];
+    __syncthreads();
+    if (threadIdx.x < 16 * RANKS) {
+      const int t = first + threadIdx.x / RANKS, r = r0 + threadIdx.x % RANKS;
+      float all = 0.f;
+#pragma unroll
+      for (int w8 = 0; w8 < 8; w8++) all += sums[w8][threadIdx.x];
+      if (t < n && r < rank) low[((size_t)blockIdx.y * n + t) * rank + r] = all;
+    }
+    __syncthreads();
+  }
+}
+
 // y[t, c] += scale * sum over r of B[c, r] low[t, r], where low is the sum over its slices; the change is rounded first if
-// round_change. A block is 8 tokens and 512 columns, a thread two neighbours. Shared: 8 * rank floats. Grid: [columns / 512, n / 8].
+// round_change. A block is `tile` tokens (a multiple of 8), 8 at a time, and 512 columns, a thread two neighbours. Shared:
+// tile * rank floats. Grid: [columns / 512, n / tile].
 extern "C" __global__ void __launch_bounds__(256) lora_up(
     const float* low, int slices, int n, int rank, const float* B, float scale, u16* y, int y_stride, int width,
-    int round_change, int half) {
+    int round_change, int tile, int half) {
   extern __shared__ __align__(16) float own[];
-  const int first = blockIdx.y * TOKENS, at = (blockIdx.x * 256 + threadIdx.x) * 2;
-  for (int i = threadIdx.x; i < TOKENS * rank; i += 256) {
-    const int t = first + i / rank;
+  const int start = blockIdx.y * tile, at = (blockIdx.x * 256 + threadIdx.x) * 2;
+  float p[RANKS], q[RANKS];
+  const float *b0 = B + (size_t)at * rank, *b1 = b0 + rank;
+#pragma unroll
+  for (int r = 0; r < RANKS; r++) {
+    p[r] = at < width && r < rank ? __ldg(b0 + r) : 0.f;
+    q[r] = at < width && r < rank ? __ldg(b1 + r) : 0.f;
+  }
+  for (int i = threadIdx.x; i < tile * rank; i += 256) {
+    const int t = start + i / rank;
     float all = 0.f;
-    if (t < n)
-      for (int s = 0; s < slices; s++) all += low[((size_t)s * n + t) * rank + i % rank];
+    for (int s = 0; t < n && s < slices; s += 8) {
+      float some[8];
+#pragma unroll
+      for (int k = 0; k < 8; k++) some[k] = s + k < slices ? __ldcg(low + ((size_t)(s + k) * n + t) * rank + i % rank) : 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; k++) all += some[k];
+    }
     own[i] = all;
   }
   __syncthreads();
   if (at >= width) return;
-  float before[TOKENS][2], sum[TOKENS][2];
+  for (int t0 = 0; t0 < tile && start + t0 < n; t0 += TOKENS) {
+    const int first = start + t0;
+    float before[TOKENS][2], sum[TOKENS][2];
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    sum[t][0] = sum[t][1] = before[t][0] = before[t][1] = 0.f;
-    if (first + t < n) load<2>(before[t], y + (size_t)(first + t) * y_stride + at, half);
-  }
-  const float *b0 = B + (size_t)at * rank, *b1 = b0 + rank;
-  for (int r0 = 0; r0 < rank; r0 += RANKS) {
-    float p[RANKS], q[RANKS];
-#pragma unroll
-    for (int r = 0; r < RANKS; r++) {
-      p[r] = r0 + r < rank ? __ldg(b0 + r0 + r) : 0.f;
-      q[r] = r0 + r < rank ? __ldg(b1 + r0 + r) : 0.f;
+    for (int t = 0; t < TOKENS; t++) {
+      sum[t][0] = sum[t][1] = before[t][0] = before[t][1] = 0.f;
+      if (first + t < n) load<2>(before[t], y + (size_t)(first + t) * y_stride + at, half);
     }
+    for (int r0 = 0; r0 < rank; r0 += RANKS) {
+      if (rank > RANKS) {
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++)
-#pragma unroll
-      for (int r = 0; r < RANKS; r++) {
-        const float l = r0 + r < rank ? own[t * rank + r0 + r] : 0.f;
-        sum[t][0] = fmaf(p[r], l, sum[t][0]);
-        sum[t][1] = fmaf(q[r], l, sum[t][1]);
+        for (int r = 0; r < RANKS; r++) {
+          p[r] = r0 + r < rank ? __ldg(b0 + r0 + r) : 0.f;
+          q[r] = r0 + r < rank ? __ldg(b1 + r0 + r) : 0.f;
+        }
       }
-  }
 #pragma unroll
-  for (int t = 0; t < TOKENS; t++) {
-    if (first + t >= n) break;
-    float v[2];
+      for (int t = 0; t < TOKENS; t++)
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const float change = sum[t][i] * scale;
-      v[i] = before[t][i] + (round_change ? rounded(change, half) : change);
+        for (int r = 0; r < RANKS; r++) {
+          const float l = r0 + r < rank ? own[(t0 + t) * rank + r0 + r] : 0.f;
+          sum[t][0] = fmaf(p[r], l, sum[t][0]);
+          sum[t][1] = fmaf(q[r], l, sum[t][1]);
+        }
     }
-    store<2>(y + (size_t)(first + t) * y_stride + at, v, half);
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+      if (first + t >= n) break;
+      float v[2];
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float change = sum[t][i] * scale;
+        v[i] = before[t][i] + (round_change ? rounded(change, half) : change);
+      }
+      store<2>(y + (size_t)(first + t) * y_stride + at, v, half);
+    }
   }
 }
