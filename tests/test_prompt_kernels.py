@@ -133,3 +133,24 @@ def test_a_layer_multiplies_with_the_weight_that_is_unpacked_for_it():
             assert torch.equal(leaf(few), before)
     assert launches(module) == ["unpack_nested"] * 2
     assert all("base" not in vars(leaf) for leaf in leaves)
+
+
+@on_cpu
+def test_an_adapter_of_many_ranks_stays_with_torch():
+    module, route = cpu_module(), lora.Route()
+    leaf = ResidentLeaf(
+        "layer", quantize(random(96, 128, dtype=torch.bfloat16), "nf4-dq"), bias=None, device=torch.device("cpu"),
+        dtype=torch.bfloat16, route=route,
+    )  # fmt: skip
+    x = random(1, 12, 128, dtype=torch.bfloat16)
+    base = leaf(x)
+    adapters = prompt_kernels.ChunkAdapters(module)
+    for rank, expected in ((prompt_kernels.PAYING_RANK, 2), (prompt_kernels.PAYING_RANK + 1, 0)):
+        module.launches.clear()
+        leaf.adapters["a"] = lora.LinearAdapter("language", 0.5, random(rank, 128), random(96, rank))
+        route.name, route.short = "a", adapters
+        found = leaf(x)
+        route.short = None
+        assert len(launches(module)) == expected
+        assert float((found.float() - leaf(x).float()).abs().max()) <= 2**-7 * float(leaf(x).float().abs().max())
+        assert not torch.equal(found, base)

@@ -12,7 +12,8 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
 
 # A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
-# for 9 graphs of E4B, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided by what `kernels_of` counts.
+# for 9 graphs of E4B with bitsandbytes' kernels alone, 73 with ours, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided
+# by what `kernels_of` counts.
 KERNEL_BYTES = 5 * 2**10
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128

@@ -31,6 +31,9 @@ _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
 # Tokens of one that sums by tensor cores, and the most of one that adds; blocks that a GPU of any size has work for.
 _TENSOR_TOKENS, _MOST_TILE, _BLOCKS = 16, 64, 256
 _MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
+# Beyond this rank torch's products in float32 are faster (bench/results/prompt_kernels.json, 512 tokens over E4B's gate: 26 us
+# against 50 for rank 8, 234 against 71 for rank 64).
+PAYING_RANK = 8
 # bitsandbytes' own products of fewer rows read packed weights.
 LEAST_TOKENS = 9
 # Sums in float32 in another order, then one rounding of 16 bits: relative error of a whole tensor.
@@ -133,7 +136,7 @@ class ChunkAdapters(short_ops.ShortAdapters):
     def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
         route: lora.Route = leaf.route
         adapter = None if route.rows is not None or route.name is None else leaf.adapters.get(route.name)
-        if adapter is None or self.module is None or not y.is_contiguous():
+        if adapter is None or self.module is None or not y.is_contiguous() or adapter.A.shape[0] > PAYING_RANK:
             return super().apply(leaf, x, y)
         flat, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
         if not can_add(adapter.A, adapter.B, flat, out):
