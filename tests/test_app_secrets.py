@@ -214,6 +214,7 @@ def test_folders_are_found_in_every_spelling(tmp_path, monkeypatch):
     assert (
         without_paths("google/gemma and/or /v1/models of 3/4", folders=folders) == "google/gemma and/or [path] of 3/4"
     )
+    assert without_paths("cannot open <_io.BytesIO object at 0x7f66dc4058d0>: no") == "cannot open [object]: no"
     assert without_paths(f"{tmp_path}xyz", folders=[str(tmp_path)]) == "[path]"
 
 

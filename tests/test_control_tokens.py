@@ -193,6 +193,30 @@ def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     assert caught.value.field == "prompt"
 
 
+def test_characters_that_are_normalized_to_a_control_token_are_refused():
+    """Such a token is looked for in the normalized text, where a full-width sign is the plain one."""
+    from tokenizers import AddedToken, Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {letter: number for number, letter in enumerate("abcxo<>|l")}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.normalizer = normalizers.NFKC()
+    backend.add_tokens([AddedToken("<|b|>", special=True, normalized=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    template = "{{ '<|b|>' }}{{ messages[0].content }}"
+    control = ControlTokens(tokenizer, tokenizer, template)
+
+    def ids(text):
+        prompt = control.render(lambda messages: "<|b|>" + messages[0]["content"], [{"role": "user", "content": text}])
+        return control.encode(lambda text: tokenizer(text, return_tensors="pt"), prompt, adds_special=False)[
+            "input_ids"
+        ][0].tolist()
+
+    assert ids("ab") == [9, 0, 1] and ids("\uff1cab")[0] == 9
+    with pytest.raises(RequestError, match="control token"):
+        ids("a\uff1c|b|\uff1e")
+
+
 def test_half_a_surrogate_pair_is_refused():
     with pytest.raises(RequestError, match="surrogate") as caught:
         chat.prepare(asked("qwen3"), "a\ud800b")

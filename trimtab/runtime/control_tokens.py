@@ -23,6 +23,7 @@ from trimtab.errors import RequestError
 
 # A token in this form is a control token whether it is flagged as special or not.
 _CONTROL_FORM = re.compile(r"<\|.*>|<.*\|>|<unused\d+>", re.DOTALL)
+_NO_LETTER = re.compile(r"[^\w\s]")
 # Unicode's private planes: characters that no text needs.
 _PRIVATE = range(0xF0000, 0x10FFF0)
 # What an encoding holds for each token.
@@ -31,10 +32,12 @@ _PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_id
 
 @dataclass(frozen=True)
 class PromptText:
-    """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part."""
+    """A rendered prompt. user_spans: where control tokens stand that users wrote, wholly or in part. harmless: the same
+    conversation without a sign of any, for tokenizers that search the normalized text."""
 
     text: str
     user_spans: tuple[tuple[int, int], ...] = ()
+    harmless: str | None = None
 
 
 class ControlTokens:
@@ -104,24 +107,24 @@ class ControlTokens:
         render: the template. Errors: RequestError as it raises them, and for texts that hold every private character.
         """
         raw = render(messages)
+        harmless = render(_mapped(messages, lambda text: _NO_LETTER.sub("x", text))) if self._is_normalized else None
         texts = list(_texts(messages))
         if not any(sign in text for text in texts for sign in self._signs):
-            return PromptText(raw)
-        alphabet = set(self._signs)
-        stand_ins = _unused(texts, len(alphabet) + 2)
-        hidden = dict(zip(map(ord, sorted(alphabet)), stand_ins, strict=False))
+            return PromptText(raw, (), harmless)
+        stand_ins = _unused(texts, len(self._signs) + 2)
+        hidden = dict(zip(map(ord, self._signs), stand_ins, strict=False))
         shown = {ord(stand_in): chr(code) for code, stand_in in hidden.items()}
-        harmless = render(_mapped(messages, lambda text: text.translate(hidden)))
-        plain = harmless.translate(shown)
-        of_user = set(stand_ins)
+        marked = render(_mapped(messages, lambda text: text.translate(hidden)))
+        plain = marked.translate(shown)
         if plain != raw:
             # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out.
             is_user = self._read_by_template(render, messages, raw, stand_ins[-2:])
             spans = [] if is_user is None else [span for span in self.matches(raw) if any(is_user[slice(*span)])]
-            if is_user is not None and self._written(_without(raw, spans)) == self._written(harmless):
-                return PromptText(raw, tuple(spans))
-        spans = [(start, end) for start, end in self.matches(plain) if of_user & set(harmless[start:end])]
-        return PromptText(plain, tuple(spans))
+            if is_user is not None and self._written(_without(raw, spans)) == self._written(marked):
+                return PromptText(raw, tuple(spans), harmless)
+        of_user = set(stand_ins)
+        spans = [(start, end) for start, end in self.matches(plain) if of_user & set(marked[start:end])]
+        return PromptText(plain, tuple(spans), harmless)
 
     def _read_by_template(
         self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]], raw: str,
@@ -171,7 +174,8 @@ class ControlTokens:
             ids = self._tokenizer(text, add_special_tokens=adds_special)["input_ids"]
             return Counter(token_id for token_id in ids if token_id in self.ids)
 
-        expected = counts(_without(prompt.text, prompt.user_spans))
+        harmless = _without(prompt.text, prompt.user_spans) if prompt.harmless is None else prompt.harmless
+        expected = counts(harmless)
         if not prompt.user_spans:
             if counts(prompt.text) != expected:
                 raise _cannot_be_text(self._written(prompt.text))

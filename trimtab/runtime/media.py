@@ -21,6 +21,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64", "OGG", "MP3")
 AUDIO_NAMES = ("wav", "flac", "ogg", "mp3")
 MAX_PIXELS = 64 * 10**6
+ORIENTATION = 0x0112  # EXIF's tag
 SAMPLE_RATE = 16_000
 RATES, MAX_CHANNELS = range(1_000, 768_001), 16
 
@@ -51,12 +52,14 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:
     check_picture_size(*found.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
-    turned = ImageOps.exif_transpose(found)
+    # Each copy of a large picture is 128 MB: none is made that changes nothing.
+    found.load()
+    turned = ImageOps.exif_transpose(found) if found.getexif().get(ORIENTATION, 1) != 1 else found
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         turned = turned.convert("RGBA")
         white = Image.new("RGBA", turned.size, (255, 255, 255, 255))
         turned = Image.alpha_composite(white, turned)
-    return turned.convert("RGB")
+    return turned if turned.mode == "RGB" else turned.convert("RGB")
 
 
 def read_audio(source: Any, *, max_s: float = MAX_SOUND_S) -> np.ndarray:
