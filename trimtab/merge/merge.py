@@ -414,10 +414,8 @@ def _checked(report: MergeReport, work: Work, folder: Path, *, started: float) -
     found = check_files(work, read_checkpoint(folder))
     report = replace(report, check=found, check_seconds=time.monotonic() - started)
     if not found.passed:
-        lost = [tensor.tensor_name for tensor in found.changed if not tensor.is_applied]
-        names = [f"{name} is not as computed" for name in lost] + [
-            f"{name} is not the base's" for name in found.not_equal
-        ]
+        names = [tensor.problem for tensor in found.changed if not tensor.is_applied]
+        names += [f"{name} is not the base's" for name in found.not_equal]
         error: TrimtabError = ParityError(
             f"{len(names)} tensors of the merged model are wrong: {', '.join(names[:20])}", position=0,
             max_abs=found.error_ulps, mean_abs=0.0, tolerance=0.5,

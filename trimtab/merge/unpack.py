@@ -48,6 +48,11 @@ class PackedRows:
             self._scale = codes[self._scale.int()] * blocks.repeat_interleave(size)[: self._scale.numel()]
             self._scale += float(entry.state["nested_offset"])
 
+    @property
+    def scales(self) -> Tensor:
+        """The scale of each block of 4-bit values, or of each row of int8 ones, float32."""
+        return self._scale
+
     def __call__(self, start: int, stop: int) -> Tensor:
         columns = self.shape[1]
         if self.entry.kind == "int8":

@@ -1,9 +1,8 @@
 """How far two sets of logits are apart, and whether that is more than the noise that was measured beside them.
 
 A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy of itself. A
-verdict is `same` (every value equal), `same within noise`, or `differs`; the noise floor is the largest difference
-between any two runs of one route whose order of summation was changed on purpose. Nobody picks an epsilon: where those
-runs agree to the last bit the floor is 0 and anything above it differs.
+verdict is `same` (every value equal), `same within noise`, `differs`, or `cannot tell` where no noise could be measured.
+The limit between the second and the third has a stated false-alarm rate (`criterion.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import combinations
 from typing import Any, Literal
 
@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import RequestError
+from trimtab.proof import criterion
+from trimtab.proof.criterion import Limits
 
-Verdict = Literal["same", "same within noise", "differs"]
-SAME, WITHIN_NOISE, DIFFERS = "same", "same within noise", "differs"
+Verdict = Literal["same", "same within noise", "cannot tell", "differs"]
+SAME, WITHIN_NOISE, CANNOT_TELL, DIFFERS = "same", "same within noise", "cannot tell", "differs"
+ORDER, DRAW = "order", "draw"
 # Float64 values that one piece of a comparison holds; it makes about six such pieces.
 _PIECE_VALUES = 4 * 2**20
 
@@ -57,7 +60,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Noise:
-    """One pair of runs of the same route: which two orders of summation, and how far apart they were."""
+    """One pair of runs of the same route: which two, and how far apart they were.
+
+    kind: "order" of two orders of summation; "draw" of a run whose roundings were drawn at random from the first run.
+    """
 
     prompt_id: str
     first: str
@@ -66,11 +72,19 @@ class Noise:
     mean_abs: float
     kl_mean: float
     kl_max: float
+    kind: str = ORDER
+
+    def measures(self) -> dict[str, float]:
+        """Return what the criterion looks at."""
+        return {name: getattr(self, name) for name in criterion.MEASURES}
 
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """What one route differs from itself by: the maxima over `pairs`. skipped: order changes that could not be made."""
+    """What one route differs from itself by: the maxima over `pairs`. skipped: order changes that could not be made.
+
+    The maxima are for the reader; verdicts use `limits`.
+    """
 
     pairs: tuple[Noise, ...] = ()
     skipped: tuple[str, ...] = ()
@@ -92,15 +106,45 @@ class NoiseFloor:
         """The names of the runs that were compared."""
         return tuple(dict.fromkeys(name for pair in self.pairs for name in (pair.first, pair.second)))
 
-    def verdict(self, difference: Difference) -> Verdict:
-        """Return what a difference is against this floor: within noise only if largest, mean and KL all are."""
+    @property
+    def is_measured(self) -> bool:
+        """Whether there were enough runs to say what is noise."""
+        return bool(self.limits)
+
+    @cached_property
+    def limits(self) -> dict[str, Limits]:
+        """What a difference has to exceed to be more than noise, by prompt; empty if too few runs could be made."""
+        draws: dict[str, list[dict[str, float]]] = {}
+        least: dict[str, dict[str, float]] = {}
+        for pair in self.pairs:
+            measures = pair.measures()
+            if not all(math.isfinite(value) for value in measures.values()):
+                continue
+            if pair.kind == DRAW:
+                draws.setdefault(pair.prompt_id, []).append(measures)
+            else:
+                known = least.setdefault(pair.prompt_id, measures)
+                least[pair.prompt_id] = {name: max(known[name], value) for name, value in measures.items()}
+        return criterion.limits(draws, least)
+
+    @property
+    def limit(self) -> Limits | None:
+        """The largest limits of all prompts, None if the noise is not known."""
+        rows = self.limits.values()
+        if not rows:
+            return None
+        return Limits(**{name: max(getattr(row, name) for row in rows) for name in criterion.MEASURES})
+
+    def verdict(self, difference: Difference, prompt_id: str | None = None) -> Verdict:
+        """Return what a difference is against this noise; prompt_id None: against that of the noisiest prompt."""
         if difference.is_same:
             return "same"
-        within = (
-            difference.max_abs <= self.max_abs < math.inf
-            and difference.mean_abs <= self.mean_abs
-            and difference.kl_max <= self.kl_max
-        )
+        if not math.isfinite(difference.max_abs):
+            return "differs"
+        limit = self.limits.get(prompt_id) if prompt_id is not None else self.limit
+        if limit is None:
+            return "cannot tell"
+        within = all(getattr(difference, name) <= getattr(limit, name) for name in criterion.MEASURES)
         return "same within noise" if within else "differs"
 
     def to_json(self) -> dict[str, Any]:
@@ -108,7 +152,10 @@ class NoiseFloor:
         return {
             "max_abs": _plain(self.max_abs), "mean_abs": _plain(self.mean_abs), "kl_max": _plain(self.kl_max),
             "orders": list(self.orders), "skipped": list(self.skipped), "pairs": len(self.pairs),
-            "largest": _largest(self.pairs),
+            "largest": _largest(self.pairs), "is_measured": self.is_measured,
+            "limits": {prompt: limit.to_json() for prompt, limit in self.limits.items()},
+            "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
+            "draws": sum(pair.kind == DRAW for pair in self.pairs),
         }  # fmt: skip
 
 
@@ -127,8 +174,9 @@ def _largest(pairs: Sequence[Noise]) -> list[dict[str, Any]]:
 
 def worst(verdicts: Iterable[str]) -> Verdict:
     """Return the verdict of several: the worst of them, `same` for none."""
-    found = set(verdicts)
-    return "differs" if DIFFERS in found else "same within noise" if WITHIN_NOISE in found else "same"
+    given = set(verdicts)
+    order: tuple[Verdict, ...] = ("differs", "cannot tell", "same within noise")
+    return next((verdict for verdict in order if verdict in given), "same")
 
 
 def difference(first: Tensor, second: Tensor) -> Difference:
@@ -180,6 +228,17 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
     found = terms.sum(-1)
     # The sum of rounded terms of two nearly equal distributions can come out a little below zero.
     return torch.where(found.isnan(), torch.full_like(found, math.inf), found.clamp_min(0.0))
+
+
+def drawn_noise(
+    prompt_id: str, first: str, once: Tensor, draws: Mapping[str, Tensor], device: torch.device | str = "cpu"
+) -> tuple[Noise, ...]:
+    """Return how far each run with roundings drawn at random is from the first run, computed on a device."""
+    rows = []
+    for name, logits in draws.items():
+        apart = difference(once.to(device), logits.to(device))
+        rows.append(Noise(prompt_id, first, name, apart.max_abs, apart.mean_abs, apart.kl_mean, apart.kl_max, DRAW))
+    return tuple(rows)
 
 
 def noise_between(prompt_id: str, runs: Mapping[str, Tensor], device: torch.device | str = "cpu") -> tuple[Noise, ...]:

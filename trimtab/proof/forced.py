@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trimtab.proof.compare import Noise, noise_between
+from trimtab.proof.compare import Noise, drawn_noise, noise_between
+from trimtab.proof.criterion import DRAWS
 
 ONCE, TWICE = "once", "the same again"
 # Enough rows and pieces that a matrix product is cut up another way; each also adds runs to compare with each other.
@@ -138,24 +139,80 @@ def cpu_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def measure_noise(
-    prompt_id: str, once: Tensor, orders: Iterator[tuple[str, Callable[[], Tensor]]]
-) -> tuple[tuple[Noise, ...], tuple[str, ...]]:
-    """Return how far every two runs of one route are apart, and the changes that its model or memory did not allow.
+@contextmanager
+def rounded_layers(hf_model: Any, seed: int) -> Iterator[None]:
+    """Let every layer round its output anew: each value moves by a uniform number of up to one step of its dtype.
 
+    That is the noise of a route which rounds as often and as finely, but not to the same values. What only looks up rows
+    (an embedding) rounds nothing and is left as it is.
+    """
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def moved(module: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        takes_floats = any(isinstance(value, Tensor) and value.is_floating_point() for value in inputs)
+        if not takes_floats or not isinstance(output, Tensor) or not output.is_floating_point():
+            return None
+        if output.device not in generators:
+            generators[output.device] = torch.Generator(device=output.device).manual_seed(seed)
+        return moved_by_a_step(output, generators[output.device])
+
+    passing = (torch.nn.Identity, torch.nn.Dropout)
+    layers = [m for m in hf_model.modules() if not any(m.children()) and not isinstance(m, passing)]
+    handles = [layer.register_forward_hook(moved) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def moved_by_a_step(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Return values moved by a uniform number between minus and plus one step of their dtype, and rounded to it."""
+    wide = values.float()
+    step = torch.ldexp(torch.full_like(wide, torch.finfo(values.dtype).eps), torch.frexp(wide).exponent - 1)
+    noise = torch.rand(wide.shape, generator=generator, device=wide.device) * 2 - 1
+    return (wide + noise * step).to(values.dtype)
+
+
+def drawn_runs(hf_model: Any, inputs: Mapping[str, Tensor]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield (what is changed, a call that gives the logits [S, V]) for every run with roundings drawn at random."""
+
+    def run(seed: int) -> Tensor:
+        with rounded_layers(hf_model, seed):
+            return forward(hf_model, inputs)[0][0]
+
+    for seed in range(1, DRAWS + 1):
+        yield f"every layer rounded at random ({seed})", lambda seed=seed: run(seed)  # type: ignore[misc]
+
+
+Runs = Iterator[tuple[str, Callable[[], Tensor]]]
+
+
+def measure_noise(
+    prompt_id: str, once: Tensor, orders: Runs, draws: Runs | None = None
+) -> tuple[tuple[Noise, ...], tuple[str, ...]]:
+    """Return how far the runs of one route are apart, and the changes that its model or memory did not allow.
+
+    Every two orders are compared; drawn runs are compared with the first run alone.
     Memory: the logits of all runs on the host; two of them at a time on the device.
     """
     device, runs, skipped = once.device, {ONCE: once.cpu()}, []
-    for name, run in orders:
-        try:
-            runs[name] = run().cpu()
-        except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as exc:
-            words = str(exc).strip().splitlines() or [""]
-            skipped.append(f"{prompt_id}, {name}: {type(exc).__name__}: {words[0][:160]}")
+    drawn: dict[str, Tensor] = {}
+    for into, which in ((runs, orders), (drawn, draws or iter(()))):
+        for name, run in which:
+            try:
+                into[name] = run().cpu()
+            except (RuntimeError, ValueError, TypeError, KeyError, IndexError) as exc:
+                words = str(exc).strip().splitlines() or [""]
+                skipped.append(f"{prompt_id}, {name}: {type(exc).__name__}: {words[0][:160]}")
+
+    def pairs(where: torch.device) -> tuple[Noise, ...]:
+        return noise_between(prompt_id, runs, where) + drawn_noise(prompt_id, ONCE, runs[ONCE], drawn, where)
+
     try:
-        return noise_between(prompt_id, runs, device), tuple(skipped)
+        return pairs(device), tuple(skipped)
     except torch.OutOfMemoryError:  # a card that is full of the model
-        return noise_between(prompt_id, runs, torch.device("cpu")), tuple(skipped)
+        return pairs(torch.device("cpu")), tuple(skipped)
 
 
 def padded_batch(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from trimtab.api import load, plan_request
 from trimtab.plan import Plan
 from trimtab.proof import forced
-from trimtab.proof.rounding import rounded_orders
+from trimtab.proof.rounding import rounded_draws, rounded_order
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
@@ -27,8 +27,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     """Load the route's model and answer every item of the request.
 
     request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
-    out (folder), new_tokens, noise, rounding, hidden, batched. Tells a line a step: loaded, item (with the file of its logits),
-    noise, memory.
+    out (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched.
+    Tells a line a step: loaded, item (with the file of its logits), noise, memory.
     """
     route = request["route"]
     started = time.monotonic()
@@ -131,9 +131,12 @@ def _tell_noise(
             model.hf_model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"],
             batches=request["noise"] != "without batches",
         )  # fmt: skip
+        draws = forced.drawn_runs(model.hf_model, whole)
         if request.get("rounding") and item["adapter"] is not None:
-            orders = chain(orders, rounded_orders(model, item["adapter"], whole))
-        pairs, skipped = forced.measure_noise(item["id"], once, orders)
+            packed = request.get("packed") or {}
+            orders = chain(orders, rounded_order(model, item["adapter"], whole, packed))
+            draws = rounded_draws(model, item["adapter"], whole, packed)
+        pairs, skipped = forced.measure_noise(item["id"], once, orders, draws)
     tell({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
 
 

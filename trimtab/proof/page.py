@@ -30,7 +30,7 @@ svg text { fill: var(--soft); font-size: 10px; } svg .grid { stroke: var(--rule)
 svg .line { fill: none; stroke: var(--line); } svg .dot { fill: var(--line); } svg .bar { fill: var(--bar); }
 svg .floor { stroke: var(--noise); stroke-dasharray: 5 4; } svg .mark { stroke: var(--soft); stroke-dasharray: 2 3; }
 """
-CLASSES = {"same": "same", "same within noise": "noise", "differs": "differs"}
+CLASSES = {"same": "same", "same within noise": "noise", "cannot tell": "noise", "differs": "differs"}
 
 
 def report_html(report: ParityReport) -> str:
@@ -43,6 +43,7 @@ def report_html(report: ParityReport) -> str:
     if any(row.merged_matches for row in report.prompts):
         parts.append(_table(words.MERGE_HEAD, [words.merge_row(row) for row in report.prompts]))
     parts += [f'<p class="soft">{escape(line.strip())}</p>' for line in words.floor_words(report)]
+    parts += [f'<p class="soft">{escape(line.strip())}</p>' for line in words.weights_words(report)]
     if report.findings:
         parts += ["<h2>Findings</h2>", _list(report.findings)]
     parts += ["<h2>Answers</h2>", _answers(report), "<h2>Largest difference by position</h2>", _positions(report)]
@@ -81,10 +82,11 @@ def _positions(report: ParityReport) -> str:
     for row in report.prompts:
         title = row.id if row.adapter is None else f"{row.id} ({row.adapter})"
         parts.append(f"<h3>{escape(title)}</h3>")
+        limit = report.floor.limits.get(row.id)
         parts.append(
             plots.lines(
                 row.difference.max_abs_by_position, label=f"difference by position, {title}",
-                dashed=report.floor.max_abs or None, dashed_label="noise floor", mark=row.prompt_tokens,
+                dashed=limit.max_abs if limit is not None else None, dashed_label="limit of the noise", mark=row.prompt_tokens,
                 mark_label="answer",
             )
         )  # fmt: skip

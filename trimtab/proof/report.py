@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trimtab.proof.compare import Difference, NoiseFloor
     from trimtab.proof.lanes import LaneReport
     from trimtab.proof.survival import Survival
+    from trimtab.proof.weights import MergedWeights
 
 FORMATS = (".json", ".md", ".html")
 
@@ -27,7 +28,8 @@ class PromptParity:
     """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged), base_is_merged.
 
     same_text: whether the greedy tokens are equal, None where they are not asked for (batches). base_kl: how far the
-    adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against.
+    adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against. base_is_noise:
+    whether that is no more than the noise, so that the prompt cannot tell a merged model from the base.
     """
 
     id: str
@@ -41,6 +43,7 @@ class PromptParity:
     same_text: bool | None
     expected_text: str | None = None
     base_kl: float | None = None
+    base_is_noise: bool | None = None
     base_is_adapter: bool | None = None
     base_is_merged: bool | None = None
 
@@ -64,7 +67,8 @@ class ParityReport:
     against: what was compared (a word of `comparisons.AGAINST` or a folder). expected: the verdict that is right: `same`
     (bit-equal or within noise), or `differs` where an adapter must change something. floor: the reference's own noise.
     layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
-    adapter's change is in a merged folder, module by module. findings: what a reader must know besides.
+    adapter's change is in a merged folder, module by module; weights: the test of these weights, which is sharper than any
+    answer. findings: what a reader must know besides.
     """
 
     model: str
@@ -78,40 +82,69 @@ class ParityReport:
     subject: Mapping[str, Any]
     findings: tuple[str, ...] = ()
     survival: tuple[Survival, ...] = ()
+    weights: MergedWeights | None = None
     lanes: LaneReport | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def verdict(self) -> str:
-        """The worst verdict of all prompts: "same", "same within noise" or "differs"."""
-        from trimtab.proof.compare import worst
+        """The worst verdict of all prompts and of the merged weights; "cannot tell" where a fault would be below the noise."""
+        from trimtab.proof.compare import CANNOT_TELL, DIFFERS, WITHIN_NOISE, worst
 
-        return worst(row.verdict for row in self.prompts)
+        answers = worst(row.verdict for row in self.prompts)
+        if DIFFERS in (answers, self.weights.verdict if self.weights is not None else None):
+            return DIFFERS
+        if answers != WITHIN_NOISE:
+            return answers
+        return CANNOT_TELL if self._is_below_noise else WITHIN_NOISE
+
+    @property
+    def _is_below_noise(self) -> bool:
+        """Whether answers within noise say nothing: the fault that is looked for would be within it too."""
+        if self.expected == "differs":
+            return True
+        is_merge = any(row.base_kl is not None for row in self.prompts)
+        if not is_merge or (self.weights is not None and self.weights.verdict == "right"):
+            return False
+        return all(row.base_is_noise for row in self.prompts)
 
     @property
     def ok(self) -> bool:
-        """Whether the verdict is the right one; what a command's exit code says."""
-        return (self.verdict == "differs") == (self.expected == "differs")
+        """Whether the verdict is the right one; what a command's exit code says.
+
+        "cannot tell" is no alarm where answers that should be the same are within a noise that was measured.
+        """
+        if self.expected == "differs":
+            return self.verdict == "differs"
+        return self.verdict != "differs" and (self.verdict != "cannot tell" or self.floor.is_measured)
 
     @property
     def worst_prompt(self) -> PromptParity:
-        """The prompt with the largest difference."""
-        return max(self.prompts, key=lambda row: row.difference.max_abs)
+        """The prompt with the largest difference, of those with the worst verdict."""
+        return max(self.prompts, key=lambda row: (row.verdict == "differs", row.difference.max_abs))
 
     def check(self) -> None:
         """Raise ParityError unless the verdict is the right one."""
         if self.ok:
             return
         row = self.worst_prompt
-        if self.expected == "differs":
-            reason = f"{self.subject['label']} gives what {self.reference['label']} gives: the adapter is inactive"
+        limit = self.floor.limits.get(row.id)
+        ours, theirs = self.subject["label"], self.reference["label"]
+        if self.verdict == "cannot tell":
+            reason = f"cannot tell whether {ours} differs from {theirs}: " + (
+                "the difference is within the noise" if self.floor.is_measured else "the noise could not be measured"
+            )
+        elif self.expected == "differs":
+            reason = f"{ours} gives what {theirs} gives: the adapter is inactive"
+        elif self.weights is not None and self.weights.wrong and row.verdict != "differs":
+            reason = f"{self.weights.wrong[0].module_path} of {ours} is not base plus change"
         else:
-            reason = f"{self.subject['label']} differs from {self.reference['label']} on prompt {row.id}"
+            reason = f"{ours} differs from {theirs} on prompt {row.id}"
         first = row.difference.first_position
         raise ParityError(
             reason, position=-1 if first is None else first, max_abs=row.difference.max_abs,
-            mean_abs=row.difference.mean_abs, tolerance=self.floor.max_abs,
-            hint="The tolerance is the reference's own noise, measured in the same run",
+            mean_abs=row.difference.mean_abs, tolerance=limit.max_abs if limit is not None else 0.0,
+            hint="The tolerance is a bound on the reference's own noise, measured in the same run",
         )  # fmt: skip
 
     def to_json(self) -> dict[str, Any]:
@@ -123,6 +156,7 @@ class ParityReport:
             "layers": [_finite(value) for value in self.layers], "reference": dict(self.reference),
             "subject": dict(self.subject),
             "survival": [{k: _finite(v) for k, v in row.to_json().items()} for row in self.survival],
+            "weights": self.weights.to_json() if self.weights is not None else None,
             "lanes": self.lanes.to_json() if self.lanes is not None else None, "versions": dict(self.versions),
         }  # fmt: skip
 

@@ -123,14 +123,15 @@ def prepare(
 
 def run_route(
     route: Route, items: Sequence[Item], out: Path, *, new_tokens: int, noise: bool | str = False,
-    noise_items: int | None = None, rounding: bool = False, hidden: bool = False, isolated: bool = True,
-    timeout_s: float = TIMEOUT_S,
+    noise_items: int | None = None, rounding: bool = False, packed: Mapping[str, str] | None = None,
+    hidden: bool = False, isolated: bool = True, timeout_s: float = TIMEOUT_S,
 ) -> Ran:  # fmt: skip
     """Return what a route says to every item.
 
     out: an empty folder for the files. noise: measure the route's own noise ("without batches" where batching is what is
     tested), on the first noise_items alone if that is given. rounding: let it also answer with its adapter's change
-    added to the weights and rounded once (see `rounding`). isolated False runs in this process, which is quicker and
+    added to the weights and rounded once (see `rounding`). packed: module path -> form of the modules that the merged
+    model has in 4 bits. isolated False runs in this process, which is quicker and
     records no host peak.
     Errors: those of planning and loading; UpstreamError for what stock raises; DeviceError for a process that died.
     """
@@ -138,7 +139,7 @@ def run_route(
     request = {
         "route": route.to_json(), "items": [asdict(item) for item in items], "out": str(out), "new_tokens": new_tokens,
         "noise": noise, "noise_items": len(items) if noise_items is None else noise_items, "hidden": hidden,
-        "batched": route.batched, "rounding": rounding,
+        "batched": route.batched, "rounding": rounding, "packed": dict(packed or {}),
     }  # fmt: skip
     module = OWN if route.engine == "trimtab" else STOCK
     lines, outcome = run_module(

@@ -196,7 +196,7 @@ def noise_of(model: Any, item: Mapping[str, Any], continuation: Sequence[int]) -
     whole = forced.extended(inputs, continuation)
     once = forced.forward(model, whole)[0][0]
     orders = forced.other_orders(model, whole, prompt_tokens=item["prompt_tokens"], has_media=item["has_media"])
-    pairs, skipped = forced.measure_noise(item["id"], once, orders)
+    pairs, skipped = forced.measure_noise(item["id"], once, orders, forced.drawn_runs(model, whole))
     return {"pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)}
 
 

@@ -13,6 +13,7 @@ from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import CheckpointError
 from trimtab.proof.survival import Survival, lora_delta, survival
+from trimtab.proof.weights import ModuleWeight, module_weight, saved_weight
 
 Progress = Callable[[int, int], None]
 
@@ -36,6 +37,16 @@ class _Weights:
         found: Tensor = expression.replay(self._fetch)
         return found
 
+    def form(self, tensor_path: str) -> str:
+        """Return how the files hold a weight: the dtype of its tensors, or the packed form."""
+        leaf = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)].leaves[0]
+        return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
+
+    def is_plain(self, tensor_path: str) -> bool:
+        """Whether the files hold a weight, and not packed."""
+        expression = self.probe.sources.get(self.probe.ties.get(tensor_path, tensor_path))
+        return expression is not None and not any(leaf in self.packed for leaf in expression.leaves)
+
     def _fetch(self, name: str) -> Tensor:
         from trimtab.runtime.quant import dequantize, prequantized
         from trimtab.runtime.read import read_small
@@ -54,24 +65,55 @@ def survival_of_files(
 
     base: the checkpoint that was merged into. Memory: a few copies of the largest adapted weight in float32.
     """
+    return read_merge(base, merged, adapter, progress=progress)[0]
+
+
+def read_merge(
+    base: Path, merged: Path, adapter: Path, *, progress: Progress | None = None
+) -> tuple[tuple[Survival, ...], tuple[ModuleWeight, ...]]:
+    """Return what of an adapter's change is in a merged checkpoint, and the test of each weight that it changes."""
     ours, theirs = _Weights(base), _Weights(merged)
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
-    targets = [target for target in spec.targets if target.kind != "saved"]
-    rows = []
-    for done, target in enumerate(targets, 1):
-        path = f"{target.module_path}.weight"
-        weight = ours.weight(path)
-        delta = target_delta(target, weight, _read(target))
-        rows.append(survival(target.module_path, weight, theirs.weight(path), delta))
+    rows, tests = [], []
+    for done, target in enumerate(spec.targets, 1):
+        tensors = _read(target)
+        if target.kind == "saved":
+            paths = {f"{target.module_path}.{name}": tensor for name, tensor in tensors.items()}
+            tests += [
+                saved_weight(path, tensor, theirs.weight(path), theirs.form(path))
+                for path, tensor in paths.items()
+                if theirs.is_plain(path)
+            ]
+        else:
+            path = f"{target.module_path}.weight"
+            weight, found = ours.weight(path), theirs.weight(path)
+            delta = target_delta(target, weight, tensors)
+            rows.append(survival(target.module_path, weight, found, delta))
+            terms = None if "magnitude" in tensors else _terms(target, tensors)
+            tests.append(module_weight(target.module_path, weight, found, delta, theirs.form(path), terms=terms))
         if progress is not None:
-            progress(done, len(targets))
-    return tuple(rows)
+            progress(done, len(spec.targets))
+    return tuple(rows), tuple(tests)
+
+
+def packed_modules(folder: Path) -> dict[str, str]:
+    """Return module path -> form ("nf4", "fp4", "int8") of the weights that a checkpoint has packed."""
+    weights = _Weights(folder)
+    paths = [path for path in weights.probe.sources if path.endswith(".weight") and not weights.is_plain(path)]
+    return {path.removesuffix(".weight"): weights.form(path) for path in paths}
 
 
 def _read(target: AdapterTarget) -> dict[str, Tensor]:
     from trimtab.runtime.read import read_small
 
     return read_small(dict(target.tensors))
+
+
+def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the size of the terms that a change is the sum of: scale x |B| |A|."""
+    A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
+    found = (A.T @ B.T) if target.kind == "embedding" else B @ A
+    return found.mul_(abs(target.scale))
 
 
 def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.proof import compare, forced
@@ -23,6 +24,7 @@ from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
 from trimtab.proof.versions import versions
+from trimtab.proof.weights import MergedWeights, merged_weights
 from trimtab.request import LoadRequest
 
 Say = Callable[[str], None]
@@ -139,14 +141,9 @@ def _compare(
     options: dict[str, Any] = {"new_tokens": new_tokens, "isolated": isolated, "hidden": hidden}
     speak(f"running: {case.reference.label}")
     reference = run_route(
-        case.reference,
-        first,
-        work / "reference",
-        noise=noise,
-        noise_items=count,
-        rounding=case.merged is not None,
-        **options,
-    )
+        case.reference, first, work / "reference", noise=noise, noise_items=count,
+        rounding=case.merged is not None, packed=_packed(case), **options,
+    )  # fmt: skip
     second = with_continuations(items, reference)
     if case.against == "base" or case.merged is not None:
         second = tuple(replace(item, adapter=None) for item in second)
@@ -159,11 +156,12 @@ def _compare(
         row, by_layer = _parity(case, by_id[items[at].id], items[at], at, reference, subject, count)
         found.append(row)
         layers.append(by_layer)
+    survived, weights = _weights(case, speak)
     return ParityReport(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
         prompts=tuple(found), floor=reference.noise, layers=_largest_by_layer(layers),
-        reference=reference.to_json(), subject=subject.to_json(), findings=_findings(case, found, reference, subject),
-        survival=_survival(case, speak), versions=versions(),
+        reference=reference.to_json(), subject=subject.to_json(), findings=_findings(case, found, reference, subject, weights),
+        survival=survived, weights=weights, versions=versions(),
     )  # fmt: skip
 
 
@@ -179,14 +177,16 @@ def _parity(
         base = reference.said[count + at]
         base_kl = compare.difference(a, forced.read_run(base.file)[0]).kl_mean
         base_ids = base.token_ids
+    limit = reference.noise.limits.get(item.id)
     by_layer: tuple[float, ...] = ()
     if hidden_a is not None and hidden_b is not None and hidden_a.shape == hidden_b.shape:
         by_layer = compare.relative_by_layer(list(hidden_a), list(hidden_b))
     row = PromptParity(
-        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(found), difference=found,
+        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(found, item.id), difference=found,
         prompt_tokens=item.prompt_tokens, reference_text=first.text, subject_text=second.text,
         same_text=None if second.token_ids is None else first.token_ids == second.token_ids,
         expected_text=(prompt.expected or {}).get(item.adapter or "base"), base_kl=base_kl,
+        base_is_noise=None if base_kl is None or limit is None else base_kl <= limit.kl_mean,
         base_is_adapter=None if base_ids is None else base_ids == first.token_ids,
         base_is_merged=None if base_ids is None else base_ids == second.token_ids,
     )  # fmt: skip
@@ -200,24 +200,45 @@ def _largest_by_layer(rows: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     return tuple(max(values) for values in zip(*known, strict=True))
 
 
-def _survival(case: Case, speak: Say) -> tuple[Any, ...]:
+def _packed(case: Case) -> dict[str, str]:
+    """Return which modules of the merged model are packed, and how: rounding to 4 bits is no fault of a merge."""
+    if case.merged is None or not split_packed(read_checkpoint(case.merged))[1]:
+        return {}
+    from trimtab.proof.survival_files import packed_modules
+
+    return packed_modules(case.merged)
+
+
+def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | None]:
+    """Return which share of the change is in the merged weights, and the test of these weights."""
     if case.merged is None or case.adapter is None:
-        return ()
-    from trimtab.proof.survival_files import survival_of_files
+        return (), None
+    from trimtab.proof.survival_files import read_merge
 
     speak("reading which share of the adapter's change is in the merged weights")
-    return survival_of_files(read_checkpoint(case.model).folder, case.merged, Path(case.adapters[case.adapter]))
+    base = read_checkpoint(case.model).folder
+    rows, tests = read_merge(base, case.merged, Path(case.adapters[case.adapter]))
+    return rows, merged_weights(tests)
 
 
-def _findings(case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran) -> tuple[str, ...]:
+def _findings(
+    case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran, weights: MergedWeights | None
+) -> tuple[str, ...]:
     found = []
-    if case.against == "base" and compare.worst(row.verdict for row in rows) != compare.DIFFERS:
-        found.append(f"adapter inactive: {case.adapter} changes no answer by more than the noise")
+    worst = compare.worst(row.verdict for row in rows)
+    if case.against == "base" and worst == compare.SAME:
+        found.append(f"adapter inactive: {case.adapter} changes no answer")
+    elif case.against == "base" and worst != compare.DIFFERS:
+        found.append(f"cannot tell whether {case.adapter} is active: it changes no answer by more than the noise")
+    if not reference.noise.is_measured:
+        found.append(f"the noise of {reference.route.label} could not be measured: a difference cannot be judged")
     if case.merged is not None:
         if all(row.base_kl == 0 for row in rows):
             found.append(f"adapter inactive: {case.adapter} changes nothing, so this comparison proves nothing")
         elif all(row.base_is_merged and not row.base_is_adapter for row in rows):
             found.append("every merged answer is the base's: the adapter is not in the merged model")
+    if weights is not None and weights.verdict == compare.DIFFERS:
+        found += _wrong_weights(weights)
     for ran in (reference, subject):
         ids = [said.id for said in ran.said if not said.repeats]
         if ids:
@@ -225,6 +246,18 @@ def _findings(case: Case, rows: Sequence[PromptParity], reference: Ran, subject:
         found += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
     found += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
     return tuple(found)
+
+
+def _wrong_weights(weights: MergedWeights) -> list[str]:
+    rows = weights.wrong
+    if not rows:
+        return [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
+    lines = [
+        f"{row.module_path} is not base plus change: {row.slope:.4g} of the change is there"
+        + (f", {row.beyond} values are out of the bound of rounding" if row.beyond else "")
+        for row in rows[:5]
+    ]
+    return lines + ([f"and {len(rows) - 5} modules more"] if len(rows) > 5 else [])
 
 
 def _with_lanes(

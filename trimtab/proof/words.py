@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
+from trimtab.proof.criterion import FALSE_ALARM_RATE, MARGIN
 from trimtab.proof.survival import mean_survival
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 HEAD = ("prompt", "kind", "verdict", "first", "max", "mean", "KL mean", "KL max", "top-1", "text")
 MERGE_HEAD = ("prompt", "merged is", "base != adapter", "adapter == merged", "base == merged", "KL", "KL base")
 WORST_MODULES = 5
+_DRAW_NUMBER = re.compile(r" \(\d+\)$")
 
 
 def number(value: float | None) -> str:
@@ -48,16 +52,38 @@ def merge_row(row: PromptParity) -> tuple[str, ...]:
 
 
 def floor_words(report: ParityReport) -> list[str]:
-    """Return what the noise floor is and how it was measured."""
+    """Return what the noise floor is, how it was measured, and above which limit a difference is more than noise."""
     floor = report.floor
     if not floor.pairs:
-        return ["noise floor: not measured; any difference counts"]
+        return ["noise floor: not measured; a difference cannot be judged"]
     size = f"max {number(floor.max_abs)}, mean {number(floor.mean_abs)}, KL {number(floor.kl_max)}"
-    tried = ", ".join(floor.orders)
+    tried = Counter(_DRAW_NUMBER.sub("", name) for name in floor.orders)
+    lines = [
+        f"noise floor: {size}: the largest difference between runs of {report.reference['label']}, "
+        f"{len(floor.orders)} for each prompt",
+        "  runs: " + ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in tried.items()),
+    ]
+    if floor.limit is None:
+        return [*lines, "limit: too few runs to know the spread of the noise; a difference cannot be judged"]
+    limit = floor.limit
+    lines.append(
+        f"limit: max {number(limit.max_abs)}, mean {number(limit.mean_abs)}, KL mean {number(limit.kl_mean)} on the "
+        f"noisiest prompt: a prediction bound over the runs that are rounded at random, times {MARGIN:g}; "
+        f"false-alarm rate {FALSE_ALARM_RATE:.0e}"
+    )
+    return lines
+
+
+def weights_words(report: ParityReport) -> list[str]:
+    """Return what the test of the merged weights says."""
+    weights = report.weights
+    if weights is None:
+        return []
+    sees = "would be seen" if weights.sees_scale_fault else "would not be seen: it is below the rounding"
     return [
-        f"noise floor: {size}: the largest difference between any two of {len(floor.orders)} runs of "
-        f"{report.reference['label']}",
-        f"  runs: {tried}",
+        f"weights: {weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
+        f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong",
+        f"  a scale wrong by 1 % {sees}; false-alarm rate {weights.false_alarm_rate:.0e}",
     ]
 
 
@@ -74,6 +100,9 @@ def route_words(route: Mapping[str, Any]) -> str:
 def verdict_words(report: ParityReport) -> str:
     """Return the verdict in one sentence."""
     a, b = report.subject["label"], report.reference["label"]
+    if report.verdict == "cannot tell":
+        why = "its noise could not be measured" if not report.floor.is_measured else "a fault would be below the noise"
+        return f"cannot tell: {a} against {b}; {why}"
     if report.expected == "differs":
         return f"{report.verdict}: {a} {'differs from' if report.ok else 'is the same as'} {b}" + (
             ", so the adapter is active" if report.ok else ": the adapter is inactive"
@@ -113,6 +142,7 @@ def report_text(report: ParityReport) -> str:
     if any(row.merged_matches for row in report.prompts):
         lines += [*table(MERGE_HEAD, [merge_row(row) for row in report.prompts]), ""]
     lines += floor_words(report)
+    lines += weights_words(report)
     lines += survival_words(report)
     lines += [f"! {finding}" for finding in report.findings]
     if report.lanes is not None:
@@ -146,6 +176,7 @@ def report_markdown(report: ParityReport) -> str:
         [(row.id, row.reference_text or "-", row.subject_text or "-", row.expected_text or "-") for row in report.prompts],
     )  # fmt: skip
     lines += ["", "## How sure", "", *[line.strip() for line in floor_words(report)], ""]
+    lines += [line.strip() for line in weights_words(report)]
     lines += survival_words(report)
     if report.findings:
         lines += ["", "## Findings", "", *[f"- {markdown_cell(finding)}" for finding in report.findings]]

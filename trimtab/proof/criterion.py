@@ -1,0 +1,91 @@
+"""When a difference is more than noise, and how often that verdict is wrong: one criterion with a stated false-alarm rate.
+
+The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N + 1).
+The limit here is a prediction bound. The reference answers DRAWS times more with its roundings drawn anew; the logarithm
+of each measure of those runs is taken as normal, with a mean for each prompt and one variance for all; a further run of the
+same kind exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni). On top
+comes MARGIN, for noise of a true route that is not of that kind. Imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+FALSE_ALARM_RATE = 1e-4
+DRAWS = 8
+# How many times larger than the drawn noise the noise of a right route may be, in logits.
+MARGIN = 2.0
+# A measure and the power of the logits' difference that it grows with: KL grows with the square.
+MEASURES: Mapping[str, int] = {"mean_abs": 1, "max_abs": 1, "kl_mean": 2}
+# Below this a measure is rounding of float64 itself.
+_SMALLEST = 1e-14
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a difference has to exceed on one prompt to be more than noise, for each of MEASURES."""
+
+    mean_abs: float
+    max_abs: float
+    kl_mean: float
+
+    def to_json(self) -> dict[str, float]:
+        """Return the limits as JSON-ready values."""
+        return asdict(self)
+
+
+def limits(
+    draws: Mapping[str, Sequence[Mapping[str, float]]], least: Mapping[str, Mapping[str, float]] | None = None,
+    *, rate: float = FALSE_ALARM_RATE, margin: float = MARGIN,
+) -> dict[str, Limits]:  # fmt: skip
+    """Return the limits of each prompt, none if there are too few draws to know their spread.
+
+    draws: prompt -> measures of each drawn run. least: prompt -> measures that are noise for certain (another order of
+    summation); the middle of the noise is not put below them.
+    """
+    known = {prompt: rows for prompt, rows in draws.items() if rows}
+    freedom = sum(len(rows) - 1 for rows in known.values())
+    if freedom < 2:
+        return {}
+    each = rate / (len(known) * len(MEASURES))
+    found: dict[str, dict[str, float]] = {prompt: {} for prompt in known}
+    for measure, power in MEASURES.items():
+        logs = {p: [math.log(max(row[measure], _SMALLEST)) for row in rows] for p, rows in known.items()}
+        means = {p: math.fsum(values) / len(values) for p, values in logs.items()}
+        variance = math.fsum((v - means[p]) ** 2 for p, values in logs.items() for v in values) / freedom
+        for prompt, values in logs.items():
+            middle = max(means[prompt], math.log(max((least or {}).get(prompt, {}).get(measure, 0.0), _SMALLEST)))
+            spread = math.sqrt(variance * (1 + 1 / len(values)))
+            reach = middle + student_quantile(each, freedom) * spread + power * math.log(margin)
+            found[prompt][measure] = math.exp(min(reach, 700.0))
+    return {prompt: Limits(**values) for prompt, values in found.items()}
+
+
+def student_quantile(rate: float, freedom: int) -> float:
+    """Return a value that Student's t exceeds with probability `rate` at most, for small rates.
+
+    Source: P(T > t) <= c / t * n / (n - 1) * (1 + t^2 / n)^(-(n - 1) / 2), from x / t >= 1 under the integral; c is the
+    density's constant. For rates below 1e-3 it is at most a few percent above the quantile.
+    """
+    n = freedom
+    constant = math.exp(math.lgamma((n + 1) / 2) - math.lgamma(n / 2)) / math.sqrt(n * math.pi)
+
+    def log_tail(t: float) -> float:
+        return math.log(constant / t * n / (n - 1)) - (n - 1) / 2 * math.log1p(t * t / n)
+
+    low, high = 1e-3, 1e9
+    while high / low > 1 + 1e-9:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if log_tail(middle) > math.log(rate) else (low, middle)
+    return high
+
+
+def symmetric_limit(rate: float, tests: int) -> float:
+    """Return what |sum of x| / sqrt(sum of x^2) exceeds with probability `rate` at most in any of several tests.
+
+    For independent x that are as likely positive as negative, whatever their size: P(S > t) <= exp(-t^2 / 2).
+    Source: Hoeffding's bound for random signs; Efron, Student's t-test under symmetry conditions, 1969.
+    """
+    return math.sqrt(2 * math.log(2 * max(1, tests) / rate))

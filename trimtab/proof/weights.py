@@ -1,0 +1,191 @@
+"""Whether merged weights are base plus change, rounded in any of the ways that a right merge may round: a test by module.
+
+Each value of a merged weight is held against the exact one, rounded once. Two tests, with one false-alarm rate for all
+modules together:
+
+- bound: a merge that computes in bfloat16 at the worst, and rounds change and sum, stays within a computed bound;
+- slope: what is off may not go along with the change. Where a merge rounds otherwise than once to the nearest, it is off
+  as often against the change as with it. For such signs |sum of x| / sqrt(sum of x^2), x = (value - expected) x change, has a
+  bound without further assumptions (`criterion.symmetric_limit`). A scale wrong by 1 % is off with the change everywhere.
+
+The slope has to be off by a least share as well: a scale that was itself rounded to bfloat16 is off by up to 0.2 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trimtab.merge.check_exact import rounded_once, ulp
+from trimtab.proof.criterion import symmetric_limit
+
+# Needs no assumption on the form of the noise, so it can be small.
+FALSE_ALARM_RATE = 1e-6
+SCALE_FAULT = 0.01
+# Least share by which a slope has to be off: above the rounding of a scale, and of 4-bit scales that clip large values.
+LEAST_OFF, LEAST_OFF_PACKED = 0.004, 0.05
+# Steps of the file's dtype, and share of the terms of the change, that computing in bfloat16 may be off.
+STEPS, STEPS_DORA, TERM_SHARE, NORM_SHARE = 2.0, 4.0, 2.0**-6, 2.0**-14
+# NF4 and fp4 are off by a tenth of a weight's length.
+PACKED_ERROR = 0.25
+_PIECE_VALUES = 2**20
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over the values of one module or of several, from which the tests are made."""
+
+    along: float = 0.0
+    squares: float = 0.0
+    length: float = 0.0
+    fault_along: float = 0.0
+    fault_squares: float = 0.0
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(*(a + b for a, b in zip(asdict(self).values(), asdict(other).values(), strict=True)))
+
+    @property
+    def off(self) -> float:
+        """The share of the change that is there too much, or too little (negative)."""
+        return self.along / self.length if self.length else 0.0
+
+    @property
+    def size(self) -> float:
+        """How sure that is: |sum of x| / sqrt(sum of x^2)."""
+        return abs(self.along) / math.sqrt(self.squares) if self.squares else 0.0
+
+    @property
+    def fault_size(self) -> float:
+        """What `size` would be with a scale wrong by SCALE_FAULT."""
+        return abs(self.fault_along) / math.sqrt(self.fault_squares) if self.fault_squares else 0.0
+
+
+@dataclass(frozen=True)
+class ModuleWeight:
+    """One merged weight. form: dtype of the file, or its 4-bit form. beyond: how many values are out of the bound."""
+
+    module_path: str
+    form: str
+    beyond: int
+    sums: Sums = field(repr=False)
+
+    @property
+    def is_packed(self) -> bool:
+        return not hasattr(torch, self.form)
+
+    @property
+    def slope(self) -> float:
+        """Which share of the change is there, of what the exact result leaves of it after rounding (1.0: right)."""
+        return 1 + self.sums.off
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-ready values."""
+        return {
+            "module_path": self.module_path, "form": self.form, "slope": self.slope, "size": self.sums.size,
+            "beyond": self.beyond,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MergedWeights:
+    """All modules that an adapter changes, and the verdict on them: "right", "differs" or "cannot tell"."""
+
+    modules: tuple[ModuleWeight, ...]
+    false_alarm_rate: float = FALSE_ALARM_RATE
+
+    @property
+    def limit(self) -> float:
+        """What `size` must exceed, with one false-alarm rate for all modules and their sum."""
+        return symmetric_limit(self.false_alarm_rate, len(self.modules) + 1)
+
+    @property
+    def together(self) -> Sums:
+        """All modules as one."""
+        return sum((row.sums for row in self.modules), Sums())
+
+    @property
+    def least_off(self) -> float:
+        return LEAST_OFF_PACKED if any(row.is_packed for row in self.modules) else LEAST_OFF
+
+    @property
+    def wrong(self) -> tuple[ModuleWeight, ...]:
+        """The modules that are not base plus change, the worst first."""
+        found = [row for row in self.modules if row.beyond or self._is_off(row.sums, row.is_packed)]
+        return tuple(sorted(found, key=lambda row: -abs(row.sums.off)))
+
+    def _is_off(self, sums: Sums, is_packed: bool) -> bool:
+        return sums.size > self.limit and abs(sums.off) > (LEAST_OFF_PACKED if is_packed else LEAST_OFF)
+
+    @property
+    def sees_scale_fault(self) -> bool:
+        """Whether a scale wrong by 1 % in all modules would be called wrong."""
+        return self.least_off < SCALE_FAULT and self.together.fault_size > self.limit
+
+    @property
+    def verdict(self) -> Literal["right", "differs", "cannot tell"]:
+        """The worst of all modules; "cannot tell" if not even a merge of nothing would be off for certain."""
+        together = self.together
+        if self.wrong or self._is_off(together, self.least_off == LEAST_OFF_PACKED):
+            return "differs"
+        # With nothing merged, x is the square of the change in each value, beside what is off now.
+        if self.least_off == LEAST_OFF_PACKED and together.length < 2 * self.limit * math.sqrt(together.squares):
+            return "cannot tell"
+        return "right"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the test as JSON-ready values."""
+        return {
+            "verdict": self.verdict, "slope": 1 + self.together.off, "size": self.together.size, "limit": self.limit,
+            "false_alarm_rate": self.false_alarm_rate, "sees_scale_fault": self.sees_scale_fault,
+            "wrong": [row.module_path for row in self.wrong], "modules": [row.to_json() for row in self.modules],
+        }  # fmt: skip
+
+
+def module_weight(
+    module_path: str, base: Tensor, merged: Tensor, delta: Tensor, form: str, *, terms: Tensor | None = None
+) -> ModuleWeight:
+    """Return one module's sums. Shapes: [D_out, D_in] each, float32 values of any file dtype.
+
+    form: the merged file's dtype, or "nf4", "fp4", "int8". terms: size of the terms of the change; None with DoRA, whose
+    norms are sums over all of the weight.
+    """
+    is_packed = not hasattr(torch, form)
+    step = max(1, _PIECE_VALUES // max(1, base.shape[-1]))
+    sums, beyond = Sums(), 0
+    error = size = 0.0
+    for start in range(0, base.shape[0], step):
+        rows = slice(start, start + step)
+        w, m, d = base[rows].double(), merged[rows].double(), delta[rows].double()
+        exact = w + d
+        if is_packed:
+            expected, fault = exact, SCALE_FAULT * d + (m - exact)
+            error, size = error + float((m - exact).square().sum()), size + float(exact.square().sum())
+        else:
+            kind = getattr(torch, form)
+            expected = rounded_once(exact, kind)
+            fault = rounded_once(exact + SCALE_FAULT * d, kind) - expected
+            bound = (STEPS if terms is not None else STEPS_DORA) * ulp(torch.maximum(w.abs(), exact.abs()), kind)
+            bound += TERM_SHARE * d.abs() + NORM_SHARE * w.abs() if terms is None else TERM_SHARE * terms[rows].double()
+            beyond += int((~((m - exact).abs() <= bound)).sum())
+        x, y = (m - expected) * d, fault * d
+        sums += Sums(*(float(v.sum()) for v in (x, x * x, d * d, y, y * y)))
+    if is_packed and not error <= PACKED_ERROR**2 * size:
+        beyond = base.numel()
+    return ModuleWeight(module_path, form, beyond, sums)
+
+
+def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleWeight:
+    """Return whether a saved module's tensor is in the merged file, rounded to its dtype."""
+    exact, found = saved.double(), merged.double()
+    off = ~((found - exact).abs() <= ulp(exact, getattr(torch, form)))
+    return ModuleWeight(path, form, int(off.sum()), Sums())
+
+
+def merged_weights(rows: Sequence[ModuleWeight]) -> MergedWeights | None:
+    """Return the test of all modules, None if there is none."""
+    return MergedWeights(tuple(rows)) if rows else None
