@@ -29,6 +29,7 @@ from trimtab.errors import (
     RequestError,
     UpstreamError,
 )
+from trimtab.proof.compare import drawn_noise
 from trimtab.request import LoadRequest
 from trimtab.runtime.model import LoadedModel
 
@@ -554,7 +555,7 @@ def test_the_demo_walks_the_line_answers_rightly_and_proves_it():
     said = []
     report = line.run(said.append)
     text = "\n".join(said)
-    assert report["same"] is True
+    assert report["same"] is True and report["verdict"] == "same"
     assert report["max_abs"] == 0.0
     assert {"gather", "stream"} <= set(report["tiers"])
     assert report["split_peak_bytes"] < report["resident_peak_bytes"]
@@ -579,12 +580,31 @@ def test_a_wrong_answer_of_the_demo_is_shown_with_the_right_one():
     assert said == ["   text   base         How many? -> two   (expected: three)"]
 
 
-def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
-    routes = iter([[torch.zeros(2, 3)] * 12, [torch.zeros(2, 3)] * 11 + [torch.full((2, 3), 0.25)]])
+def demo_that_is_off(monkeypatch, apart):
+    """Let the demo's last answer differ by a constant, beside noise of about 0.1 in each logit."""
+    first = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
+    routes = iter([[first] * 12, [first] * 11 + [first + torch.linspace(0, apart, 9)]])
     monkeypatch.setattr(line, "_answers", lambda *_: ([], next(routes)))
+    near = [first + 0.1 * torch.randn(2, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(1, 9)]
+    draws = {f"draw {place}": logits for place, logits in enumerate(near)}
+    monkeypatch.setattr(line, "_noise", lambda plan, asks: drawn_noise("11", "once", first, draws))
+
+
+def test_a_demo_that_differs_ends_with_the_parity_code(monkeypatch, capsys):
+    demo_that_is_off(monkeypatch, 25.0)
     assert cli.main(["demo", "--json"]) == 7
     error = json.loads(capsys.readouterr().out)["error"]
-    assert (error["class"], error["fields"]["max_abs"], error["fields"]["tolerance"]) == ("ParityError", 0.25, 0.0)
+    assert (error["class"], error["fields"]["position"]) == ("ParityError", 0)
+    assert error["fields"]["max_abs"] == pytest.approx(25.0)
+    assert 0.2 < error["fields"]["tolerance"] < 25
+
+
+def test_a_demo_whose_last_bits_differ_is_the_same_within_noise(monkeypatch, capsys):
+    demo_that_is_off(monkeypatch, 0.25)
+    assert cli.main(["demo", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["same"], report["verdict"], report["max_abs"]) == (False, "same within noise", 0.25)
+    assert report["noise"]["false_alarm_rate"] == 1e-4 and report["noise"]["draws"] == 8
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

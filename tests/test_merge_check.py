@@ -104,7 +104,85 @@ def test_a_wrong_scale_does_not_pass_although_writer_and_check_read_the_same_ada
     with pytest.raises(ParityError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
     assert str(caught.value).startswith("14 tensors")
+    assert "(2 of its change is there)" in str(caught.value)
     assert caught.value.max_abs > 1
+
+
+@pytest.mark.parametrize("form", ["nf4", "nf4-dq"])
+def test_a_wrong_scale_does_not_pass_packed_either_although_packing_again_gives_the_same_bytes(
+    form: str, base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trimtab.merge.delta import Change
+
+    delta = Change.delta
+
+    def larger(self: Change, start: int, stop: int) -> Tensor | None:
+        found = delta(self, start, stop)
+        return None if found is None else found * 1.01
+
+    monkeypatch.setattr(Change, "delta", larger)
+    with pytest.raises(ParityError) as caught:
+        merge(base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize=form)
+    assert str(caught.value).startswith("14 tensors")
+
+
+def test_a_packed_value_is_right_under_the_scale_in_the_file_whichever_was_chosen(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums in another order may choose another scale that is as good; the values have to follow from it."""
+    from trimtab.merge import pack
+
+    calls = 0
+    own = pack.choose_scales
+
+    def another(blocks: Tensor, shares: Any = None) -> Tensor:
+        nonlocal calls
+        calls += 1
+        found = own(blocks, shares)
+        # Every call gives a scale that differs in its last bits.
+        return found * (1 + calls * 2.0**-22)
+
+    monkeypatch.setattr(pack, "choose_scales", another)
+    report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize="nf4")
+    assert report.check is not None and report.check.passed and len(report.check.changed) == 14
+    assert calls > 14
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_is_no_fault(threads: int, base: Path, adapter: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True, requantize="nf4-dq")
+    finally:
+        torch.set_num_threads(before)
+    assert report.check is not None and report.check.passed
+
+
+def test_what_rounding_hides_is_said(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """At a thousandth of its weight, of most tensors not one value would be another with a scale off by 1 %."""
+    report = merge(base, tmp_path / "out", adapters={"a": (adapter, 1e-6)}, check=True)
+    found = report.check
+    assert found is not None and found.passed
+    assert len(found.blind) > 0 and found.to_json()["blind"] == list(found.blind)
+    assert f"cannot tell a scale wrong by 1 % in {len(found.blind)} tensors" in merge_text(report)
+    assert all(tensor.slope is None or 0.99 < tensor.slope < 1.01 for tensor in found.changed)
+
+
+def test_a_parameter_that_goes_back_through_several_tensors_is_computed_apart(
+    base: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a parameter is written whole; the check computes it in float64 and not by the writer's code."""
+    from trimtab.merge.delta import Change
+    from trimtab.merge.recipe import Edit
+
+    monkeypatch.setattr(Edit, "by_rows", property(lambda self: False))
+    report = merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
+    assert report.check is not None and report.check.passed and len(report.check.changed) == 14
+    delta = Change.delta
+    monkeypatch.setattr(Change, "delta", lambda self, start, stop: 1.01 * delta(self, start, stop))
+    with pytest.raises(ParityError, match=r"14 tensors .*\(1\.01 of its change is there\)"):
+        merge(base, tmp_path / "again", adapters={"a": adapter}, check=True)
 
 
 def test_the_report_counts_changes_and_equal_tensors(base: Path, adapter: Path, tmp_path: Path) -> None:
@@ -116,7 +194,10 @@ def test_the_report_counts_changes_and_equal_tensors(base: Path, adapter: Path, 
     assert 0.4 < found.error_ulps <= 0.5 + 2**-10
     assert all(0.9 < (tensor.survival or 0) < 1.1 for tensor in found.changed)
     assert "14 of 14 changes applied" in merge_text(report)
-    assert report.to_json()["check"]["passed"] is True
+    assert "false-alarm rate 0: the bound of each value holds for every order of summation" in merge_text(report)
+    assert all(tensor.visible > 0 for tensor in found.changed) and found.blind == ()
+    assert found.slopes == pytest.approx((1.0, 1.0), abs=1e-4)
+    assert report.to_json()["check"]["passed"] is True and report.to_json()["check"]["false_alarm_rate"] == 0.0
     assert isinstance(report, MergeReport)
 
 

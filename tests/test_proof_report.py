@@ -11,11 +11,12 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from trimtab.errors import RequestError
+from trimtab.errors import ParityError, RequestError
 from trimtab.proof import compare, plots
 from trimtab.proof.lanes import BY_NAME, LanePrompt, LaneReport, LaneRun
 from trimtab.proof.report import ParityReport, PromptParity, check_save_path
 from trimtab.proof.survival import Survival
+from trimtab.proof.weights import MergedWeights, module_weight
 
 NASTY = "</td><script>alert('x')</script> a | b `c`\nnext"
 
@@ -33,6 +34,11 @@ def parity(name: str = "p1", apart: float = 0.5, **options) -> PromptParity:
 
 def report(**options) -> ParityReport:
     noise = compare.noise_between("p1", {"once": torch.zeros(1, 3), "the same again": torch.full((1, 3), 0.001)})
+    for prompt in ("p1", "p2"):
+        noise += tuple(
+            compare.Noise(prompt, "once", f"every layer rounded at random ({at})", 0.0009, 0.0002, 1e-9, 1e-8, "draw")
+            for at in range(1, 4)
+        )  # fmt: skip
     route = {"label": "every weight resident", "engine": "trimtab", "quant": "nf4", "tiers": {"resident": 3}}
     values = {
         "model": "model", "against": "resident", "adapter": "a", "expected": "same",
@@ -122,7 +128,10 @@ def test_the_table_says_verdict_numbers_floor_and_memory():
     assert text.startswith("differs: the plan's tiers against every weight resident")
     assert re.search(r"p1 \(a\) +text +differs +2 +0\.5 +0\.00926", text)
     assert re.search(r"p2 \(a\) +text +same +- +0 +0 +0 +0 +100\.0 %", text)
-    assert "noise floor: max 0.001" in text and "once, the same again" in text
+    assert "noise floor: max 0.001" in text
+    assert "once, the same again, every layer rounded at random (3 times)" in text
+    # Three equal draws have no spread, so the limit is the largest order of summation, times 2.
+    assert "limit: max 0.002, mean 0.002" in text and "false-alarm rate 1e-04" in text
     assert "host peak 1.00 GiB" in text and "! route x: gave other bits" in text
 
 
@@ -136,7 +145,55 @@ def test_a_merge_report_shows_its_three_booleans():
 
 
 def test_an_unmeasured_floor_is_said():
-    assert "noise floor: not measured; any difference counts" in str(report(floor=compare.NoiseFloor()))
+    assert "noise floor: not measured; a difference cannot be judged" in str(report(floor=compare.NoiseFloor()))
+
+
+def test_answers_within_noise_that_say_nothing_are_called_that():
+    """A merge whose adapter moves the base by no more than noise, with nothing known of its weights."""
+    blind = parity(apart=0.001, verdict="same within noise", base_kl=1e-12, base_is_noise=True)
+    found = report(prompts=(blind,))
+    assert (found.verdict, found.ok) == ("cannot tell", True)
+    assert str(found).startswith("cannot tell: the plan's tiers against every weight resident; a fault would be below")
+    found.check()
+    seen = parity("p2", apart=0.001, verdict="same within noise", base_kl=0.5, base_is_noise=False)
+    assert report(prompts=(blind, seen)).verdict == "same within noise"
+    idle = report(prompts=(parity(apart=0.001, verdict="same within noise"),), expected="differs")
+    assert (idle.verdict, idle.ok) == ("cannot tell", False)
+    with pytest.raises(ParityError, match="cannot tell whether the plan's tiers differs"):
+        idle.check()
+
+
+def test_a_difference_without_a_known_noise_is_no_pass():
+    found = report(prompts=(parity(verdict="cannot tell"),), floor=compare.NoiseFloor())
+    assert (found.verdict, found.ok) == ("cannot tell", False)
+    with pytest.raises(ParityError, match="the noise could not be measured") as caught:
+        found.check()
+    assert caught.value.tolerance == 0.0
+
+
+def weights(factor: float, form: str = "bfloat16") -> MergedWeights:
+    generator = torch.Generator().manual_seed(0)
+    base, delta = torch.randn(64, 64, generator=generator), 0.05 * torch.randn(64, 64, generator=generator)
+    base = base.bfloat16().float()
+    merged = (base + factor * delta).bfloat16().float()
+    return MergedWeights((module_weight("layers.0.q", base, merged, delta, form, terms=3 * delta.abs()),))
+
+
+def test_right_weights_decide_where_answers_cannot_and_wrong_ones_where_answers_pass():
+    blind = parity(apart=0.001, verdict="same within noise", base_kl=1e-12, base_is_noise=True)
+    right = report(prompts=(blind,), weights=weights(1.0))
+    assert (right.verdict, right.ok) == ("same within noise", True)
+    assert "weights: right: slope of the written change on the exact one 1 over 1 modules, 0 of them wrong" in str(
+        right
+    )
+    assert "a scale wrong by 1 % would be seen; false-alarm rate 1e-06" in str(right)
+    wrong = report(prompts=(blind,), weights=weights(1.01))
+    assert (wrong.verdict, wrong.ok) == ("differs", False)
+    with pytest.raises(ParityError, match="layers.0.q of the plan's tiers is not base plus change"):
+        wrong.check()
+    found = json.loads(json.dumps(wrong.to_json()))["weights"]
+    assert (found["verdict"], found["wrong"], found["false_alarm_rate"]) == ("differs", ["layers.0.q"], 1e-6)
+    assert found["slope"] == pytest.approx(1.01, abs=0.002)
 
 
 def test_markdown_cells_hold_any_text():
@@ -174,7 +231,8 @@ def test_the_page_is_whole_escaped_and_fetches_nothing(tmp_path):
     assert NASTY in page.words and "layers.0.<b>q</b>: 0.25" in page.words
     # One plot a prompt, layers, survival and its noise, and the survival of the lane that merged.
     assert page.tags.count("svg") == 2 + 1 + 2 + 1
-    assert "noise floor" in page.words and "answer" in page.words
+    assert "limit of the noise" in page.words and "answer" in page.words
+    assert any(word.startswith("limit: max ") for word in page.words)
 
 
 def test_a_report_without_extras_has_no_empty_parts():

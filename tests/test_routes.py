@@ -107,12 +107,12 @@ def test_ours_and_stock_give_the_same_bits(tmp_path, family, quant):
     assert second.to_json()["label"] == "stock" and second.to_json()["versions"]["peft"]
 
 
-def test_one_changed_weight_is_seen(tmp_path):
+def test_one_changed_row_of_one_weight_is_seen(tmp_path):
     folder = pico.build("llama", tmp_path / "base")
     other = pico.build("llama", tmp_path / "other")
     file = next(other.glob("*.safetensors"))
     tensors = load_file(str(file))
-    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 0.5
+    tensors["model.layers.1.mlp.down_proj.weight"][0] += 0.5
     save_file(tensors, str(file), metadata={"format": "pt"})
     items = items_of(rows_of(folder, tmp_path))
     first = run(own(folder), items, tmp_path / "a", noise=True)

@@ -74,25 +74,26 @@ def read_merge(
     """Return what of an adapter's change is in a merged checkpoint, and the test of each weight that it changes."""
     ours, theirs = _Weights(base), _Weights(merged)
     spec = match_adapter(read_adapter(adapter), ours.anatomy)
+    saved = {target.module_path: _read(target) for target in spec.targets if target.kind == "saved"}
+    changes = [target for target in spec.targets if target.kind != "saved"]
+    changed = {f"{target.module_path}.weight" for target in changes}
     rows, tests = [], []
-    for done, target in enumerate(spec.targets, 1):
-        tensors = _read(target)
-        if target.kind == "saved":
-            paths = {f"{target.module_path}.{name}": tensor for name, tensor in tensors.items()}
-            tests += [
-                saved_weight(path, tensor, theirs.weight(path), theirs.form(path))
-                for path, tensor in paths.items()
-                if theirs.is_plain(path)
-            ]
-        else:
-            path = f"{target.module_path}.weight"
-            weight, found = ours.weight(path), theirs.weight(path)
-            delta = target_delta(target, weight, tensors)
-            rows.append(survival(target.module_path, weight, found, delta))
-            terms = None if "magnitude" in tensors else _terms(target, tensors)
-            tests.append(module_weight(target.module_path, weight, found, delta, theirs.form(path), terms=terms))
+    for done, target in enumerate(changes, 1):
+        path, tensors = f"{target.module_path}.weight", _read(target)
+        weight, found = ours.weight(path), theirs.weight(path)
+        rows.append(survival(target.module_path, weight, found, target_delta(target, weight, tensors)))
+        # PEFT saves an embedding beside its LoRA: the change is on what was saved.
+        weight = saved.get(target.module_path, {}).get("weight", weight).float()
+        delta = target_delta(target, weight, tensors)
+        terms = None if "magnitude" in tensors else _terms(target, tensors)
+        tests.append(module_weight(target.module_path, weight, found, delta, theirs.form(path), terms=terms))
         if progress is not None:
-            progress(done, len(spec.targets))
+            progress(done, len(changes))
+    for module_path, tensors in saved.items():
+        for name, tensor in tensors.items():
+            path = f"{module_path}.{name}"
+            if path not in changed and theirs.is_plain(path):
+                tests.append(saved_weight(path, tensor, theirs.weight(path), theirs.form(path)))
     return tuple(rows), tuple(tests)
 
 

@@ -1,0 +1,71 @@
+"""Verdicts do not cry wolf and do not sleep: a part of the proof in `tests/alarms.py`, its recorded result, and the whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests import alarms
+from tests.alarms import FAULTS, Right, judge_fault, judge_right
+
+RIGHT = Right(
+    family="llama", seed=1, base_dtype="bfloat16", route="trimtab", rank=8, alpha=16, strength=1.0, rslora=True,
+    dora=False, embeddings=False, targets="text", dtype=None, requantize=None, threads=(1, 2, 1),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {}, {"base_dtype": "float16", "dora": True}, {"base_dtype": "float32", "strength": 0.03, "rslora": False},
+        {"requantize": "nf4-dq"}, {"dtype": "float32", "embeddings": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_right_merge_passes_its_check_on_another_number_of_threads(change):
+    row = judge_right(replace(RIGHT, **change), with_answers=False)
+    assert row["check"] == "passed"
+    assert row["slopes"] == pytest.approx([1.0, 1.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_of_a_merge_is_found(fault):
+    row = judge_fault(RIGHT, fault, with_answers=False)
+    assert row["check"] == "alarm"
+    low, high = row["slopes"]
+    expected = {
+        "scale 1 % too large": (1.01, 1.01), "scale 1 % too small": (0.99, 0.99), "one module dropped": (0.0, 1.0),
+        "merged twice": (2.0, 2.0), "nothing merged": (0.0, 0.0),
+    }.get(fault)  # fmt: skip
+    if expected is not None:
+        # A slope of one tensor: rounding moves it by a step of bfloat16 over the length of a change of 8,192 values.
+        assert (low, high) == pytest.approx(expected, abs=0.001)
+    else:
+        assert low < 0.5
+
+
+@pytest.mark.parametrize("fault", ["scale 1 % too large", "one module dropped"])
+def test_a_planted_fault_of_a_packed_merge_is_found(fault):
+    row = judge_fault(replace(RIGHT, requantize="nf4"), fault, with_answers=False)
+    assert (row["check"], row["wrong"]) == ("alarm", 14 if "scale" in fault else 1)
+
+
+@pytest.mark.parametrize("route", ["peft", "bfloat16"])
+def test_a_merge_that_others_rounded_is_right_and_one_percent_is_not(route):
+    row = judge_right(replace(RIGHT, route=route))
+    assert (row["verify"], row["alarm"], row["weights"]["verdict"]) == ("same within noise", False, "right")
+    assert row["weights"]["sees_scale_fault"] and row["weights"]["false_alarm_rate"] == 1e-6
+    # Far from the limit, which is for the noise of other machines.
+    assert max(row["ratios"].values()) < 0.7
+
+
+def test_a_wrong_scale_is_found_in_files_where_the_answers_are_within_noise():
+    row = judge_fault(RIGHT, "scale 1 % too large")
+    assert (row["verify"], row["alarm"], row["weights"]) == ("differs", True, "differs")
+
+
+@pytest.mark.slow
+def test_the_noise_of_the_bundled_model_tells_a_dropped_weight_from_last_bits():
+    assert alarms.judge_demo(0, False)["verdict"] == "same within noise"
+    assert alarms.judge_demo(0, True)["verdict"] == "differs"
