@@ -71,20 +71,20 @@ class Right:
     threads: tuple[int, int, int]
 
 
-def right_merges(count: int, seed: int = SEED) -> list[Right]:
-    """Return right merges drawn at random: families, dtypes, adapters, outputs, routes and thread counts."""
+def right_merges(count: int, seed: int = SEED, *, own: bool = False) -> list[Right]:
+    """Return right merges drawn at random: families, dtypes, adapters, outputs, routes (own: trimtab's alone), threads."""
     draw = random.Random(seed)
     cases = []
     for place in range(count):
         family = draw.choice([family for family, times in FAMILIES.items() for _ in range(times)])
-        route = "trimtab" if family in EXPERTS else draw.choice(("trimtab",) * 4 + ("peft", "bfloat16"))
+        route = "trimtab" if own or family in EXPERTS else draw.choice(("trimtab",) * 4 + ("peft", "bfloat16"))
         base_dtype = "bfloat16" if family == "demo" else draw.choice(("bfloat16", "bfloat16", "float16", "float32"))
         if route == "bfloat16":
             base_dtype = "bfloat16"
         is_plain = route != "trimtab"
         cases.append(
             Right(
-                family=family, seed=place, base_dtype=base_dtype, route=route, rank=draw.choice((1, 2, 4, 8, 16, 32)),
+                family=family, seed=place + 1000 * own, base_dtype=base_dtype, route=route, rank=draw.choice((1, 2, 4, 8, 16, 32)),
                 alpha=draw.choice((1, 2, 8, 16, 24.5, 64)), strength=draw.choice((0.03, 0.3, 1.0, 1.0, 3.0)),
                 rslora=draw.random() < 0.3, dora=not is_plain and family not in EXPERTS and draw.random() < 0.25,
                 embeddings=not is_plain and family in ("llama", "qwen3") and draw.random() < 0.3,
@@ -509,6 +509,10 @@ Task = tuple[str, tuple[Any, ...], dict[str, Any]]
 def tasks(rights: int, faulty: int, with_answers: int, route_seeds: int, demo_seeds: int) -> list[Task]:
     """Return every case as (function, arguments); with_answers: of the faulty merges, how many `verify` judges as well."""
     found: list[Task] = [("judge_right", (case,), {}) for case in right_merges(rights)]
+    # What PEFT merged has no check of files: with these there are as many of those as of the others.
+    found += [
+        ("judge_right", (case,), {"with_answers": False}) for case in right_merges(rights // 3, SEED + 2, own=True)
+    ]
     found += [
         ("judge_fault", (case, fault), {"with_answers": place < with_answers})
         for place, case in enumerate(fault_cases(faulty)) for fault in FAULTS
@@ -552,7 +556,8 @@ def run(
     routes = [row for row in rows["judge_route"] if row["fault"] is None]
     harmed = [row for row in rows["judge_route"] if row["fault"] is not None]
     found = summary(rows["judge_right"], rows["judge_fault"], routes, harmed, rows["judge_demo"])
-    return found | {"seconds": round(time.monotonic() - started), "workers": workers}
+    is_resumed = len(left) < len(work)
+    return found | {"seconds": None if is_resumed else round(time.monotonic() - started), "workers": workers}
 
 
 Rows = list[dict[str, Any]]

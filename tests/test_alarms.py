@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from tests import alarms
 from tests.alarms import FAULTS, Right, judge_fault, judge_right
+from trimtab.proof import criterion, versions
 
+RECORDED = Path(__file__).parent.parent / "bench" / "results" / "alarms.json"
 RIGHT = Right(
     family="llama", seed=1, base_dtype="bfloat16", route="trimtab", rank=8, alpha=16, strength=1.0, rslora=True,
     dora=False, embeddings=False, targets="text", dtype=None, requantize=None, threads=(1, 2, 1),
@@ -69,3 +74,36 @@ def test_a_wrong_scale_is_found_in_files_where_the_answers_are_within_noise():
 def test_the_noise_of_the_bundled_model_tells_a_dropped_weight_from_last_bits():
     assert alarms.judge_demo(0, False)["verdict"] == "same within noise"
     assert alarms.judge_demo(0, True)["verdict"] == "differs"
+
+
+# The recorded proof ---------------------------------------------------------------------------------------------------
+
+
+def assert_is_proof(found):
+    right, faults = found["right"], found["faults"]
+    assert right["verify_merged"]["of"] >= 200 and right["merge_check"]["of"] >= 200
+    for name in ("merge_check", "verify_merged", "verify_routes", "demo"):
+        assert right[name]["alarms"] == 0, name
+    assert set(faults["merge_check"]) == set(FAULTS)
+    for kind in ("merge_check", "verify_merged", "verify_routes", "demo"):
+        assert all(caught == planted > 0 for caught, planted in faults[kind].values()), (kind, faults[kind])
+    assert max(right["largest_share_of_limit"].values()) < 1
+
+
+def test_the_recorded_proof_has_no_alarm_and_misses_no_fault():
+    found = json.loads(RECORDED.read_text(encoding="utf-8"))
+    assert_is_proof(found)
+    assert (found["false_alarm_rate"], found["margin"]) == (criterion.FALSE_ALARM_RATE, criterion.MARGIN)
+    assert set(found["versions"]) == set(versions.versions()) and found["seed"] == alarms.SEED
+    counted = found["right"]["verify_merged"]
+    assert counted["rate_below"] == pytest.approx(alarms.upper_bound(0, counted["of"]))
+    assert sum(row.get("alarm", False) for row in found["rows"]["right"]) == counted["alarms"]
+
+
+def test_no_alarm_in_two_hundred_bounds_the_rate_at_one_and_a_half_percent():
+    assert alarms.upper_bound(0, 200) == pytest.approx(1 - 0.05 ** (1 / 200))
+
+
+@pytest.mark.slow
+def test_the_whole_proof(tmp_path):
+    assert_is_proof(alarms.whole(max(1, (os.cpu_count() or 1) // 2), tmp_path / "rows.jsonl"))
