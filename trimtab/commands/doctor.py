@@ -15,6 +15,7 @@ from trimtab.commands.flags import check_folder_of, pairs, read_device_map
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
+from trimtab.packages import STOCK, install_command, missing
 
 STOPPED = 130
 # What each flag needs beside it to have an effect.
@@ -167,6 +168,13 @@ def _bars(options: argparse.Namespace, stack: ExitStack, text: str) -> Any:
 def _probes(options: argparse.Namespace) -> Any:
     from trimtab.doctor.probes import run_probes
 
+    absent = missing(STOCK) if options.python is None else ()
+    if absent:
+        is_one = len(absent) == 1
+        print(
+            f"{' and '.join(absent)} {'is' if is_one else 'are'} not installed here: probes that need "
+            f"{'it' if is_one else 'them'} will say unknown ({install_command(absent)})", file=sys.stderr,
+        )  # fmt: skip
     with ExitStack() as stack:
         return run_probes(
             python=options.python, ids=tuple(options.probe or ()), progress=_bars(options, stack, "known bugs")

@@ -16,6 +16,7 @@ from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
+from trimtab.packages import STOCK, check_installed
 from trimtab.plan import Plan
 from trimtab.proof import compare, forced
 from trimtab.proof import prompts as asked
@@ -56,6 +57,8 @@ def verify(
         raise RequestError(
             "has no effect: no side of this comparison is the stock stack's", field="python", value=str(python)
         )
+    if python is None and (str(against) == "stock" or lanes):
+        check_installed(STOCK, field="against" if str(against) == "stock" else "lanes", value=str(against))
     request = _request(plan_or_model, adapters, quant, head, against)
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trimtab import packages
 from trimtab.doctor.environment import read_environment
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import Plan
@@ -90,6 +91,8 @@ def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
     wrong on a side is its `failure`.
     """
     speak = say or (lambda text: None)
+    if asked.against == "stock":
+        packages.check_installed(packages.STOCK, field="against", value="stock")
     with tempfile.TemporaryDirectory(prefix="trimtab-bench-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         speak("planning, and making the prompts' inputs")

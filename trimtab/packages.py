@@ -1,0 +1,38 @@
+"""Which packages an answer needs that are not installed: named in one line, with the command that installs them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from trimtab.errors import RequestError
+
+# What the stock stack is made of, beside torch and transformers, without which this package does not start.
+STOCK = ("accelerate", "bitsandbytes", "peft")
+
+
+def missing(names: Sequence[str]) -> tuple[str, ...]:
+    """Return those that cannot be imported; nothing is imported to find out."""
+    return tuple(name for name in names if not _is_installed(name))
+
+
+def check_installed(names: Sequence[str], *, field: str, value: str) -> None:
+    """Raise RequestError if one of them is not installed, before any work that needs it."""
+    absent = missing(names)
+    if absent:
+        raise RequestError(
+            f"needs {' and '.join(absent)}, which {'is' if len(absent) == 1 else 'are'} not installed",
+            field=field, value=value, hint=install_command(absent),
+        )  # fmt: skip
+
+
+def install_command(names: Sequence[str]) -> str:
+    """Return the command that installs packages beside this one."""
+    return f"pip install {' '.join(names)}"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
