@@ -63,7 +63,7 @@ def model(monkeypatch, tmp_path):
 
 
 def test_products_are_timed_first_then_tried_in_the_whole_step_and_the_last_word_is_kept(model):
-    report, document = tune_model.tune_model(model, rows=2, again=True)
+    report, document = tune_model.tune_model(model, rows=2)
     assert model.steps == [("tune", [1, 2], True), "whole step"]
     best = dataclasses.replace(WAYS[0], estimated_us=0.0)
     assert launch_configs.kept(TARGET) == {KEY: best}

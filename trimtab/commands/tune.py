@@ -20,7 +20,6 @@ def add(command: Command) -> None:
     tuned = command("tune", run_tune, "measure which launch configurations of the GPU kernels are fastest on this card")
     add_placement(tuned, model_help="a checkpoint folder, or a hub id that is in the local cache")
     tuned.add_argument("--rows", type=int, default=8, metavar="N", help="rows decoded together, 1 to 8 (default: 8)")
-    tuned.add_argument("--again", action="store_true", help="measure what was tuned on this card before as well")
     tuned.add_argument(
         "--export", metavar="FILE", help="write all that was tuned on this card as a file that can be shipped"
     )
@@ -47,7 +46,7 @@ def run_tune(options: argparse.Namespace) -> int:
 
         with show.bar_when_needed(sys.stderr, "measuring kernels on this GPU") as measuring:
             model.measuring = measuring
-            report, document = tune_model(model, rows=options.rows, again=options.again, progress=measuring)
+            report, document = tune_model(model, rows=options.rows, progress=measuring)
     if options.export:
         text = write_text(document)
         write_whole(

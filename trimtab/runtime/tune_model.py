@@ -46,12 +46,12 @@ def unsupported_reason(model: LoadedModel) -> str | None:
 
 
 def tune_model(
-    model: LoadedModel, *, rows: int = max(BUCKETS), again: bool = False, progress: Callable[[int, int], None] | None = None
+    model: LoadedModel, *, rows: int = max(BUCKETS), progress: Callable[[int, int], None] | None = None
 ) -> tuple[TuneReport, dict[str, Any]]:  # fmt: skip
     """Tune every product of a loaded model for steps of up to `rows` rows; return the report and the document of all that was
     tuned for this card, as it may be shipped.
 
-    again: also what was tuned on this card before. Errors: RequestError if nothing of the model can be tuned; DeviceError if its
+    Errors: RequestError if nothing of the model can be tuned; DeviceError if its
     kernels do not work on this card.
     """
     why = unsupported_reason(model)
@@ -66,7 +66,7 @@ def tune_model(
         raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))
     groups = hf_gemma4.product_groups(model.hf_model)
     counts = [count for count in BUCKETS if count <= rows]
-    timed = kernels.tune(groups, model.dtype, counts, progress=progress, again=again)
+    timed = kernels.tune(groups, model.dtype, counts, progress=progress, again=True)
     # Captures the steps; what was nearly the fastest by itself is tried in them.
     batch.prepare()
     tuning.keep_tuned(kernels.matvec)

@@ -24,6 +24,7 @@ from typing import Any
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import LoadRequest
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
+from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
 from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
 
@@ -96,6 +97,7 @@ class _Worker:
         self._read: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
         self.is_draining = False
+        self.idle: IdleTuning | None = None
 
     def _add_adapter(self, name: str, path: str, *, is_first: bool) -> None:
         try:
@@ -116,6 +118,8 @@ class _Worker:
         self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
+        with suppress(TrimtabError):  # what cannot be tuned is used as it is
+            self.idle = idle_tuning(self.model, self.engine.batch)
         while not (self.is_draining and self.scheduler.is_idle):
             while self.channel.poll(self._patience_s()):
                 self._obey(self.channel.receive())
@@ -124,7 +128,20 @@ class _Worker:
             self._take_read()
             self.scheduler.turn()
             self._tell()
+            self._use_idle_time()
+        if self.idle is not None:
+            self.idle.end()
         self.model.close()
+
+    def _use_idle_time(self) -> None:
+        if self.idle is None:
+            return
+        if self.scheduler.is_idle and not self.is_draining:
+            self.idle.step()
+        else:
+            self.idle.disturb()
+        if self.idle.is_over:
+            self.idle = None
 
     def _patience_s(self) -> float | None:
         """Return how long the next message may be waited for."""
@@ -132,7 +149,9 @@ class _Worker:
             return PREPARING_S
         if self.is_draining or not self.scheduler.is_idle:
             return 0
-        return READING_S if self._reading else None
+        if self._reading:
+            return READING_S
+        return None if self.idle is None else LOOK_S
 
     def _tell(self) -> None:
         if self.events or time.monotonic() - self._told > ALIVE_S:
