@@ -20,6 +20,7 @@ from tests import pico
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import RequestError
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import choose_chunks, prompt_graph_bytes
 from trimtab.request import GenerateRequest, LoadRequest
@@ -36,7 +37,8 @@ ON_GPU = DEVICE != "cpu"
 TOLERANCE = 1e-4 if ON_GPU else 2e-5
 # On both sides of the families' window of 8 tokens, of chunks of 8 and 16, and of two of them.
 LENGTHS = (1, 8, 9, 16, 25, 40) if ON_GPU else (1, 7, 8, 9, 15, 16, 17, 24, 25, 40)
-SIZES = ((8, 16),) if ON_GPU else ((8,), (16,), (8, 16), (64,))
+# Sizes of chunks, and rows of the batch.
+SIZES = (((8, 16), 1), ((8, 16), 3)) if ON_GPU else (((8,), 1), ((16,), 3), ((8, 16), 1), ((64,), 3))
 # What ends a capture on a GPU: experts that choose their rows on the host; Gemma 3n's sparse MLP, which brings a number from the
 # host in every pass (transformers 5.23.0, Gemma3nTextMLP._gaussian_topk).
 NOT_CAPTURED = ("mixtral", "qwen3_moe", "gemma4_moe", "gemma3n") if ON_GPU else ()
@@ -123,14 +125,13 @@ def test_a_prompt_in_chunks_is_the_prompt(family, tmp_path):
     with load(family, tmp_path) as model:
         whole = eager(model)
         expected = {count: answered(whole, model.prepare(ids(count))) for count in LENGTHS}
-        for sizes in SIZES:
-            for rows in (1, 3):
-                batch = in_chunks(model, sizes, rows)
-                for again in range(3 if ON_GPU else 1):  # as it is, captured, replayed
-                    for count in LENGTHS:
-                        found = answered(batch, model.prepare(ids(count)))
-                        assert differ(found, expected[count]) < TOLERANCE, (sizes, rows, count, again)
-                assert family in NOT_CAPTURED or not named(batch)
+        for sizes, rows in SIZES:
+            batch = in_chunks(model, sizes, rows)
+            for again in range(3 if ON_GPU else 1):  # as it is, captured, replayed
+                for count in LENGTHS:
+                    found = answered(batch, model.prepare(ids(count)))
+                    assert differ(found, expected[count]) < TOLERANCE, (sizes, rows, count, again)
+            assert family in NOT_CAPTURED or not named(batch)
 
 
 WITH_PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
@@ -276,6 +277,37 @@ def test_a_prompt_that_nobody_wants_any_more_frees_the_row(tmp_path):
         del prompt
         gc.collect()
         assert batch.prompts.holds(through(batch, model.prepare(ids(9))))
+
+
+def test_rows_that_are_prepared_leave_no_prompt_with_their_states(tmp_path):
+    with load("llama", tmp_path) as model:
+        batch = in_chunks(model, (8,))
+        batch.steps.is_captured, batch.steps.prepare = True, lambda expected: None
+        prompt = through(batch, model.prepare(ids(20)))
+        expected = prompt.logits.clone()
+        batch.prepare()
+        assert prompt.done_tokens == 0 and not batch.prompts.holds(prompt)
+        batch.join(prompt)
+        assert (
+            prompt.done_tokens == 20
+            and differ(expected.cpu(), answered(eager(model), model.prepare(ids(20)))[0]) < TOLERANCE
+        )
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_an_adapter_that_goes_while_its_prompt_is_on_its_way_is_named(demo, comes_back):
+    demo.load_adapter("leaving", DEMO / "adapters" / "style")
+    batch = in_chunks(demo, (16,))
+    prompt = batch.begin(demo.prepare(ids(40)), REQUEST, adapter="leaving")
+    prompt.step()
+    demo.unload_adapter("leaving")
+    if comes_back:
+        demo.load_adapter("leaving", DEMO / "adapters" / "specialist")
+    with pytest.raises(RequestError) as caught:
+        prompt.step()
+    assert (caught.value.field, caught.value.value) == ("adapter", "leaving")
+    if comes_back:
+        demo.unload_adapter("leaving")
 
 
 # Captured ------------------------------------------------------------------------------------------------------------
@@ -492,6 +524,7 @@ def test_prompts_are_captured_where_the_plan_leaves_room(demo, monkeypatch):
     cases = [(every, every), ((64, 128, 256), every[1:]), ((256,), (256,)), ((128,), (128,))]
     for fitting, sizes in cases:
         for spare, wanted in ((0, sizes), (-1, None)):
+            prompts.counted_bytes = 0
             budget = before.gpu_needed_bytes + prompts.extra_bytes(fitting) + spare
             demo.plan = replace(before, gpu_budget_bytes=budget)
             try:
@@ -504,6 +537,10 @@ def test_prompts_are_captured_where_the_plan_leaves_room(demo, monkeypatch):
                 if fitting == (128,) and spare:
                     assert chosen == ()
                     assert "more than the plan and the captured steps" in prompts._why_not(None)
+                # What the plan has counted for them is theirs.
+                prompts.counted_bytes = prompts.extra_bytes(every)
+                demo.plan = replace(before, gpu_budget_bytes=before.gpu_needed_bytes)
+                assert prompts._fitting(None)[0] == every
             finally:
                 demo.plan = before
 

@@ -212,7 +212,6 @@ class Batch:
             raise RequestError("the prompt is not through the model yet", field="prompt")
         if not self.free_rows:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
-        self.prompts.evict(len(self.active), prompt)
         while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
             self._prefill(prompt)
         row = prompt.row
@@ -235,6 +234,7 @@ class Batch:
         return found
 
     def _fill(self, number: int, prompt: Prompt) -> None:
+        self.prompts.evict(number, prompt)
         if self.prompts.holds(prompt):
             self.cache.take(number, prompt.inputs.prompt_tokens, offset=prompt.offset)
             return

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trimtab.errors import gib
+from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
@@ -42,11 +42,12 @@ MOST_GRAPHS, MOST_LAYOUTS = 24, 2
 
 @dataclass(eq=False)
 class _Job:
-    """A prompt on its way: its chunks, and how many are through."""
+    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began."""
 
     chunks: list[Chunk]
     media: Media | None
     offset: int
+    serial: int | None
     done: int = 0
 
 
@@ -69,12 +70,15 @@ class _Captured:
 
 class Prompts:
     """The captured prompts of one batch. mode: "auto", on a GPU where the plan leaves room; "static": the same passes, never
-    captured, on any device; "eager": none. sizes: of chunks, None for what fits."""
+    captured, on any device; "eager": none. sizes: of chunks, None for what fits. counted_bytes: what the plan has counted for
+    them already."""
 
-    def __init__(self, batch: Batch, mode: str = "auto", sizes: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, batch: Batch, mode: str = "auto", sizes: Sequence[int] | None = None, *, counted_bytes: int = 0
+    ) -> None:  # fmt: skip
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
-        self.capture_s, self.count = 0.0, 0
+        self.counted_bytes, self.capture_s, self.count = counted_bytes, 0.0, 0
         self.sizes: tuple[int, ...] = ()
         self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
@@ -140,7 +144,7 @@ class Prompts:
 
     def _left_bytes(self) -> int:
         plan = self.model.plan
-        left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes)
+        left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
         return left - graphs.extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
@@ -197,12 +201,23 @@ class Prompts:
         chunks = hf_prefill.chunks_of(
             inputs.prompt_tokens, self.sizes, may_end_at=(lambda _: True) if media is None else media.may_end_at
         )
-        return None if chunks is None else _Job(chunks, media, offset)
+        return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter))
+
+    def _serial_of(self, name: str | None) -> int | None:
+        return None if name is None else self.model.route.serials.get(name)
 
     def step(self, prompt: Prompt) -> bool:
-        """Put the next chunk through; returns True when the whole prompt is, its states in the cache's prompt row."""
+        """Put the next chunk through; returns True when the whole prompt is, its states in the cache's prompt row.
+
+        Errors: RequestError if the prompt's adapter was unloaded since it began, whether or not another has its name now.
+        """
         job, forward = self._jobs[prompt], self._forward
         assert forward is not None
+        if job.serial != self._serial_of(prompt.row.adapter):
+            raise RequestError(
+                "this adapter was unloaded while a prompt was on its way", field="adapter", value=prompt.row.adapter,
+                allowed=self.model.adapters, hint="Send the request again",
+            )  # fmt: skip
         chunk = job.chunks[job.done]
         form = forward.form_of(chunk, job.media)
         forward.load(chunk, prompt.row.token_ids, job.media)
