@@ -189,7 +189,7 @@ def test_every_fact_of_a_draft_names_a_run_and_every_number_in_it_was_recorded()
 def test_each_line_of_the_issue_with_a_fact_ends_with_its_runs():
     body = the_draft(make(), "quant-state-meta-item").markdown().partition("\n---\n")[2]
     facts = re.search(r"### Summary\n(.*?)\n### Exact", body, re.DOTALL).group(1).strip().splitlines()
-    assert [re.search(r"(\[[^\]]+\])$", line).group(1) for line in facts[:3]] == ["[r2]", "[r1]", "[reproducer]"]
+    assert [re.search(r"(\[[^\]]+\])$", line).group(1) for line in facts[:3]] == ["[r1]", "[r2]", "[reproducer]"]
     assert len(facts) == 4 and facts[3].startswith("- Marks in brackets say where")
 
 

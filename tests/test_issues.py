@@ -1,6 +1,7 @@
 """Issues: what saved lanes carry, where a failure is filed, what is withheld and why."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from trimtab import cli
 from trimtab.doctor.claims import decide_claims
 from trimtab.doctor.draft import make_drafts
-from trimtab.doctor.draft_evidence import evidence_of
+from trimtab.doctor.draft_evidence import differences, evidence_of
 from trimtab.doctor.draft_front import _action, front_matter
 from trimtab.doctor.trackers import Tracker
 
@@ -77,10 +78,10 @@ def environment_of(run):
 
 
 def shown(run, kind, message):
-    output = f'works: it\nTraceback (most recent call last):\n  File "/x/{run["exception"]["frames"][-1]["file"]}", line 1, in f\n'
-    return lambda text: {
-        "output": output + f"{kind}: {message}\n", "exit_code": 1, "versions": run["versions"], "ended": "done",
-    }  # fmt: skip
+    """What a reproducer prints that fails as the run did."""
+    file = [frame["file"] for frame in run["exception"]["frames"] if frame["library"] != "torch"][-1]
+    output = f'works: it\nTraceback (most recent call last):\n  File "/x/{file}", line 1, in f\n{kind}: {message}\n'
+    return lambda text: {"output": output, "exit_code": 1, "versions": run["versions"], "ended": "done"}
 
 
 @pytest.mark.parametrize("words, state, may_be_open", [
@@ -136,3 +137,59 @@ def test_lane_that_still_diverges_without_another_answer_is_withheld_with_the_re
     (withheld,) = made.withheld
     assert withheld.name == "direct-4bit-merge-still-diverges" and "only its logits differ" in withheld.reason
     assert "direct-4bit-merge-still-diverges" in made.not_to_file
+
+
+# As a maintainer reads it ---------------------------------------------------------------------------------------------
+
+
+def item_draft():
+    run = recorded("R03_SPLIT_4BIT_DOUBLE_QUANT")
+    names = ("R05_ALL_GPU_4BIT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT", "SPLIT_4BIT_NO_ADAPTER")
+    made = make_drafts(
+        [run, *map(recorded, names)], environment_of(run),
+        run_script=shown(run, "RuntimeError", "Tensor.item() cannot be called on meta tensors"),
+    )  # fmt: skip
+    return next(draft for draft in made.drafts if draft.bucket.name == "quant-state-meta-item")
+
+
+def test_nearest_pass_has_the_same_quantization():
+    draft = item_draft()
+    assert draft.passing is not None and draft.passing.case == "R05_ALL_GPU_4BIT_DOUBLE_QUANT"
+    assert "bnb_4bit_use_double_quant" not in differences(draft.failing[0], draft.passing)
+
+
+def test_written_map_leads_before_an_automatic_one():
+    old = json.loads((ROOT / "bench" / "results" / "matrix_cpu_oldest.json").read_text(encoding="utf-8"))["runs"]
+    runs = [
+        run
+        for run in old
+        if run["engine"] == "stock" and run["case"] in ("AUTO_MAP_4BIT", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
+    ]
+    first = next(run for run in runs if run["case"] == "R03_SPLIT_4BIT")
+    script = shown(first, "TypeError", first["exception"]["message"])
+    (draft,) = make_drafts(runs, environment_of(first), run_script=script).drafts
+    assert (draft.failing[0].case, draft.passing.case) == ("R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
+
+
+def test_draft_has_what_a_maintainer_asks_for():
+    text = item_draft().markdown()
+    above, _, body = text.partition("\n---\n")
+    # Versions and the setting, whole.
+    for row in (
+        "| peft |",
+        "| transformers |",
+        "| model |",
+        "| adapter |",
+        "| attn\\_implementation |",
+        "| trust\\_remote\\_code |",
+    ):
+        assert row in body, row
+    assert "small model that comes with trimtab" in body
+    # The half that works comes first, in the words and in the script that was run.
+    assert body.index("Works, the nearest case") < body.index("- Fails:")
+    assert body.index('print("works:') < body.index("model(ids)\n")
+    # One claim a sentence, each with its run; no marks alone, nothing cut for a few characters.
+    lines = body.splitlines()
+    assert not [line for line in lines if re.fullmatch(r"(\[[^\]]+\] ?)+", line.strip())]
+    assert not re.search(r"\[\d{1,2} characters left out\]", body)
+    assert "quantization, device_map" in above and "https://huggingface.co/docs/" in body

@@ -198,6 +198,20 @@ def test_under_pressure_the_second_plan_puts_e4b_on_the_cpu_and_explains_the_log
     assert f"{found.second.required[0]} bytes required" in preflight_text(found)
 
 
+def test_second_plan_that_spills_to_disk_fails_for_want_of_a_folder(e4b, e2b_adapter):
+    adapter = write_by_hand(
+        e2b_adapter.parent / "adapter-of-e4b-disk", pair("model.language_model.layers.0.self_attn.q_proj", 2048, 2560, rank=1),
+        r=1, lora_alpha=1, target_modules=r".*language_model\.layers\.0\.self_attn\.q_proj",
+    )  # fmt: skip
+    found = judge(e4b, versions=OLD, adapter=adapter, device_map=REPORTED, machine=gpu(12, host_gib=8))
+    assert found.second is not None and found.second.disk_keys and not found.second.all_on_cpu
+    spilled = finding(found, "B7")
+    assert (spilled.severity, spilled.when) == ("fails", "adapter") and "We need an `offload_dir`" in spilled.detail
+    assert str(len(found.second.disk_keys)) in spilled.title
+    # The call ends there: what later calls would meet is not foretold.
+    assert not {"B2", "B4", "A1", "A3"} & set(bugs(found))
+
+
 def partly_offloaded(e2b: Path, adapter: Path, versions: dict[str, str], quant: str = "nf4-dq") -> Preflight:
     """Free memory for a part of the model only, once the base is there."""
     whole = judge(e2b, versions=versions, adapter=adapter, device_map=REPORTED, machine=gpu(30), quant=quant)
@@ -430,6 +444,16 @@ def test_answer_goes_down_the_tree_as_memory_shrinks(e2b, e2b_adapter):
     assert kinds[2.2] == SPLIT
     assert kinds[0.2] == DOES_NOT_FIT
     assert kinds[6.6] in (ALL_ON_GPU, TOWERS_OFF, SPLIT)
+
+
+def test_answer_that_does_not_fit_says_which_settings_would(e2b, e2b_adapter):
+    hopeless = judge(e2b, adapter=e2b_adapter, machine=gpu(0.2, 24)).answer
+    assert hopeless.kind == DOES_NOT_FIT and "smaller model of the family" in hopeless.reason
+    least = float(re.search(r"smallest placement needs ([\d.]+) GiB", hopeless.reason).group(1))
+    found = judge(e2b, adapter=e2b_adapter, machine=gpu(1.0, 24)).answer
+    assert found.kind == DOES_NOT_FIT
+    ways = re.findall(r"(--[^;(]+) \(([\d.]+) GiB\)", found.reason)
+    assert ways and all(float(size) <= least for _, size in ways), found.reason
 
 
 def test_towers_leave_only_where_that_is_enough(e2b, e2b_adapter):

@@ -9,13 +9,14 @@ patched outside the returned object. Source: PEFT 0.19.1 and 0.21.2, peft_model.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trimtab.doctor.scan import Scan
 
-__all__ = ["check", "load_peft"]
+__all__ = ["check", "load_peft", "place_inputs"]
 
 
 def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", **peft_kwargs: Any) -> Any:
@@ -30,6 +31,17 @@ def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", 
     from trimtab.bridge.load import load_first
 
     return load_first(base_model, Path(path), adapter_name, peft_kwargs)
+
+
+def place_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with every tensor on the device where the model's token embedding computes.
+
+    For `model.generate(**trimtab.bridge.place_inputs(model, inputs))` on a split model: `inputs.to("cuda:0")` and
+    `inputs.to(model.device)` are wrong where the embedding is elsewhere. Errors: RequestError for a model without one.
+    """
+    from trimtab.bridge.inputs import place_inputs as place
+
+    return place(model, inputs)
 
 
 def check(model: Any) -> Scan:

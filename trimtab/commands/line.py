@@ -50,6 +50,9 @@ def add(command: Command) -> None:
     inspected = command("inspect", run_inspect, "what an adapter targets, and what of it a model would take")
     inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote")
     inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
+    inspected.add_argument(
+        "--patched", metavar="OUT", help="write a copy whose config names the inner linears of MODEL, for stock PEFT"
+    )
 
     ran = command("run", run_run, "plan, load and answer one prompt")
     add_placement(ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
@@ -106,12 +109,32 @@ def _as_flags(change: str) -> str:
 
 
 def run_inspect(options: argparse.Namespace) -> int:
+    if options.patched is not None and options.model is None:
+        raise RequestError("has no effect without --model", field="--patched", value=options.patched)
     report = trimtab.inspect(options.adapter, model=options.model)
+    if options.patched is not None:
+        report |= {"patched": _patch(options)}
     if options.json:
         print_json(report)
+    elif options.patched is not None:
+        made = report["patched"]
+        print(
+            f"written: {made['written']}, {made['modules']} modules by\n  {made['target_modules']}\n"
+            f"weights {'linked' if made['linked'] else 'copied'}, {made['renamed']} keys renamed; it does the same as "
+            f"{options.adapter}"
+        )
     else:
         print(show.adapter_text(report))
     return 0
+
+
+def _patch(options: argparse.Namespace) -> dict[str, Any]:
+    from trimtab.checkpoint.adapter_patch import write_patched
+    from trimtab.checkpoint.folder import read_checkpoint
+    from trimtab.runtime import hf
+
+    anatomy = hf.read_anatomy(read_checkpoint(options.model), quant="none", dtype="bfloat16")
+    return write_patched(options.adapter, anatomy, options.patched)
 
 
 def run_run(options: argparse.Namespace) -> int:

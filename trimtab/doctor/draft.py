@@ -235,9 +235,12 @@ class _Maker:
         """Return the runs with the one first that the draft is about: it was run under the environment's versions, so that
         the reproducer can be, and it is nearest to a case that works."""
 
-        def order(run: Run) -> tuple[bool, int]:
+        def order(run: Run) -> tuple[bool, bool, int]:
             passing = nearest_pass(run, self.runs)
-            return not self.machine.has(run.versions), 1000 if passing is None else setting_groups(run, passing)
+            # A map that is written out can be read; an automatic one depends on the card.
+            is_automatic = isinstance((run.configuration.get("base") or {}).get("device_map"), str)
+            far = 1000 if passing is None else setting_groups(run, passing)
+            return not self.machine.has(run.versions), is_automatic, far
 
         first = min(runs, key=order)
         return (first, *(run for run in runs if run is not first))

@@ -263,14 +263,21 @@ def _leaves(value: Any, head: str = "") -> Iterable[tuple[str, Any]]:
 def nearest_pass(run: Run, runs: Sequence[Run]) -> Run | None:
     """Return the passing run of the stock stack that differs in the fewest settings, under the same versions and model.
 
-    Of equally near ones that with the same call: a contrast in the placement says more than one in the adapter.
+    Each single setting counts: double quantization is beside double quantization. Of equally near ones that with the same
+    call: a contrast in the placement says more than one in the adapter.
     """
     passing = [
         other for other in runs
         if other.passed and other.is_stock and other.versions == run.versions
         and other.record.get("model") == run.record.get("model") and other.device_kind() == run.device_kind()
     ]  # fmt: skip
-    return min(passing, key=lambda other: (setting_groups(run, other), other.call != run.call), default=None)
+    return min(passing, key=lambda other: _distance(run, other), default=None)
+
+
+def _distance(run: Run, other: Run) -> tuple[int, int, bool]:
+    """Return how far apart two runs are: what is asked of the format first, then whole groups, then the call."""
+    formats = sum(name.startswith("base.quantization_config.") for name in differences(run, other))
+    return formats, setting_groups(run, other), other.call != run.call
 
 
 def setting_groups(run: Run, other: Run) -> int:

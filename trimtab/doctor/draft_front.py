@@ -77,7 +77,7 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
         ("Target repository", f"{inline(repository)}: {action}"),
         ("Why there", cell(why)),
         ("State", f"{draft.state}: {STATES[draft.state]}"),
-        ("Labels", ", ".join(draft.bucket.kinds)),
+        ("Labels", ", ".join(labels_of(draft))),
         ("Cross-links", ", ".join(_cross_links(draft, repository)) or "none"),
         ("Known threads", "; ".join(f"{one.name} ({one.state or 'state not known'})" for one in known) or "none found"),
     ]
@@ -88,6 +88,19 @@ def front_matter(draft: Draft) -> list[tuple[str, str]]:
     if back := came_back(draft.bug, draft.failing[0]):
         rows.append(("Came back", f"fails with {', '.join(back)} {marks(draft.failing[:1])}"))
     return rows
+
+
+def labels_of(draft: Draft) -> list[str]:
+    """Return labels to suggest: the kind of issue, then what the recorded failure has to do with."""
+    first = draft.failing[0]
+    quantized = bool((first.configuration.get("base") or {}).get("quantization_config"))
+    about = (
+        ("Gemma4", "gemma4" in str(first.frames) or first.record.get("model") == "demo"), ("PEFT", first.adapter),
+        ("Accelerate", any(frame.get("library") == "accelerate" for frame in first.frames)),
+        ("bitsandbytes", quantized), ("quantization", quantized), ("device_map", bool(first.map_asked)),
+        ("cpu-offload", first.offloads), ("merge", first.merges),
+    )  # fmt: skip
+    return [*draft.bucket.kinds, *(name for name, holds in about if holds)]
 
 
 def _action(state: str, known: Sequence[Tracker], repository: str) -> str:

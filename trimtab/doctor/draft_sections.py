@@ -22,6 +22,13 @@ _MARKS = (
     f"Marks in brackets say where a sentence comes from: r1, r2 ... are rows of the table under {RESULTS}. An answer is right "
     "if it is that of the same model in the same formats, all on one device."
 )
+DEMO = "demo"
+DOCUMENTATION_OF = {
+    "peft": "https://huggingface.co/docs/peft/package_reference/peft_model",
+    "accelerate": "https://huggingface.co/docs/accelerate/package_reference/big_modeling",
+    "bitsandbytes": "https://huggingface.co/docs/transformers/quantization/bitsandbytes",
+    "transformers": "https://huggingface.co/docs/transformers/peft",
+}
 
 
 def sections_of(draft: Draft) -> tuple[Section, ...]:
@@ -50,14 +57,31 @@ def sections_of(draft: Draft) -> tuple[Section, ...]:
 def _system(draft: Draft) -> list[Block]:
     first = draft.failing[0]
     rows = [(name, first.versions[name]) for name in PACKAGES if name in first.versions]
-    rows.append(("device", first.device))
+    rows += [("device", first.device), *_setup_rows(first)]
     blocks: list[Block] = [Table(("package", "version"), tuple(rows), (first,))]
     machine = _machine_rows(draft.machine)
     if machine:
         blocks.append(Table(("machine", ""), tuple(machine), (draft.machine,)))
+    if first.record.get("model") == DEMO:
+        blocks.append(
+            Statement(
+                "The recorded runs are on the small model that comes with trimtab, not on a released one.", (first,)
+            )
+        )
     if "imitated" in first.device:
         blocks += [Statement(text, (first,)) for text in _imitation(first)]
     return blocks
+
+
+def _setup_rows(run: Run) -> list[tuple[str, str]]:
+    """Return model, adapter, attention and whether remote code was allowed, as far as the run says them."""
+    base = run.configuration.get("base") or {}
+    model = str(run.record.get("model") or "")
+    rows = [("model", "the demo's Gemma 4" if model == DEMO else model)]
+    rows.append(("adapter", str(run.configuration.get("targets") or "LoRA") if run.adapter else "none"))
+    rows.append(("attn_implementation", str(base.get("attn_implementation") or "not given")))
+    rows.append(("trust_remote_code", str(base.get("trust_remote_code", "not given"))))
+    return [(name, value) for name, value in rows if value]
 
 
 def _imitation(run: Run) -> list[str]:
@@ -85,10 +109,11 @@ def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
 
 def _summary(draft: Draft) -> list[Block]:
     first, passing = draft.failing[0], draft.passing
-    blocks: list[Block] = [Statement(f"Fails: {described(first)}: {ended(first)}{failing_frame(first)}.", (first,))]
+    blocks: list[Block] = []
     if passing is not None:
         blocks.append(Statement(f"Works, the nearest case: {described(passing)}.", (passing,)))
-    else:
+    blocks.append(Statement(f"Fails: {described(first)}: {ended(first)}{failing_frame(first)}.", (first,)))
+    if passing is None:
         blocks.append(Gap("No passing case was recorded under these versions: record one before filing."))
     blocks.append(
         Statement("The script below first runs a case that works, then ends in this failure.", (draft.shown,))
@@ -244,4 +269,6 @@ def _elsewhere(draft: Draft) -> list[Block]:
 
 
 def _links(draft: Draft) -> list[Block]:
-    return [Link(one.name, one.state) for one in trackers_of(draft.bug, draft.failing[0])]
+    threads = [Link(one.name, one.state) for one in trackers_of(draft.bug, draft.failing[0])]
+    packages = dict.fromkeys((draft.owner, *(one.package for one in (draft.bug.affected if draft.bug else ()))))
+    return threads + [Link(DOCUMENTATION_OF[name], "documentation") for name in packages if name in DOCUMENTATION_OF]

@@ -136,9 +136,9 @@ def _blocks(blocks: Sequence[Block]) -> list[str]:
         elif isinstance(block, Gap):
             lines.append(f"- {block.text}")
         elif isinstance(block, Table):
-            lines += ["", *table(block.head, block.rows), "", marks(block.sources), ""]
+            lines += ["", *table(block.head, block.rows), "", f"Recorded in {marks(block.sources)}.", ""]
         else:
-            lines += ["", marks(block.sources), "", fence(block.text, block.language), ""]
+            lines += ["", f"Recorded in {marks(block.sources)}:", "", fence(block.text, block.language), ""]
     return _without_double_blanks(lines)
 
 

@@ -12,6 +12,7 @@ from trimtab.doctor.draft_text import inline
 
 MOST_NAMES = 3
 LINE_CHARS = 300
+SPARE_CHARS = 100  # less than this is not worth a cut
 # Notes that every run has, whatever it shows.
 _NOISE = re.compile(
     r"deprecat|kernels-community|Failed to load CPU|torch\.jit|FutureWarning|will be removed|for class LoraConfig"
@@ -135,7 +136,10 @@ def trace_text(tail: str, most_lines: int) -> str:
 
 def cut(line: str) -> str:
     """Return a line with its end left out if it is long, and how much that was."""
-    return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} [{len(line) - LINE_CHARS} characters left out]"
+    if len(line) <= LINE_CHARS + SPARE_CHARS:
+        return line
+    kept = line[:LINE_CHARS].rpartition(" ")[0] or line[:LINE_CHARS]
+    return f"{kept} [{len(line) - len(kept)} characters left out]"
 
 
 def shortened(output: str, *, first: int = 15, last: int = 45) -> str:

@@ -19,7 +19,7 @@ from trimtab.checkpoint.folder import Checkpoint
 from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_shape import ModelShape, device_of
 from trimtab.doctor.preflight_tree import quantized_paths, stock_bytes, stock_kept
-from trimtab.errors import DoesNotFitError, gib
+from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.plan import Plan, make_plan
 from trimtab.plan.cost import Rates
 from trimtab.plan.planner import Machine
@@ -30,6 +30,8 @@ ALL_ON_GPU, TOWERS_OFF, SPLIT, ON_CPU, DOES_NOT_FIT = (
 )  # fmt: skip
 KINDS = (ALL_ON_GPU, TOWERS_OFF, SPLIT, ON_CPU, DOES_NOT_FIT)
 TOWERS = ("vision", "audio")
+CONTEXTS = (2048, 1024, 512)
+MOST_WAYS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +107,32 @@ def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
         return _with_calls(asking, kind, words, found, "")
     words = f"{reason}; the smallest placement needs {gib(found.needed_bytes)} on {found.device} of {gib(found.budget_bytes)}"
     return Answer(
-        kind=DOES_NOT_FIT, reason=f"{words}. {found.hint or 'Take a smaller model or fewer bits'}", stock="", python="",
+        kind=DOES_NOT_FIT, reason=f"{words}. {_what_would_fit(asking)}{found.hint or ''}".rstrip(), stock="", python="",
         command="", plan=None, needed_bytes=found.needed_bytes,
     )  # fmt: skip
+
+
+def _what_would_fit(asking: Asking) -> str:
+    """Return which settings would fit and what each would need, the one that asks least first; else what remains."""
+    request = asking.request
+    fewer = {
+        f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens
+    }
+    silent: dict[str, Any] = {"images": 0, "audio_s": 0.0}
+    ways: dict[str, dict[str, Any]] = {"--head int8": {"head": "int8"}, **fewer, "--images 0 --audio-s 0": silent}
+    least = {name: value for changed in ways.values() for name, value in changed.items()}
+    ways[" ".join(["--head int8", *list(fewer)[-1:], "--images 0 --audio-s 0"])] = least
+    fits = []
+    for words, changed in ways.items():
+        try:
+            plan = _try(asking, replace(request, **changed))
+        except TrimtabError:  # a head that cannot be in 8 bits
+            continue
+        if isinstance(plan, Plan):
+            fits.append(f"{words} ({gib(plan.gpu_needed_bytes)})")
+    if fits:
+        return f"What fits: {'; '.join(fits[:MOST_WAYS])}. "
+    return "No smaller context, head or prompt fits: take a smaller model of the family (E2B for E4B). "
 
 
 def _try(asking: Asking, request: LoadRequest) -> Plan | DoesNotFitError:

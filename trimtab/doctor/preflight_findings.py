@@ -292,6 +292,13 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
                 WASTES, "B6", "adapter", "PEFT writes a copy of the checkpoint below the current folder",
                 "the path of the original without its root is joined to the working directory",
             )  # fmt: skip
+    elif second.disk_keys:
+        yield Foreseen(
+            FAILS, "B7", "adapter", f"the second plan puts {_count(len(second.disk_keys), 'module')} on disk without a folder",
+            f"ValueError: We need an `offload_dir` to dispatch this model ({_some(second.disk_keys)}): {gib(second.free_bytes)} "
+            "seem free on the GPU, and the host has no room for the rest",
+        )  # fmt: skip
+        return  # with the folder it would go on to what follows
     yield from _offloaded(facts, second)
     reader = next((layer for layer in facts.shape.anatomy.kv_layers if layer.shares is not None), None)
     if second.is_split and reader is not None:

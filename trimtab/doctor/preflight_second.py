@@ -35,7 +35,8 @@ class SecondPlan:
     runs: whether it is made at all; why: the condition. device_map: what comes out, in the wrapped model's names.
     required: what accelerate's log line would say for a device that took nothing. free_bytes: of the first GPU as the
     plan would see it. moved_to_main_bytes, moved_off_bytes: what changes sides against the user's map.
-    offloaded_quantized: quantized linears that it takes off the accelerator. all_on_cpu: nothing is left on one.
+    offloaded_quantized: quantized linears that it takes off the accelerator. all_on_cpu: everything is on the CPU.
+    disk_keys: what it puts on disk, in the wrapped model's names.
     """
 
     runs: bool
@@ -51,6 +52,7 @@ class SecondPlan:
     moved_off_bytes: int = 0
     offloaded_quantized: tuple[str, ...] = ()
     all_on_cpu: bool = False
+    disk_keys: tuple[str, ...] = ()
     is_split: bool = False
 
 
@@ -79,7 +81,8 @@ def second_plan(
         required_words=tuple(_required(found, device) for device in found.required),
         free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(found.total_bytes),
         moved_to_main_bytes=moved["main"], moved_off_bytes=moved["off"], offloaded_quantized=offloaded,
-        all_on_cpu=devices <= set(OFF), is_split=len(devices) > 1,
+        all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
+        disk_keys=tuple(path for path, device in found.device_map.items() if device == "disk"),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ BUG = Bug(
         "huggingface/transformers#45312 (merged)", "huggingface/transformers#45347 (merged)",
         "huggingface/transformers#45663 (closed, FSDP2)", "huggingface/transformers#45716 (closed)",
         "huggingface/transformers#45912 (merged, UserDict)",
+        "microsoft/onnxruntime#28188 (shared key/value layers in another runtime, named by users)",
     ),
     trimtab="no dispatch stands between layers: the model's own arguments reach them as they are",
     evidence="run",
