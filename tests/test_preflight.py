@@ -615,3 +615,14 @@ def test_versions_are_of_the_interpreter_that_is_asked():
     found = preflight(BASE, machine=gpu(4), environment=read_environment())
     assert found.versions["transformers"] == transformers.__version__
     assert found.worst in SEVERITIES
+
+
+def test_max_memory_is_both_budgets_and_a_machine_without_the_gpu_that_it_does_not_name():
+    asked = preflight(BASE, adapter=STYLE, max_memory={"0": "8GiB", "cpu": "8GiB"}, environment=environment(NEW))
+    apart = preflight(BASE, adapter=STYLE, gpu_memory="8GiB", host_memory="8GiB", environment=environment(NEW))
+    assert asked.free == apart.free and asked.answer.kind == apart.answer.kind == ALL_ON_GPU
+    assert f"--gpu-memory {8 * 2**30}" in asked.answer.command
+    cpu = preflight(BASE, adapter=STYLE, max_memory={"cpu": "8GiB"}, environment=environment(NEW))
+    assert list(cpu.free) == ["cpu"] and cpu.answer.kind == ON_CPU
+    with pytest.raises(RequestError, match="both set a budget"):
+        preflight(BASE, max_memory={"0": "8GiB"}, gpu_memory="8GiB", environment=environment(NEW))

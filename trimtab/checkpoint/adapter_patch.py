@@ -37,7 +37,7 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
     """
     folder = Path(out)
     if folder.exists():
-        raise RequestError("is there already", field="--patched", value=str(folder), hint="Name a new folder")
+        raise RequestError("is there already", field="patched", value=str(folder), hint="Name a new folder")
     file = read_adapter(adapter)
     spec = match_adapter(file, anatomy)
     paths = sorted({target.module_path for target in spec.targets if target.kind != "saved"})

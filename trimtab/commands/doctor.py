@@ -11,7 +11,7 @@ from typing import Any
 
 from trimtab import show
 from trimtab.adapter_names import parse_unweighted
-from trimtab.commands.flags import check_folder_of, pairs, read_device_map
+from trimtab.commands.flags import check_folder_of, pairs, read_device_map, read_json_object
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
@@ -21,7 +21,7 @@ STOPPED = 130
 # What each flag needs beside it to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "adapter": ("model", "report"), "device_map": ("model", "report"),
-    "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",),
+    "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",), "max_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
     "overwrite": ("drafts",), "lanes": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
@@ -43,6 +43,9 @@ def add(command: Command) -> None:
     found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
     found.add_argument("--gpu-memory", metavar="SIZE", help="judge as if so much GPU memory were free")
     found.add_argument("--host-memory", metavar="SIZE", help="judge as if so much host memory were available")
+    found.add_argument(
+        "--max-memory", metavar="FILE|JSON", help='both in transformers\' form: {"0": "4GiB", "cpu": "16GiB"}'
+    )
     found.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
     found.add_argument("--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1")
     cases = found.add_argument_group("cases")
@@ -185,8 +188,10 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
     from trimtab.doctor.preflight import preflight
 
     device_map = None if options.device_map is None else read_device_map(options.device_map)
+    form = '{"0": "4GiB", "cpu": "16GiB"}'
+    max_memory = None if options.max_memory is None else read_json_object(options.max_memory, "--max-memory", form)
     return preflight(
-        options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto",
+        options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto", max_memory=max_memory,
         gpu_memory=options.gpu_memory, host_memory=options.host_memory, python=options.python, environment=environment,
     )  # fmt: skip
 

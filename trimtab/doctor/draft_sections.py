@@ -269,6 +269,6 @@ def _elsewhere(draft: Draft) -> list[Block]:
 
 
 def _links(draft: Draft) -> list[Block]:
-    threads = [Link(one.name, one.state) for one in trackers_of(draft.bug, draft.failing[0])]
+    threads: list[Block] = [Link(one.name, one.state) for one in trackers_of(draft.bug, draft.failing[0])]
     packages = dict.fromkeys((draft.owner, *(one.package for one in (draft.bug.affected if draft.bug else ()))))
-    return threads + [Link(DOCUMENTATION_OF[name], "documentation") for name in packages if name in DOCUMENTATION_OF]
+    return [*threads, *(Link(DOCUMENTATION_OF[name], "documentation") for name in packages if name in DOCUMENTATION_OF)]

@@ -25,6 +25,7 @@ from trimtab.doctor.preflight_second import SecondPlan, arithmetic_text, second_
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.plan.cost import Rates
+from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.planner import Machine
 from trimtab.request import LoadRequest, parse_bytes
 
@@ -71,13 +72,14 @@ def preflight(
     model: str | os.PathLike[str], *, adapter: str | os.PathLike[str] | None = None,
     device_map: Mapping[str, Any] | None = None, quant: str = "auto", dtype: str = "bfloat16",
     gpu_memory: int | str | None = None, host_memory: int | str | None = None,
-    python: str | os.PathLike[str] | None = None, machine: Machine | None = None,
-    environment: Environment | None = None,
+    max_memory: Mapping[Any, Any] | None = None, python: str | os.PathLike[str] | None = None,
+    machine: Machine | None = None, environment: Environment | None = None,
 ) -> Preflight:  # fmt: skip
     """Return what lies ahead of the stock stack with these arguments, and what works instead.
 
     device_map: as transformers takes it, None is everything on GPU 0. quant: "auto" is the checkpoint's own format, else
-    nf4-dq. gpu_memory, host_memory: to be judged as if so much were free. python: the interpreter whose packages are
+    nf4-dq. gpu_memory, host_memory: to be judged as if so much were free; max_memory: both in
+    transformers' form. python: the interpreter whose packages are
     asked (None: this one). machine, environment: given where they are known already.
     Errors: CheckpointError, AdapterError for folders that are not a model or an adapter; RequestError.
     """
@@ -86,7 +88,13 @@ def preflight(
     environment = environment or read_environment(python)
     gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
     host_bytes = parse_bytes(host_memory, field_name="host_memory")
-    machine = machine or _machine(gpu_bytes, host_bytes)
+    device, disk_bytes = "auto", None
+    if max_memory is not None:
+        asked = merged_budgets(max_memory, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, device=device)
+        gpu_memory = gpu_bytes = asked["gpu_memory_bytes"]
+        host_memory = host_bytes = asked["host_memory_bytes"]
+        device, disk_bytes = asked["device"], asked["disk_memory_bytes"]
+    machine = machine or _machine(gpu_bytes, host_bytes, device)
     shape = read_shape(model, asked_map, quant=quant, dtype=dtype, python=python)
     reading = read_map(shape, asked_map)
     adapter_reading = None if adapter is None else read_adapter_for(adapter, shape)
@@ -100,6 +108,7 @@ def preflight(
     request = LoadRequest(
         model=os.fspath(model), adapters={adapter_name(adapter): os.fspath(adapter)} if fits and adapter else {},
         quant=shape.quant, dtype=dtype, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes,
+        disk_memory_bytes=disk_bytes,
     )  # fmt: skip
     findings = foresee(facts)
     asking = Asking(
@@ -114,11 +123,13 @@ def preflight(
     )  # fmt: skip
 
 
-def _machine(gpu_bytes: int | None, host_bytes: int | None) -> Machine:
+def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto") -> Machine:
     """Return this machine, or one like it with other memory; the driver's context comes out of what is free."""
     from trimtab.runtime import devices
 
     found = devices.read_machine()
+    if device == "cpu":
+        found = replace(found, execution_device="cpu", gpu_total_bytes=0, gpu_free_bytes=0)
     if gpu_bytes is not None:
         found = replace(
             found, execution_device="cuda:0", gpu_total_bytes=max(found.gpu_total_bytes, gpu_bytes),
