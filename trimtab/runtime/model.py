@@ -308,14 +308,19 @@ class LoadedModel:
         """
         if name in self._specs:
             raise RequestError("an adapter of this name is loaded", field="adapter", value=name)
-        held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter)
-        free = self.free_adapter_bytes()
-        if held.device_bytes > free:
+        spec = (
+            adapter.spec
+            if isinstance(adapter, HeldAdapter)
+            else match_adapter(read_adapter(str(adapter)), self.anatomy)
+        )
+        free, needed = self.free_adapter_bytes(), spec.nbytes(ADAPTER_DTYPE)
+        if needed > free:  # asked before a tensor is read
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
-                device=str(self.device), needed_bytes=held.device_bytes, budget_bytes=max(free, 0),
+                device=str(self.device), needed_bytes=needed, budget_bytes=max(free, 0),
                 hint="Unload another adapter, or plan with this one (adapters=)",
             )  # fmt: skip
+        held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter)
         with self._one_at_a_time("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self._attach(name, held)
 

@@ -127,7 +127,7 @@ class AdapterShelf:
         room = self.model.free_adapter_bytes() + movable
         if held.device_bytes > room:
             raise DoesNotFitError(
-                "it is larger than all the room that the plan has for adapters", block=f"adapter {name}",
+                "it is larger than all the room for adapters", block=f"adapter {name}",
                 device=str(self.model.device), needed_bytes=held.device_bytes, budget_bytes=room,
             )  # fmt: skip
         self._held[name] = held
