@@ -47,6 +47,8 @@ SHOWN_FIELDS = (
     "limit_bytes", "retry_after_s", "deadline_s",
 )  # fmt: skip
 MOST_NAMES = 20
+# What no field of a request could mend.
+OF_NO_FIELD = ("QueueFullError", "DeadlineError")
 # What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.
 _BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
 # What Python writes for an object that has no text of its own.
@@ -108,7 +110,8 @@ def error_json(
     known = str(fields.get("path") or "")
     shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(
-        without_paths(message, known, folders=folders), kind, code, param=fields.get("field"), name=name,
+        without_paths(message, known, folders=folders), kind, code,
+        param=None if name in OF_NO_FIELD else fields.get("field"), name=name,
         fields=without_paths(shown, known, folders=folders),
     )  # fmt: skip
 
