@@ -91,7 +91,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "1.1 MiB of {}": lambda: _chat(b",".join([b"{}"] * 380_000)),
     "57 MiB of {}": lambda: _chat(b"{}," * 19_900_000 + b"{}"),
     "1,000,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 1_000_000)),
-    "20,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 20_000)),
+    "5,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 5_000)),
     "a 20 MiB image that is none": lambda: _image(b"\0" * 20 * 2**20),
 }
 MEDIA: dict[str, Callable[[], bytes]] = {

@@ -89,8 +89,8 @@ ATTACKS = {
     "1.1 MiB of empty messages": (lambda: chat_of(*[b"{}"] * 380_000), 400, "body"),
     "57 MiB of empty messages": (lambda: b'{"model":"toy","messages":[' + b"{}," * 19_900_000 + b"{}]}", 400, "body"),
     "1,000,000 valid messages": (lambda: chat_of(*[VALID] * 1_000_000), 400, "body"),
-    "as many valid ones as a body may have values": (lambda: chat_of(*[VALID] * 20_000), 400, "messages"),
-    "unknown fields": (lambda: chat_of()[:-1] + b"".join(b',"%d":1' % i for i in range(60_000)) + b"}", 400, "messages"),
+    "as many valid ones as a body may have values": (lambda: chat_of(*[VALID] * 5_000), 400, "messages"),
+    "unknown fields": (lambda: chat_of()[:-1] + b"".join(b',"%d":1' % i for i in range(16_000)) + b"}", 400, "messages"),
     "depth": (lambda: b"[" * 2_000_000, 400, "body"),
     "quotes": (lambda: b'"' * 40_000_000, 400, "body"),
     "escapes": (

@@ -35,7 +35,7 @@ class Limits:
     body_bytes: int = 2 * 2**20
     media_body_bytes: int = 64 * 2**20
     all_body_bytes: int = 256 * 2**20
-    json_values: int = 65_536
+    json_values: int = 16_384
     json_depth: int = 64
     image_pixels: int = 32 * 10**6
     audio_s: float = 300.0
