@@ -672,3 +672,31 @@ def test_what_can_be_known_beforehand_is_found_before_anything_is_read(arguments
     filled = [text.format(base=world / "base", style=world / "adapters" / "style") for text in arguments]
     assert cli.main([*filled, "--json"]) == (2 if field else 3)
     assert json.loads(capsys.readouterr().out)["error"]["fields"].get("field") == field
+
+
+def test_five_mismatches_are_shown_with_their_count_and_all_with_json(monkeypatch, capsys):
+    error = AdapterError(".", [f"problem {number}" for number in range(96)])
+    monkeypatch.setattr(commands, "run_inspect", failing(error))
+    assert cli.main(["inspect", "a"]) == 5
+    err = capsys.readouterr().err
+    assert err.count("  - problem") == 5 and "and 91 more (--json has all)" in err and "96 problems" in err
+    assert cli.main(["inspect", "a", "--json"]) == 5
+    assert len(json.loads(capsys.readouterr().out)["error"]["fields"]["problems"]) == 96
+
+
+def test_words_that_are_not_utf8_are_one_line(world, tmp_path, capsys):
+    assert cli.main(["run", "model", "caf\udce9"]) == 2
+    assert capsys.readouterr().err == "trimtab: command line='caf\\\\udce9': is not UTF-8 text\n"
+    (tmp_path / "latin.bin").write_bytes(b"caf\xe9")
+    for arguments in (
+        ["plan", "m", "--device-map", "{file}"], ["plan", "m", "--max-memory", "{file}"],
+        ["verify", "{base}", "--prompts", "{file}"],
+        ["serve", "{toml}"], ["run", "{json}", "hi"], ["serve", "{base}", "--device", "cpu", "--api-key-file", "{file}"],
+    ):  # fmt: skip
+        names = {"file": tmp_path / "latin.bin", "base": world / "base"}
+        for ending in ("toml", "json"):
+            names[ending] = tmp_path / f"latin.{ending}"
+            names[ending].write_bytes(b"caf\xe9")
+        assert cli.main([text.format(**names) for text in arguments]) in (2, 3)
+        err = capsys.readouterr().err
+        assert err.startswith("trimtab: ") and err.count("\n") == 1 and "latin" in err

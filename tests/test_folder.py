@@ -504,3 +504,18 @@ def test_the_cache_is_where_huggingface_hub_has_it(
     code = "from huggingface_hub import constants; print(constants.HF_HUB_CACHE)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert hub_cache() == Path(done.stdout.strip())
+
+
+def test_a_gguf_file_or_folder_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for path, reason in (
+        (tmp_path / "model-Q4_K_M.gguf", "is a GGUF file"),
+        (tmp_path, "holds GGUF files and no checkpoint"),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            read_checkpoint(str(path))
+        assert reason in str(caught.value) and caught.value.path == str(path)
+        assert "original model" in caught.value.hint
+    # Beside a checkpoint such files are somebody else's.
+    (tmp_path / "config.json").write_text("{}")
+    assert find_folder(str(tmp_path)) == tmp_path

@@ -87,6 +87,7 @@ def _main(arguments: Sequence[str] | None) -> int:
     _prepare_terminal()
     flags: dict[str, str] = {}
     try:
+        _check_readable(given)
         options = parser().parse_args(given)
         flags = flags_of(options.parser)
         if options.name_of_command not in WITHOUT_THREADS:
@@ -135,7 +136,15 @@ def _print_error(exc: BaseException, as_json: bool, flags: Mapping[str, str]) ->
 
 
 def _text(exc: BaseException, flags: Mapping[str, str]) -> str:
-    return in_flags(str(exc), getattr(exc, "field", None), flags) or "stopped"
+    text = str(exc).replace("(`problems` has all)", "(--json has all)") if isinstance(exc, AdapterError) else str(exc)
+    return in_flags(text, getattr(exc, "field", None), flags) or "stopped"
+
+
+def _check_readable(given: Sequence[str]) -> None:
+    """Raise RequestError for a word that is not UTF-8 and names no file: no tokenizer can read it."""
+    for word in given:
+        if any("\udc80" <= letter <= "\udcff" for letter in word) and not os.path.lexists(word.rpartition("=")[2]):
+            raise RequestError("is not UTF-8 text", field="command line", value=ascii(word).strip("'"))
 
 
 def error_json(exc: BaseException, flags: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:

@@ -19,6 +19,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+# An adapter for another model can have hundreds of mismatches of one kind.
+SHOWN_PROBLEMS = 5
+
 
 def gib(byte_count: int) -> str:
     """Return a byte count for people: "3.25 GiB", "12.0 MiB" or "17 B"."""
@@ -93,9 +96,9 @@ class AdapterError(TrimtabError):
 
     def __init__(self, path: str | os.PathLike[str], problems: Sequence[str], *, hint: str = "") -> None:
         self.path, self.problems = os.fspath(path), tuple(problems)
-        shown = [f"  - {problem}" for problem in self.problems[:20]]
-        if len(self.problems) > 20:
-            shown.append(f"  - and {len(self.problems) - 20} more (field `problems` has all)")
+        shown = [f"  - {problem}" for problem in self.problems[:SHOWN_PROBLEMS]]
+        if len(self.problems) > SHOWN_PROBLEMS:
+            shown.append(f"  - and {len(self.problems) - SHOWN_PROBLEMS} more (`problems` has all)")
         count = len(self.problems)
         super().__init__(
             f"{self.path}: {count} problem{'s' if count != 1 else ''}\n" + "\n".join(shown) + ("\n" if hint else ""),

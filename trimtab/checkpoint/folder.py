@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
@@ -118,6 +119,21 @@ def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any
 # Which folder ---------------------------------------------------------------------------------------------------------
 
 
+GGUF_HINT = (
+    "trimtab reads the safetensors files that a GGUF file was made from: give the folder or hub id of the original model. "
+    "Its adapters need them too"
+)
+
+
+def _check_not_gguf(folder: Path) -> None:
+    """Raise CheckpointError for a folder of GGUF files without a checkpoint beside them."""
+    with suppress(OSError):
+        names = os.listdir(folder)
+        packed = sorted(name for name in names if name.lower().endswith(".gguf"))
+        if packed and CONFIG not in names and not any(name.endswith(".safetensors") for name in names):
+            raise CheckpointError(f"holds GGUF files and no checkpoint ({packed[0]})", path=folder, hint=GGUF_HINT)
+
+
 def find_folder(model: str | os.PathLike[str]) -> Path:
     """Return the folder that holds the config: the given one, a hub-cache folder's snapshot, or a cached hub id's.
 
@@ -128,9 +144,12 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
         raise CheckpointError("an empty name is no checkpoint", path=text, hint="Give a folder or a hub id")
     path = Path(text)
     if os.path.isdir(path):  # pathlib's own questions raise for a name that is too long
+        _check_not_gguf(path)
         is_cache = path.resolve().name.startswith("models--") and not (path / CONFIG).is_file()
         return _snapshot(path) if is_cache else path
     if os.path.exists(path):
+        if path.suffix.lower() == ".gguf":
+            raise CheckpointError("is a GGUF file", path=path, hint=GGUF_HINT)
         raise CheckpointError("is a file; give the folder that holds it", path=path)
     parts = text.split("/")
     if len(parts) > 2 or not all(_HUB_NAME.fullmatch(part) for part in parts):
