@@ -13,6 +13,7 @@ import pytest
 from tools import score_traces
 from trimtab import cli
 from trimtab.doctor.labels import SIGNATURES
+from trimtab.doctor.preflight_findings import find_bug
 from trimtab.doctor.traces.answer import diagnose, diagnosis_text
 from trimtab.doctor.traces.classify import UNKNOWN, classify
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
@@ -350,3 +351,17 @@ def test_report_is_printed_by_the_command(monkeypatch, capsys, environment):
     monkeypatch.setattr(room, "read_environment", lambda python=None: environment)
     assert cli.main(["doctor", "--report", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["report"].startswith("### System")
+
+
+def test_demands_of_the_thread_have_a_test_or_a_reason():
+    """What the thread asked and trimtab did not do, when it was checked line by line: a test that is there, or a reason."""
+    demands = json.loads((ROOT / "tests" / "data" / "thread" / "demands.json").read_text(encoding="utf-8"))
+    assert len({one["demand"] for one in demands}) == len(demands) >= 25
+    for one in demands:
+        assert one["state"] in ("works", "partly", "refused")
+        assert one["tests"] if one["state"] == "works" else one["reason"], one["demand"]
+        for name in one["tests"]:
+            file, _, test = name.partition("::")
+            assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), name
+    bug = find_bug("B4")
+    assert any("onnxruntime#28188" in tracker for tracker in bug.trackers)
