@@ -12,7 +12,7 @@ import pytest
 import trimtab
 from tools import readme_numbers, rooms
 from trimtab import cli, errors
-from trimtab.commands import flags, merging
+from trimtab.commands import flags, merging, remote
 from trimtab.demo.line import FOLDER as DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,6 +258,9 @@ def test_flags_in_the_docs_and_in_error_messages_exist():
         "--no-deps", "--no-build-isolation", "--check", "--version", "--dest", "--disable-pip-version-check",
         "--find-links", "--index-url", "--no-input", "--only-binary", "--quiet", "--without-pip", "--scales",
         "--std", "--gpu-architecture",
+        # Of servers that are asked whether their adapter is alive.
+        "--return-tokens-as-token-ids", "--lora-init-without-apply", "--lora-target-modules", "--enable-lora", "--lora-modules",
+        "--max-lora-rank", "--lora-paths", "--lora", "--modelfile",
     }  # fmt: skip
     unknown = {
         (name, flag)
@@ -288,7 +291,14 @@ def test_links_lead_to_files_and_headings_that_exist(file):
 def test_the_exit_codes_in_the_docs_are_the_tables():
     text = (ROOT / "docs" / "fit-a-model.md").read_text("utf-8")
     told = {int(code) for code in re.findall(r"^\| (\d+) \|", text, re.M)}
-    assert told == {0, merging.DIFFERS, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    assert told == {
+        0,
+        merging.DIFFERS,
+        remote.CANNOT_TELL,
+        *(code for _, code in cli.EXIT_CODES),
+        cli.STOPPED,
+        cli.READER_GONE,
+    }
     assert told == {int(code) for code in re.findall(r"^    (\d+)  ", cli.__doc__, re.M)}
 
 

@@ -16,17 +16,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "CONTRIBUTING.md"
 # The order in which a newcomer meets them; a folder that is not here comes last.
-FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "speed", "doctor", "serve", "commands",
+FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "proof/remote", "speed", "doctor",
+           "serve", "commands",
            "demo")  # fmt: skip
 # Folders with one small file a thing: shown as one line.
-CLOSED = ("doctor/upstream", "serve/page")
+CLOSED = ("doctor/upstream", "doctor/servers", "serve/page")
 TITLES = {
     "checkpoint": "WHAT IS ON DISK (pure: no torch)", "plan": "WHAT GOES WHERE (pure: no torch)",
     "machine": "WHAT THIS MACHINE IS, AND WHAT IS KEPT BETWEEN RUNS (no torch)", "runtime": "WHAT RUNS",
     "bridge": "STOCK OBJECTS IN, STOCK OBJECTS OUT", "merge": "A CHECKPOINT AND ADAPTERS -> A NEW CHECKPOINT",
-    "proof": "WHAT IS RIGHT", "speed": "HOW FAST IT IS, AND WHAT THE LIMIT IS",
+    "proof": "WHAT IS RIGHT", "proof/remote": "WHETHER A SERVER'S ADAPTER IS ALIVE",
+    "speed": "HOW FAST IT IS, AND WHAT THE LIMIT IS",
     "doctor": "WHAT IS BROKEN", "serve": "WHO ASKS", "commands": "WHAT EACH COMMAND DOES",
     "demo": "WHAT CAN BE TRIED: a small trained model, adapters, pictures, sounds (CARD.md)",
+    "doctor/servers": "known bugs of adapters in other servers, one small file each",
     "doctor/upstream": "known bugs of other packages, one small file each", "serve/page": "the page at /, as it is sent",
 }  # fmt: skip
 BLOCK = re.compile(r"```\n(trimtab/\n.*?)```", re.DOTALL)

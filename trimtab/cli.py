@@ -3,7 +3,7 @@
 With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
 
     0  done
-    1  two routes to one answer do not agree (verify, merge --check)
+    1  two routes to one answer do not agree (verify, merge --check); a server's adapter is ignored or wrong
     2  the question is wrong (usage, RequestError)
     3  a model or adapter is not there, or a file is not what it claims (CheckpointError)
     4  no placement within the budgets (DoesNotFitError)
@@ -11,6 +11,7 @@ With `commands/` alone prints; alone exits and reads what the user's terminal is
     6  the machine refused while running (DeviceError)
     7  two routes differ (ParityError)
     8  a known bug of another package is in the way (UpstreamError)
+    9  the answers of a server do not tell (verify --against a server)
     130  stopped by Ctrl-C
     141  the reader of the output went away
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from trimtab import show
 from trimtab.adapter_names import parse_unweighted
+from trimtab.commands import servers
 from trimtab.commands.flags import check_folder_of, pairs, read_device_map, read_json_object
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
@@ -37,6 +38,9 @@ def add(command: Command) -> None:
     found.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
     found.add_argument(
         "--report", action="store_true", help="print a block to paste into a question, without private paths"
+    )
+    found.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key of the server MODEL"
     )
     found.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
     found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
@@ -76,6 +80,8 @@ def add(command: Command) -> None:
 
 
 def run_doctor(options: argparse.Namespace) -> int:
+    if servers.is_asked(options):
+        return servers.run(options)
     if options.trace is not None:
         return run_trace(options)
     check_model(options.model)

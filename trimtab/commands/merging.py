@@ -9,6 +9,7 @@ from typing import Any
 
 import trimtab
 from trimtab import show
+from trimtab.commands import remote
 from trimtab.commands.flags import adapter_to_use, add_adapters, add_placement, load_request, plan_or_request
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.errors import RequestError
@@ -43,7 +44,8 @@ def add(command: Command) -> None:
     verified.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",
-        help="resident, stock, base, bf16, full-head, single, alone, eager, or the folder of a merged model (default: resident)",
+        help="resident, stock, base, bf16, full-head, single, alone, eager, the folder of a merged model, or a server: "
+        "http://HOST:PORT/v1 or ollama:NAME (default: resident)",
     )  # fmt: skip
     verified.add_argument(
         "--prompts", metavar="FILE", help="JSONL with id, text, image, audio (default: a built-in set)"
@@ -51,9 +53,10 @@ def add(command: Command) -> None:
     verified.add_argument("--lanes", action="store_true", help="also try every way to merge, and say what each did")
     verified.add_argument("--python", metavar="EXE", help="an interpreter with the stock stack, for its side")
     verified.add_argument(
-        "--max-new-tokens", type=int, default=32, metavar="N", help="length of the texts (default: 32)"
+        "--max-new-tokens", type=int, metavar="N", help="length of the texts (default: 32; 8 for a server)"
     )
     verified.add_argument("--save", metavar="FILE", help="write the report as .json, .md or .html")
+    remote.add(verified)
 
 
 def run_merge(options: argparse.Namespace) -> int:
@@ -92,7 +95,15 @@ def _to_compare(options: argparse.Namespace, request: Any) -> LoadRequest | None
     return load_request(asked)
 
 
+def _new_tokens(options: argparse.Namespace) -> int:
+    from trimtab.proof.verify import NEW_TOKENS
+
+    return NEW_TOKENS if options.max_new_tokens is None else int(options.max_new_tokens)
+
+
 def run_verify(options: argparse.Namespace) -> int:
+    if remote.is_asked(options):
+        return remote.run(options)
     from trimtab.proof.report import check_save_path
 
     if options.save:
@@ -103,7 +114,7 @@ def run_verify(options: argparse.Namespace) -> int:
     report = trimtab.verify(
         given, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
-        new_tokens=options.max_new_tokens, lanes=options.lanes, say=saying(options),
+        new_tokens=_new_tokens(options), lanes=options.lanes, say=saying(options),
     )  # fmt: skip
     if options.save:
         report.save(options.save)

@@ -1,0 +1,183 @@
+"""Whether a server's adapter is alive, on the demo model: a server with planted faults answers in this process."""
+
+import dataclasses
+import json
+
+import pytest
+
+import trimtab
+from bench.planted import Planted
+from trimtab import cli
+from trimtab.commands import remote
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.errors import RequestError
+from trimtab.proof.remote import choosing, verify_remote
+from trimtab.proof.remote.channels import Channel
+from trimtab.proof.remote.faults import write_faults
+from trimtab.proof.remote.report import Answered, report_html, report_markdown
+from trimtab.proof.remote.verdict import nothing_to_tell
+
+STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
+
+
+def copied(adapter, folder, **config):
+    """Return a copy of an adapter with another configuration."""
+    folder.mkdir()
+    values = json.loads((adapter / "adapter_config.json").read_text("utf-8"))
+    (folder / "adapter_config.json").write_text(json.dumps({**values, **config}), "utf-8")
+    (folder / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The demo model with the right adapter and with one whose scale is wrong."""
+    scaled = copied(STYLE, tmp_path_factory.mktemp("remote") / "scaled", use_rslora=True)
+    plan = trimtab.plan(BASE, adapters={"style": STYLE, "scaled": scaled}, quant="none", context=256)
+    with trimtab.load(plan, decode="eager") as model:
+        yield model
+
+
+@pytest.fixture
+def few_questions(monkeypatch):
+    monkeypatch.setattr(choosing, "TEXTS", 12)
+    monkeypatch.setattr(choosing, "GENERATED", 8)
+
+
+def ask(planted, **options):
+    given = {"adapters": {"style": STYLE}, "remote_model": "m", "quant": "none", "new_tokens": 4, **options}
+    return verify_remote.verify_remote(BASE, against="http://host:8000/v1", transport=planted.transport(), **given)
+
+
+@pytest.mark.usefixtures("few_questions")
+def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(served, tmp_path):
+    planted = Planted(served, {"m": "style", "b": None}, jitter=0.02)
+    report = ask(planted, remote_base="b")
+    assert (report.verdict.word, report.exit_code, report.verdict.is_confident) == ("alive", 0, True)
+    assert set(report.verdict.excluded) == {"ignored", "scale", "A and B swapped", "merged twice", "one module dropped"}
+    assert report.channels["text"].name == "completions, token ids"
+    assert set(report.channels) == {"text"}  # the adapter changes no tower: no picture need be sent
+    assert 0 < report.residuals["none"] < 0.1
+    assert report.requests == planted.requests <= 200
+    report.save(tmp_path / "report.json")
+    saved = json.loads((tmp_path / "report.json").read_text("utf-8"))
+    assert (saved["verdict"], saved["exit_code"], saved["is_confident"]) == ("alive", 0, True)
+    assert {row["name"] for row in saved["faults"]} == set(saved["excluded"])
+    assert saved["asked"]["text"] == {"how": "completions, token ids", "logprobs": 20, "refused": []}
+    assert str(report).startswith("ALIVE: m answers with the adapter style")
+
+
+@pytest.mark.usefixtures("few_questions")
+def test_a_wrong_scale_is_named_by_chat_alone_without_the_servers_base(served):
+    planted = Planted(served, {"m": "scaled"}, kinds=("chat/completions",), top=5)
+    # Generated texts have no chat form: the questions are those of the demo, and the user's own.
+    own = [
+        f"What is the {what} of {land}?"
+        for what in ("capital", "river", "animal")
+        for land in ("Oru", "Tavel", "Lume", "Zand")
+    ]
+    report = ask(planted, prompts=own, send_prompts=True)
+    assert (report.verdict.word, report.verdict.fault, report.exit_code) == ("wrong", "scale", 1)
+    assert report.verdict.false_alarm_rate <= 0.005
+    assert (report.channels["text"].name, report.channels["text"].top) == ("chat", 5)
+    assert any("status 404" in words for words in report.refusals["text"])
+    assert "the scale is alpha / sqrt(r) where alpha / r is right" in str(report)
+
+
+@pytest.mark.usefixtures("few_questions")
+def test_an_adapter_without_effect_is_seen_in_texts_alone(served):
+    planted = Planted(served, {"m": None, "b": None}, top=0, takes_ids=False)
+    report = ask(planted, remote_base="b")
+    assert (report.verdict.word, report.exit_code) == ("ignored", 1)
+    assert "exactly those of the server's own base" in report.verdict.reason
+    assert report.channels["text"].top == 0
+
+
+def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(served, tmp_path):
+    faults, not_tried = write_faults(served._specs["style"], tmp_path, {"other": OTHER})
+    names = [fault.name for fault in faults]
+    assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped", "adapter other"]
+    assert not_tried == []
+    spec = trimtab.inspect(faults[3].folder, model=BASE)
+    assert {float(scale) for scale in spec["scales"]} == {4.0}
+    dropped = trimtab.inspect(faults[4].folder, model=BASE)
+    assert dropped["targets"]["total"] == trimtab.inspect(STYLE, model=BASE)["targets"]["total"] - 1
+
+
+def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
+    folder = copied(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
+    plan = trimtab.plan(BASE, adapters={"p": folder}, quant="none", context=64)
+    with trimtab.load(plan, decode="eager") as model:
+        faults, _ = write_faults(model._specs["p"], tmp_path / "faults", {})
+    without = next(fault for fault in faults if fault.name == "alpha_pattern ignored")
+    assert {float(scale) for scale in trimtab.inspect(folder, model=BASE)["scales"]} == {2.0, 8.0}
+    assert {float(scale) for scale in trimtab.inspect(without.folder, model=BASE)["scales"]} == {2.0}
+
+
+@pytest.mark.slow
+def test_the_output_in_the_docs_is_what_the_command_prints(served):
+    page = (DEMO.parent.parent / "docs" / "is-my-adapter-alive.md").read_text("utf-8")
+    shown = page.partition("<!-- output:alive -->")[2].partition("<!-- /output -->")[0]
+    report = ask(Planted(served, {"m": "scaled", "b": None}), remote_base="b", new_tokens=verify_remote.NEW_TOKENS)
+    printed = (
+        str(report).replace("WRONG: m ", "WRONG: medical ").replace("adapter style should", "adapter medical should")
+    )
+    # Times and last digits are this machine's; words, faults and counts are not.
+    told = [
+        [word for word in line.split() if not any(map(str.isdigit, word))]
+        for line in shown.splitlines()
+        if line.strip()
+    ]
+    here = [
+        [word for word in line.split() if not any(map(str.isdigit, word))]
+        for line in printed.splitlines()
+        if line.strip()
+    ]
+    assert told == here
+
+
+def test_own_prompts_do_not_leave_the_machine_without_the_flag():
+    def no_request(*_, **__):
+        raise AssertionError("a request was sent")
+
+    planted = Planted(None, {})
+    planted._answer = no_request
+    with pytest.raises(RequestError) as caught:
+        ask(planted, prompts=["my secret"])
+    assert caught.value.field == "prompts"
+    assert "send_prompts" in str(caught.value)
+
+
+def test_what_cannot_be_asked_is_refused_before_anything_is_sent(capsys):
+    refused = {
+        ("--against", "http://h/v1"): "remote_model",
+        ("--against", "http://h/v1", "--remote-model", "m", "--lanes"): "--lanes",
+        ("--remote-model", "m"): "--remote-model",
+        ("--against", "http://h/v1", "--remote-model", "m", "--deadline", "0"): "--deadline",
+        ("--against", "http://h/v1", "--remote-model", "m", "--max-new-tokens", "900"): "--max-new-tokens",
+        ("--against", "http://h/v1", "--remote-model", "m", "--send-prompts"): "send_prompts",
+        ("--against", "http://u:p@h/v1", "--remote-model", "m"): "against",
+        ("--against", "ollama:"): "against",
+    }
+    for flags, field in refused.items():
+        command = ["verify", str(BASE), "--adapter", f"style={STYLE}", *flags, "--json"]
+        assert cli.main(command) == 2
+        assert json.loads(capsys.readouterr().out)["error"]["fields"]["field"] == field
+
+
+def test_a_servers_words_are_escaped_on_the_page():
+    evil = "<script>alert(1)</script>|[x](http://evil)"
+    channel = Channel("chat", "/chat/completions", 5, lambda question: None, lambda value: None)
+    report = verify_remote.RemoteReport(
+        url="http://h/v1", remote_model=evil, remote_base=None, model="m", adapter=evil, adapter_path="p",
+        verdict=nothing_to_tell(evil), precision="none", residuals={"none": 0.1}, channels={"text": channel},
+        refusals={"text": (evil,)}, answered=(Answered("q", "text", 1.0, evil + "\x1b[31m"),), not_tried=(evil,),
+        notes=(evil,), requests=1, server_s=0.1, seconds=0.2,
+    )  # fmt: skip
+    page, marked = report_html(report), report_markdown(report)
+    assert "<script" not in page
+    assert "<script" not in marked
+    assert "\x1b" not in page
+    assert "[x](" not in marked
+    assert report.exit_code == remote.CANNOT_TELL
+    assert dataclasses.asdict(report.verdict)["word"] == "cannot tell"

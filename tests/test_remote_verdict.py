@@ -1,0 +1,94 @@
+"""When a server's adapter is called alive, ignored or wrong, and when nothing can be told."""
+
+import pytest
+
+from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Asked, judge, nothing_to_tell, sign_test
+
+FAULTS = [("ignored", "the base answers", False), ("scale", "the scale", False), ("one module dropped", "q is", True)]
+SIZES = {"ignored": 3.0, "scale": 1.0, "one module dropped": 0.1}
+
+
+def asked(count, *, base_noise=0.0, sizes=SIZES, **distance):
+    """Questions that are all alike. distance: hypothesis -> distance; `one` is the fault of one module."""
+    distance = {{"one": "one module dropped"}.get(name, name): value for name, value in distance.items()}
+    return [Asked(f"q{place}", "text", distance, sizes, base_noise) for place in range(count)]
+
+
+def test_answers_that_are_nearest_to_right_are_alive():
+    verdict = judge(asked(16, right=0.02, ignored=3.0, scale=1.0, one=0.1), FAULTS)
+    assert (verdict.word, verdict.fault, verdict.is_confident) == (ALIVE, "", True)
+    assert set(verdict.excluded) == {"ignored", "scale", "one module dropped"}
+    # Two faults of the whole adapter, each overlooked with 2^-16.
+    assert verdict.confidence == pytest.approx(1 - 2 * 2**-16)
+
+
+def test_alive_is_not_confident_where_one_module_would_not_be_seen():
+    verdict = judge(asked(16, right=0.3, ignored=3.0, scale=1.1, one=0.31), FAULTS)
+    assert (verdict.word, verdict.is_confident, verdict.unseen) == (ALIVE, False, ("one module dropped",))
+
+
+def test_a_fault_that_is_nearer_by_half_is_named_with_its_false_alarm_rate():
+    verdict = judge(asked(16, right=1.0, ignored=2.0, scale=0.05, one=1.0), FAULTS)
+    assert (verdict.word, verdict.fault) == (WRONG, "scale")
+    assert verdict.false_alarm_rate == pytest.approx(3 * 2**-16)
+    ignored = judge(asked(16, right=3.0, ignored=0.05, scale=2.0, one=3.0), FAULTS)
+    assert (ignored.word, ignored.fault) == (IGNORED, "ignored")
+
+
+def test_a_nearer_fault_is_no_alarm_unless_it_is_nearer_by_half():
+    # Another precision can lie a little towards a fault.
+    verdict = judge(asked(16, right=0.3, ignored=3.0, scale=0.9, one=0.25), FAULTS)
+    assert (verdict.word, verdict.is_confident) == (ALIVE, False)
+
+
+def test_few_questions_do_not_suffice_for_an_alarm():
+    verdict = judge(asked(5, right=3.0, ignored=0.05, scale=2.0, one=3.0), FAULTS)
+    assert (verdict.word, verdict.confidence) == (CANNOT_TELL, None)
+    assert "ignored" in verdict.reason
+
+
+def test_noise_that_hides_a_fault_of_the_whole_adapter_leaves_nothing_to_tell():
+    verdict = judge(asked(16, base_noise=0.8, right=0.9, ignored=3.0, scale=1.2, one=0.9), FAULTS)
+    assert verdict.word == CANNOT_TELL
+    assert verdict.reason.endswith("these remain possible: scale")
+    assert verdict.visible_from > 1.0
+
+
+def test_a_fault_that_no_question_shows_is_not_excluded():
+    sizes = {**SIZES, "scale": 0.0}
+    verdict = judge(asked(16, sizes=sizes, right=0.02, ignored=3.0, scale=0.02, one=0.1), FAULTS)
+    assert (verdict.word, verdict.unseen) == (CANNOT_TELL, ("scale",))
+
+
+def test_answers_far_from_everything_are_wrong_only_where_the_base_is_known_to_be_right():
+    far = {"right": 2.0, "ignored": 2.5, "scale": 2.2, "one": 2.0}
+    verdict = judge(asked(16, base_noise=0.05, **far), FAULTS)
+    assert (verdict.word, verdict.fault) == (WRONG, "")
+    assert judge(asked(16, base_noise=None, **far), FAULTS).word == CANNOT_TELL
+    assert judge(asked(16, base_noise=1.0, **far), FAULTS).word == CANNOT_TELL
+
+
+def test_of_two_faults_that_fit_the_one_that_explains_all_questions_is_named():
+    faults = [("ignored", "", False), ("vision part dropped", "", False), ("tower parts dropped", "", False)]
+    images = [
+        Asked(f"i{n}", "image", {"right": 1.0, "ignored": 3.0, "vision part dropped": 0.01, "tower parts dropped": 0.01},
+              {"ignored": 3.0, "vision part dropped": 1.0, "tower parts dropped": 1.0}, 0.0)
+        for n in range(12)
+    ]  # fmt: skip
+    sounds = [
+        Asked(f"s{n}", "audio", {"right": 1.0, "ignored": 3.0, "vision part dropped": 1.0, "tower parts dropped": 0.01},
+              {"ignored": 3.0, "vision part dropped": 0.0, "tower parts dropped": 1.0}, 0.0)
+        for n in range(12)
+    ]  # fmt: skip
+    assert judge(images + sounds, faults).fault == "tower parts dropped"
+
+
+def test_the_sign_test_is_the_tail_of_a_fair_coin():
+    assert sign_test(16, 0) == 2**-16
+    assert sign_test(3, 1) == pytest.approx(5 / 16)
+    assert sign_test(0, 0) == 1.0
+
+
+def test_nothing_compared_tells_nothing():
+    verdict = nothing_to_tell("no question", FAULTS)
+    assert (verdict.word, verdict.unseen, verdict.is_confident) == (CANNOT_TELL, tuple(SIZES), False)

@@ -1,0 +1,45 @@
+"""What is known about adapters in llama.cpp's server and its Python package."""
+
+from __future__ import annotations
+
+from trimtab.doctor.servers.known import Server, ServerBug
+
+READ = "2026-11"
+THREAD = "https://github.com/ggml-org/llama.cpp"
+
+LLAMA_CPP = Server(
+    name="llama.cpp",
+    checks=(
+        "GET /lora-adapters lists the adapter with a scale that is not 0; the model's name in a request chooses nothing",
+        "the GGUF of the adapter was converted with the same base, and the converter named no tensor that it left out",
+        "the base's quantization: ask verify with --remote-base, or its noise hides small faults",
+    ),
+    bugs=(
+        ServerBug(
+            id="L1", title="adapters that were to wait at scale 0 are active, and \"lora\": [] does not switch them off",
+            fault="another adapter", when="--lora-init-without-apply, or an empty lora list in a request",
+            way_round="set every scale by POST /lora-adapters", seen="b10088",
+            sources=(f"{THREAD}/issues/28674", f"{THREAD}/pull/28707"), state="open, fix proposed", read=READ,
+        ),
+        ServerBug(
+            id="L2", title="a cached prompt of another adapter is used", fault="another adapter",
+            when="adapters chosen per request with the same beginning of the prompt", way_round="cache_prompt: false",
+            seen="b10121", sources=(f"{THREAD}/issues/26207",), state="open", read=READ,
+        ),
+        ServerBug(
+            id="L3", title="every model name is answered by the same adapters", fault="ignored",
+            when="a client that names the adapter as model: adapters are chosen by the field lora, or for all requests",
+            way_round="set the scale by POST /lora-adapters", sources=(f"{THREAD}/pull/10994", f"{THREAD}/pull/8857"),
+            state="as designed", read=READ,
+        ),
+        ServerBug(
+            id="L4", title="the head's part of a Gemma 2 adapter is left out when it is converted", fault="one module dropped",
+            when="adapters on lm_head of a model with tied embeddings", way_round="convert again with a later converter, or merge",
+            sources=(f"{THREAD}/issues/9065",), state="closed", read=READ,
+        ),
+        ServerBug(
+            id="L5", title="DoRA cannot be converted", when="use_dora", way_round="merge", sources=(f"{THREAD}/issues/6536",),
+            state="closed as stale", read=READ,
+        ),
+    ),
+)  # fmt: skip

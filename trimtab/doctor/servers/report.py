@@ -1,0 +1,95 @@
+"""What `trimtab doctor http://...` says: which server, which known bugs of adapters apply to it, what to check first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trimtab.doctor.servers.identify import Identity, identify
+from trimtab.doctor.servers.known import APPLIES, FIXED, MAY_APPLY, Server, ServerBug
+from trimtab.doctor.servers.llama_cpp import LLAMA_CPP
+from trimtab.doctor.servers.ollama import OLLAMA
+from trimtab.doctor.servers.sglang import SGLANG
+from trimtab.doctor.servers.vllm import VLLM
+from trimtab.proof.remote.client import Client, check_url
+
+SERVERS = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
+DEADLINE_S = 30.0
+GENERAL = (
+    "ask for a name that the server does not have: a server that answers all the same does not choose by name",
+    "ask base and adapter the same question at temperature 0: equal answers on many questions mean that the adapter is ignored",
+    "ask trimtab: trimtab verify MODEL --adapter NAME=PATH --against ADDRESS --remote-model NAME --remote-base BASE",
+)
+
+
+@dataclass(frozen=True)
+class ServerReport:
+    """Which server answers at an address, and what is known of it."""
+
+    url: str
+    identity: Identity
+    server: Server | None
+
+    def bugs(self, standing: str) -> tuple[ServerBug, ...]:
+        """Return the entries of one standing."""
+        bugs = () if self.server is None else self.server.bugs
+        return tuple(bug for bug in bugs if bug.standing(self.identity.version) == standing)
+
+    @property
+    def checks(self) -> tuple[str, ...]:
+        return (*(() if self.server is None else self.server.checks), *GENERAL)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        bugs = () if self.server is None else self.server.bugs
+        return {
+            "format": 1, "url": self.url, "server": asdict(self.identity), "checks": list(self.checks),
+            "bugs": [asdict(bug) | {"standing": bug.standing(self.identity.version)} for bug in bugs],
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        identity = self.identity
+        name = (
+            f"{identity.kind} {identity.version or 'of unknown release'}"
+            if identity.kind
+            else "a server that is not known here"
+        )
+        lines = [f"server    {name} ({identity.why})"]
+        lines.append(f"models    {', '.join(identity.models) or 'none listed'}")
+        if identity.adapters:
+            lines.append(f"adapters  {', '.join(identity.adapters)}")
+        for standing, title in ((APPLIES, "reported with this release"), (MAY_APPLY, "may apply: look there first")):
+            found = self.bugs(standing)
+            if found:
+                lines += ["", f"{title}:", *(line for bug in found for line in _bug_lines(bug))]
+        fixed = self.bugs(FIXED)
+        if fixed:
+            lines += ["", f"fixed in this release: {', '.join(bug.id for bug in fixed)}"]
+        return "\n".join(
+            [*lines, "", "check first:", *(f"  {place}. {text}" for place, text in enumerate(self.checks, 1))]
+        )
+
+
+def _bug_lines(bug: ServerBug) -> list[str]:
+    seen = f"; reported with {bug.seen}" if bug.seen else ""
+    fault = f"; verify calls it {bug.fault!r}" if bug.fault else ""
+    return [
+        f"  {bug.id:<4} {bug.title}",
+        f"       when: {bug.when}{seen}{fault}",
+        f"       do: {bug.way_round}",
+        f"       {bug.state} ({bug.read}): {' '.join(bug.sources)}",
+    ]
+
+
+def is_address(model: str | None) -> bool:
+    """Return whether what a user named is a server's address."""
+    return model is not None and model.startswith(("http://", "https://"))
+
+
+def examine(url: str, *, key: str | None = None, transport: Any = None) -> ServerReport:
+    """Return the report on a server. Errors: RequestError if it does not answer."""
+    root = check_url(url, "url").removesuffix("/v1")
+    client = Client(root, key=key, deadline_s=DEADLINE_S, transport=transport, field="url")
+    identity = identify(client)
+    server = next((one for one in SERVERS if one.name == identity.kind), None)
+    return ServerReport(root, identity, server)

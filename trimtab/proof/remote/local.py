@@ -1,0 +1,171 @@
+"""What we ourselves say to the server's questions: the base, the adapter, and the adapter with each known fault, in one precision.
+
+A distribution is kept in full only while it is compared: what stays are the logprobs of the tokens that the server named.
+"""
+
+from __future__ import annotations
+
+import base64
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.api import load, plan_request
+from trimtab.proof import forced
+from trimtab.proof.prompts import Prompt
+from trimtab.proof.remote.channels import Question
+from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime.chat import Inputs
+
+SAMPLE_TOKENS = 14
+MEDIA_TYPES = {".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg", ".webp": "image/webp"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One answer of the server as ids: question, the tokens it chose, and id -> logprob at each place (empty without any)."""
+
+    question: Question
+    tokens: tuple[int, ...]
+    tops: tuple[Mapping[int, float], ...]
+
+
+class Reference:
+    """A loaded model that answers as the base, as its adapter, or as an adapter folder that is put on for a while."""
+
+    def __init__(self, model: Any, adapter: str) -> None:
+        self.model, self.adapter = model, adapter
+        self._prepared: dict[str, Inputs] = {}
+
+    @property
+    def spec(self) -> Any:
+        return self.model._specs[self.adapter]
+
+    @property
+    def tokenizer(self) -> Any:
+        processor = self.model.processor
+        return getattr(processor, "tokenizer", processor)
+
+    def inputs(self, question: Question) -> Inputs:
+        """Return the model inputs of a question, made once."""
+        if question.id not in self._prepared:
+            media = {name: value for name in ("image", "audio") if (value := getattr(question, name))}
+            prompt = question.prompt if media else list(question.ids)
+            self._prepared[question.id] = self.model.prepare(prompt, **media)
+        return self._prepared[question.id]
+
+    def question(self, prompt: Prompt) -> Question:
+        """Return a prompt as the question that a server gets. Errors: RequestError."""
+        if prompt.token_ids:
+            return self.raw_question(prompt.id, prompt.token_ids)
+        media = {name: value for name in ("image", "audio") if (value := getattr(prompt, name))}
+        prepared = self.model.prepare(prompt.text, **media)
+        parts: list[dict[str, Any]] = [{"type": "text", "text": prompt.text}]
+        if prompt.image:
+            parts.insert(0, {"type": "image_url", "image_url": {"url": _data_url(Path(prompt.image))}})
+        if prompt.audio:
+            sound = {"data": _base64(Path(prompt.audio)), "format": Path(prompt.audio).suffix.lstrip(".").lower()}
+            parts.append({"type": "input_audio", "input_audio": sound})
+        messages = [{"role": "user", "content": parts if media else prompt.text}]
+        made = Question(
+            prompt.id, prompt.kind, prepared.token_ids, None if media else self._text(prepared.token_ids), messages,
+            prompt.text, prompt.image, prompt.audio,
+        )  # fmt: skip
+        self._prepared[prompt.id] = prepared
+        return made
+
+    def raw_question(self, name: str, ids: Sequence[int]) -> Question:
+        """Return a question of bare tokens, which no chat carries."""
+        return Question(name, "text", tuple(ids), self._text(ids), None)
+
+    def _text(self, ids: Sequence[int]) -> str | None:
+        """Return the text that the tokenizer turns into exactly these tokens, None if there is none."""
+        tokenizer = self.tokenizer
+        text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        again = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return text if list(again) == list(ids) else None
+
+    # Answers ----------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """Answer as an attached adapter, or as the base."""
+        self.model.route.set(name)
+        try:
+            yield
+        finally:
+            self.model.route.set(None)
+
+    @contextmanager
+    def instead(self, folder: Path) -> Iterator[str]:
+        """Put another adapter in the place of our own for a while. Errors: AdapterError."""
+        own = self.model._specs[self.adapter].file.folder
+        self.model.unload_adapter(self.adapter)
+        try:
+            self.model.load_adapter(self.adapter, folder)
+            yield self.adapter
+        finally:
+            if self.adapter in self.model.adapters:
+                self.model.unload_adapter(self.adapter)
+            self.model.load_adapter(self.adapter, own)
+
+    def greedy(self, question: Question, name: str | None, new_tokens: int) -> tuple[int, ...]:
+        """Return the tokens that the likeliest answer begins with."""
+        wanted = GenerateRequest(max_new_tokens=new_tokens)
+        return tuple(self.model.answer_inputs(self.inputs(question), wanted, adapter=name).token_ids)
+
+    def logprobs(self, question: Question, tokens: Sequence[int], name: str | None) -> Tensor:
+        """Return [len(tokens), V] in float32 on the host: of each token, given those before it."""
+        inputs = self.inputs(question)
+        whole = forced.extended(dict(inputs.tensors), list(tokens[:-1]))
+        with self.using(name):
+            logits, _ = forced.forward(self.model.hf_model, whole)
+        last = logits[0, inputs.prompt_tokens - 1 : inputs.prompt_tokens - 1 + len(tokens)].float().cpu()
+        return torch.log_softmax(last, dim=-1)
+
+    def rows(self, rows: Sequence[Row], name: str | None) -> list[Tensor]:
+        """Return the logprobs of every row."""
+        return [self.logprobs(row.question, row.tokens, name) for row in rows]
+
+    def sample(self, ids: Sequence[int], name: str | None, *, seed: int) -> tuple[int, ...]:
+        """Return tokens that the model itself goes on with, drawn at random: text that it knows."""
+        prepared = self.model.prepare(list(ids))
+        wanted = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
+        return tuple(self.model.answer_inputs(prepared, wanted, adapter=name).token_ids)
+
+
+@contextmanager
+def open_reference(
+    placed: LoadRequest, quant: str, adapter: str, folder: str | Path, *, others: Mapping[str, Path],
+    progress: Callable[[int, int], None] | None = None,
+) -> Iterator[Reference]:  # fmt: skip
+    """Load a model in one precision with the adapter, and give its memory back at the end.
+
+    placed: the model and where it may lie. Bytes are planned for all adapters. Errors: those of planning and loading.
+    """
+    adapters = {adapter: str(folder), **{name: str(path) for name, path in others.items()}}
+    with load(
+        plan_request(replace(placed, quant=quant, adapters=adapters)), progress=progress, decode="eager"
+    ) as loaded:
+        for name in others:
+            loaded.unload_adapter(name)
+        yield Reference(loaded, adapter)
+
+
+def work_folder() -> Any:
+    """Return a folder that is gone at the end of its `with`."""
+    return tempfile.TemporaryDirectory(prefix="trimtab-remote-", ignore_cleanup_errors=True)
+
+
+def _base64(file: Path) -> str:
+    return base64.b64encode(file.read_bytes()).decode("ascii")
+
+
+def _data_url(file: Path) -> str:
+    return f"data:{MEDIA_TYPES.get(file.suffix.lower(), 'application/octet-stream')};base64,{_base64(file)}"

@@ -1,0 +1,233 @@
+"""What came of asking a server, as a value: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
+
+Whatever a server said is cut short, shown without control characters and escaped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from trimtab.plan.plan import write_whole
+from trimtab.proof.remote.channels import Channel
+from trimtab.proof.remote.client import plain
+from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
+
+EXIT_ALIVE, EXIT_DEAD, EXIT_CANNOT_TELL = 0, 1, 9
+PRECISION_WORDS = {"none": "unquantized", "auto": "as the checkpoint is"}
+HEAD = ("fault", "size", "from it", "from right", "questions", "nearer", "it is")
+SHOWN_ANSWER = 120
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One question, how far adapter and base are apart on it (KL in nats a token), and what the server said."""
+
+    id: str
+    kind: str
+    kl: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteReport:
+    """Whether the adapter of a server is alive.
+
+    residuals: precision -> how far our base (or, where the server's base was not asked, our nearest answer) is from the server's.
+    channels, refusals: kind of question -> how it was asked, and what the server refused before. not_tried: faults that cannot be
+    built. notes: what differs and is no fault of the adapter's. server_s, seconds: waiting for the server, and in all.
+    """
+
+    url: str
+    remote_model: str
+    remote_base: str | None
+    model: str
+    adapter: str
+    adapter_path: str
+    verdict: Verdict
+    precision: str
+    residuals: Mapping[str, float]
+    channels: Mapping[str, Channel]
+    refusals: Mapping[str, tuple[str, ...]]
+    answered: tuple[Answered, ...]
+    not_tried: tuple[str, ...]
+    notes: tuple[str, ...]
+    requests: int
+    server_s: float
+    seconds: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """0 alive, 1 ignored or wrong, 9 cannot tell."""
+        return {ALIVE: EXIT_ALIVE, CANNOT_TELL: EXIT_CANNOT_TELL}.get(self.verdict.word, EXIT_DEAD)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-ready values."""
+        verdict = self.verdict
+        return {
+            "format": 1, "against": self.url, "remote_model": self.remote_model, "remote_base": self.remote_base,
+            "model": self.model, "adapter": self.adapter, "adapter_path": self.adapter_path, "verdict": verdict.word,
+            "fault": verdict.fault or None, "reason": verdict.reason, "is_confident": verdict.is_confident,
+            "confidence": verdict.confidence, "false_alarm_rate": verdict.false_alarm_rate, "noise": verdict.noise,
+            "visible_from": verdict.visible_from, "excluded": list(verdict.excluded), "still_possible": list(verdict.unseen),
+            "faults": [asdict(one) for one in verdict.weighed], "not_tried": list(self.not_tried),
+            "precision": self.precision, "residuals": dict(self.residuals),
+            "asked": {kind: {"how": channel.name, "logprobs": channel.top, "refused": list(self.refusals[kind])}
+                      for kind, channel in self.channels.items()},
+            "questions": [asdict(one) for one in self.answered], "notes": list(self.notes), "requests": self.requests,
+            "server_s": round(self.server_s, 2), "seconds": round(self.seconds, 2), "exit_code": self.exit_code,
+            "versions": dict(self.versions),
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = [HEAD, *(_fault_row(one, self.verdict) for one in self.verdict.weighed)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([headline(self), *facts(self), *(["", *table] if self.verdict.weighed else [])])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report, whole or not at all, as JSON, Markdown or an HTML page, by the name's ending."""
+        from trimtab.proof.report import check_save_path
+
+        check_save_path(path)
+        ending = Path(path).suffix.lower()
+        text = {".json": json.dumps(self.to_json(), indent=1) + "\n", ".html": report_html(self)}.get(ending)
+        if text is None:
+            text = report_markdown(self)
+        write_whole(path, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="save")
+
+
+# Words ----------------------------------------------------------------------------------------------------------------
+
+
+def headline(report: RemoteReport) -> str:
+    """Return the verdict as one line."""
+    verdict, name = report.verdict, plain(report.remote_model)
+    words = {
+        ALIVE: f"ALIVE: {name} answers with the adapter {report.adapter}",
+        IGNORED: f"IGNORED: {name} answers as its base, the adapter {report.adapter} has no effect",
+        CANNOT_TELL: f"CANNOT TELL whether {name} answers with the adapter {report.adapter}",
+        WRONG: f"WRONG: {name} does not answer as the adapter {report.adapter} should",
+    }[verdict.word]
+    if verdict.word == WRONG:
+        what = next((one.what for one in verdict.weighed if one.name == verdict.fault), "in no way that is known here")
+        words += f": {what}"
+    return words
+
+
+def facts(report: RemoteReport) -> list[str]:
+    """Return what the verdict rests on, line by line."""
+    verdict = report.verdict
+    lines = [f"because    {verdict.reason}"]
+    if verdict.confidence is not None:
+        lines.append(
+            f"confidence {_share(verdict.confidence)}; a right server is called wrong in at most "
+            f"{max(verdict.false_alarm_rate, 1e-4):.2%} of runs"
+        )
+    if verdict.word == ALIVE and not verdict.is_confident:
+        lines.append(f"but        not seen would be: {', '.join(verdict.unseen)}")
+    if verdict.word != CANNOT_TELL or verdict.weighed:
+        lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not seen")
+    seen = [one for one in verdict.weighed if one.name in verdict.excluded]
+    if seen:
+        least = min(seen, key=lambda one: one.size)
+        lines.append(f"excluded   {len(seen)} faults, the smallest: {least.name} ({least.size:.3g})")
+    nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
+    of = "server's base" if report.remote_base else "server (its base was not asked)"
+    lines.append(
+        f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}"
+    )
+    for kind, channel in report.channels.items():
+        count = sum(one.kind == kind for one in report.answered)
+        how = f"top {channel.top} logprobs" if channel.top else "texts alone: the server gives no logprobs"
+        lines.append(f"asked      {count} {kind} questions by {channel.name} ({how})")
+    lines += [f"note       {plain(note, 400)}" for note in report.notes]
+    lines += [f"not tried  {plain(one, 400)}" for one in report.not_tried]
+    lines.append(
+        f"took       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
+    )
+    return lines
+
+
+def _share(confidence: float) -> str:
+    return f"{confidence:.2%}" if confidence < 0.9999 else "above 99.99%"
+
+
+def _fault_row(one: Weighed, verdict: Verdict) -> tuple[str, ...]:
+    state = "seen" if one.name == verdict.fault else "excluded" if one.name in verdict.excluded else "possible"
+    if not one.questions:
+        return (one.name, "0", "-", "-", "0", "-", "not shown by any question")
+    return (
+        one.name, f"{one.size:.3g}", f"{one.distance:.3g}", f"{one.right_distance:.3g}", str(one.questions),
+        f"{one.nearer} of {one.nearer + one.farther}", state,
+    )  # fmt: skip
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def report_markdown(report: RemoteReport) -> str:
+    """Return the report as Markdown."""
+    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
+    table = [HEAD, ("---",) * len(HEAD), *rows]
+    lines = [f"# {_cell(headline(report))}", "", *(f"- {_cell(line)}" for line in facts(report))]
+    if rows:
+        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in table)]
+    answers = [(one.id, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
+    if answers:
+        head = ("question", "KL", "the server's answer")
+        lines += ["", *(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in [head, ("---",) * 3, *answers])]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    return (
+        escape(" ".join(text.split()), quote=False)
+        .replace("|", "\\|")
+        .replace("`", "\\`")
+        .replace("[", "\\[")
+        .replace("]", "\\]")
+    )
+
+
+def report_html(report: RemoteReport) -> str:
+    """Return the report as one page without scripts or outside links."""
+    from trimtab.proof.page import STYLE
+
+    kind = {ALIVE: "same", CANNOT_TELL: "noise"}.get(report.verdict.word, "differs")
+    title = headline(report)
+    rows = [_fault_row(one, report.verdict) for one in report.verdict.weighed]
+    answers = [(one.id, one.kind, f"{one.kl:.3g}", plain(one.text, SHOWN_ANSWER)) for one in report.answered]
+    parts = [
+        f'<h1 class="{kind}">{escape(title)}</h1>',
+        f"<p>server {escape(report.url)}<br>model {escape(report.model)}<br>adapter {escape(report.adapter_path)}</p>",
+        f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in facts(report))}</ul>",
+    ]
+    if rows:
+        parts += ["<h2>Known faults</h2>", _table(HEAD, rows), f'<p class="soft">{escape(LEGEND)}</p>']
+    if answers:
+        parts += ["<h2>Questions</h2>", _table(("question", "kind", "KL", "the server's answer"), answers)]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
+    )
+
+
+LEGEND = (
+    "Size: how far the fault moves our own right answers. From it, from right: how far the server's answers are from each. All "
+    "three are mean differences of logprobs, on the questions that tell of the fault. Nearer: on how many of them the fault is."
+)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(text)}</th>" for text in head)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(text)}</td>' for text in row)}</tr>" for row in rows)
+    return f"<table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"

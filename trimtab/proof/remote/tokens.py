@@ -1,0 +1,93 @@
+"""Which token id a server means: servers name tokens by text, by bytes or by number.
+
+A text that several tokens have (pieces of a character shown as a replacement sign, an empty text) names none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from trimtab.proof.remote.answers import Said, SaidToken
+
+_UNDERLINE = "\u2581"  # SentencePiece's space
+
+
+class TokenTable:
+    """The vocabulary of one tokenizer, by text and by bytes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        size = len(tokenizer)
+        pieces = tokenizer.convert_ids_to_tokens(list(range(size)))
+        bytes_of = _byte_letters()
+        is_byte_level = _is_byte_level(pieces)
+        self.size = size
+        self._by_bytes: dict[bytes, int | None] = {}
+        self._by_text: dict[str, int | None] = {}
+        self._by_stripped: dict[str, int | None] = {}
+        for number, piece in enumerate(pieces):
+            if piece is None:
+                continue
+            raw = _raw(piece, bytes_of if is_byte_level else None)
+            _add(self._by_bytes, raw, number)
+            with suppress(UnicodeDecodeError):
+                text = raw.decode("utf-8")
+                _add(self._by_text, text, number)
+                _add(self._by_stripped, text.strip(" "), number)
+
+    def find(self, token: SaidToken, *, is_stripped: bool = False) -> int | None:
+        """Return the id of a token, None if it cannot be known. is_stripped: the server shows tokens without their spaces."""
+        if token.id is not None:
+            return token.id if token.id < self.size else None
+        if not token.text:
+            return None
+        if is_stripped:
+            return self._by_stripped.get(token.text)
+        by_bytes = self._by_bytes.get(token.data) if token.data else None
+        return self._by_text.get(token.text) if by_bytes is None else by_bytes
+
+    def positions(self, said: Said) -> list[tuple[int, dict[int, float]]]:
+        """Return (chosen id, id -> logprob) for each place of an answer, up to the first token that is not known."""
+        found = []
+        # Some servers decode each token alone, and their tokenizers then drop the space before a word.
+        told = "".join(position.chosen.text for position in said.positions or ())
+        is_stripped = " " not in told.strip() and " " in said.text.strip()
+        for position in said.positions or ():
+            chosen = self.find(position.chosen, is_stripped=is_stripped)
+            if chosen is None:
+                break
+            known = ((self.find(token, is_stripped=is_stripped), token.logprob) for token in position.top)
+            top = {number: logprob for number, logprob in known if number is not None}
+            top.setdefault(chosen, position.chosen.logprob)
+            found.append((chosen, top))
+        return found
+
+
+def _add(table: dict[Any, int | None], key: Any, number: int) -> None:
+    table[key] = None if key in table else number
+
+
+def _is_byte_level(pieces: Iterable[str | None]) -> bool:
+    return not any(piece is not None and piece.startswith(_UNDERLINE) for piece in pieces)
+
+
+def _raw(piece: str, letters: Mapping[str, int] | None) -> bytes:
+    if letters is not None and all(letter in letters for letter in piece):
+        return bytes(letters[letter] for letter in piece)
+    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        try:
+            return bytes([int(piece[3:5], 16)])
+        except ValueError:
+            pass
+    return piece.replace(_UNDERLINE, " ").encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the byte that each letter of a byte-level vocabulary stands for.
+
+    Source: GPT-2, encoder.py, bytes_to_unicode (MIT): printable bytes stand for themselves, the others from 256 on.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [value for value in range(256) if value not in printable]
+    return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
