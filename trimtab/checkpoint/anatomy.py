@@ -103,7 +103,7 @@ class Anatomy:
     adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
     tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
     processor's choice. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of
-    our own kernels; None if they can.
+    our own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can.
     """
 
     model_class: str
@@ -118,6 +118,7 @@ class Anatomy:
     tower_tokens: tuple[tuple[Part, int], ...] = ()
     capture_unsupported: str | None = None
     fused_unsupported: str | None = None
+    prompts_unsupported: str | None = None
 
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}

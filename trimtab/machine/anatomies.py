@@ -31,7 +31,7 @@ SHAPING_FILES = (CONFIG, "generation_config.json")
 # This package's files that make an anatomy: an installation that is edited in place keeps its version.
 MAKERS = (
     "checkpoint/anatomy.py", "checkpoint/packed.py", "runtime/anatomy_builder.py", "runtime/hf.py", "runtime/probe.py",
-    "runtime/hf_gemma4.py", "runtime/hf_slots.py",
+    "runtime/hf_gemma4.py", "runtime/hf_slots.py", "runtime/hf_prefill.py",
 )  # fmt: skip
 
 

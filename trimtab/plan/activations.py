@@ -211,23 +211,32 @@ class Needs:
     phases: Mapping[str, tuple[int, int]]
 
 
-def needs_of(anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False) -> Needs:
+def needs_of(
+    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, chunk_tokens: int = 0
+) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
     has_rows: whether every sequence has fixed buffers for its keys and values, as it has where steps are captured or several
-    sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them.
+    sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
+    up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
     """
     kind = quant_of(anatomy, quant)
     has_rows = has_rows or use.batch > 1
     one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
     several = _Counter(anatomy, use, kind, has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
-    piece = use.prefill_tokens
-    fixed = row_cache_bytes(layers, dtype, rows=use.batch, context_tokens=use.context_tokens) if has_rows else 0
+    piece = chunk_tokens or use.prefill_tokens
+    rows = use.batch + (1 if chunk_tokens and use.batch > 1 else 0)
+    fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=use.context_tokens) if has_rows else 0
     stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1)
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
-            fixed + kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece),
+            fixed
+            + (
+                0
+                if chunk_tokens
+                else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece)
+            ),
             one.text(piece, use.context_tokens),
         ),
         "step": (stepped, several.text(1, use.context_tokens)),

@@ -62,6 +62,11 @@ GRAPH_LINEAR_S = (24e-6, 21e-6)
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
+# Seconds of a captured chunk beyond its arithmetic, for every linear: unpacking, adapters, and what lies between.
+CHUNK_LINEAR_S = 45e-6
+# Sizes of chunks, and the choices among them, each with whether it is captured: all, a few, one; one that is not captured.
+CHUNKS = (16, 64, 128, 256, 512, 1024)
+CHUNK_CHOICES = ((CHUNKS, True), ((128, 512), True), ((256,), True), ((512,), False))
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 
@@ -71,7 +76,9 @@ class Phase:
     """How prompts, or decode steps, run.
 
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
-    before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged.
+    before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged. chunks:
+    the sizes in tokens that prompts go through in where their keys and values are written straight into a row's buffers,
+    captured or not.
     """
 
     mode: str
@@ -79,6 +86,7 @@ class Phase:
     reason: str
     seconds: float
     is_asked: bool = False
+    chunks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +108,7 @@ class Execution:
         values = asdict(self)
         for name in ("prompt", "step"):
             values[name]["bytes"] = dict(values[name]["bytes"])
+            values[name]["chunks"] = list(values[name]["chunks"])
         return values
 
     @classmethod
@@ -113,7 +122,8 @@ class Execution:
             _check_keys(Phase, values[name], where)
             check_choice(values[name]["mode"], MODES, field_name=f"{where}.mode")
             counts = {str(key): int(count) for key, count in values[name]["bytes"].items()}
-            phases[name] = Phase(**(dict(values[name]) | {"bytes": counts}))
+            chunks = tuple(int(size) for size in values[name]["chunks"])
+            phases[name] = Phase(**(dict(values[name]) | {"bytes": counts, "chunks": chunks}))
         return cls(**phases, head=values["head"], head_reason=str(values["head_reason"]))
 
 

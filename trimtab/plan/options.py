@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.execution import MODES, unsupported_reason
+from trimtab.plan.execution import CHUNK_CHOICES, MODES, unsupported_reason
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -54,6 +54,30 @@ def choose_plan(
     chosen, reason = _chosen_head(request, plans, machine, head_refused)
     plan = plans[chosen]
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
+
+
+def choose_chunks_of(with_chunks: Callable[[tuple[int, ...], bool], Plan], *, is_captured: bool) -> Plan:
+    """Return the plan with the least expected seconds among the sizes of captured chunks; without captured prompts where none
+    fits, or where they would cost the decoder more than they save.
+
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Errors: as it raises for the last.
+    """
+    best: Plan | None = None
+    error: DoesNotFitError | None = None
+    for chunks, captures in CHUNK_CHOICES if is_captured else (((), False),):
+        try:
+            plan = with_chunks(chunks, captures)
+        except DoesNotFitError as exc:
+            error = exc
+            continue
+        if best is None or plan.expected_s < best.expected_s:
+            best = plan
+        if not _off_device(plan):
+            break  # fewer captured chunks would free memory that nothing needs
+    if best is None:
+        assert error is not None
+        raise error
+    return best
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:

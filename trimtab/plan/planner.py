@@ -31,6 +31,7 @@ from trimtab.plan.cost import (
 )
 from trimtab.plan.execution import (
     CAPTURED,
+    CHUNK_LINEAR_S,
     EAGER_KERNELS,
     Execution,
     Phase,
@@ -41,9 +42,10 @@ from trimtab.plan.execution import (
     step_bytes,
     step_s,
 )
-from trimtab.plan.options import ModeRefusedError, choose_plan
+from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
+from trimtab.plan.prompt_memory import prompt_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
 from trimtab.request import DEFAULT_QUANT, LoadRequest
@@ -105,10 +107,14 @@ def make_plan(
     """
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        return _Planner(
-            replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
-            prefill_chunk_tokens, mode, reason,
-        ).plan()  # fmt: skip
+        def with_chunks(chunks: tuple[int, ...], captures: bool) -> Plan:
+            return _Planner(
+                replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
+                prefill_chunk_tokens, mode, reason, chunks, captures,
+            ).plan()  # fmt: skip
+
+        is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
+        return choose_chunks_of(with_chunks, is_captured=is_captured)
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
@@ -121,7 +127,7 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
-        mode_reason: str,
+        mode_reason: str, chunks: tuple[int, ...], captures_prompts: bool,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -131,9 +137,14 @@ class _Planner:
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
+        most = min(self.use.prefill_tokens, self.use.context_tokens)
+        self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
+        self.captures_prompts = captures_prompts
         self.needs = needs_of(
-            anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured
-        )
+            anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
+            chunk_tokens=max(self.chunks, default=0),
+        )  # fmt: skip
+        self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
         self.execution_bytes = self._execution_bytes()
         self.items = [self._item(block) for block in self.blocks]
@@ -216,6 +227,16 @@ class _Planner:
             found |= {"checks": more} if more > 0 else {}
         return found
 
+    def _prompt_bytes(self) -> dict[str, int]:
+        """Return what captured prompts take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        sizes = self.adapter_sizes.values()
+        is_switched = len(sizes) > 1 or self.use.batch > 1
+        return prompt_bytes(
+            self.anatomy, self.use, self.chunks if self.captures_prompts else (), quant=self.request.quant,
+            has_adapters=bool(sizes),
+            adapter_copy_bytes=max(sizes, default=0) if is_switched else 0,
+        )  # fmt: skip
+
     def _fixed_bytes(self) -> int:
         """Return what stays on the execution device whatever the plan, look-up tables of 4-bit formats included."""
         quant, on_cpu = self.request.quant, self.machine.on_cpu
@@ -227,8 +248,9 @@ class _Planner:
         machine, request, fixed = self.machine, self.request, self._fixed_bytes()
         on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
         free = available if on_cpu else machine.gpu_free_bytes + machine.context_bytes
-        outside = sum(count for name, count in self.execution_bytes.items() if name in OUTSIDE_PEAK)
-        inside = sum(self.execution_bytes.values()) - outside
+        counted = self.execution_bytes | self.prompt_bytes
+        outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
+        inside = sum(counted.values()) - outside
         return Limits(
             device_budget_bytes=request.gpu_memory_bytes or free,
             host_budget_bytes=request.host_memory_bytes or available,
@@ -252,7 +274,7 @@ class _Planner:
         gpu = {
             "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
             "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
-            "staging": totals.slots * totals.staged_bytes, **self.execution_bytes,
+            "staging": totals.slots * totals.staged_bytes, **self.execution_bytes, **self.prompt_bytes,
             "cuda_context": 0 if self.machine.on_cpu else self.machine.context_bytes,
             "allocator_reserve": limits.reserve(totals.peak_bytes),
         }  # fmt: skip
@@ -286,7 +308,8 @@ class _Planner:
             one_s = sum(choice.step_s for choice in chosen)
             step = Phase(mode="eager", bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
-            prompt_s += use.passes * launched
+            passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
+            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
             link_Bps = rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
             one_s = step_s(self.mode, work, rates, link_Bps=link_Bps, has_adapters=has_adapters)
             step = Phase(
@@ -296,8 +319,23 @@ class _Planner:
                 seconds=one_s,
                 is_asked=self._is_asked(),
             )
-        prompt = Phase(mode="eager", bytes={}, reason="prompts are launched kernel by kernel", seconds=prompt_s)
+        prompt = Phase(
+            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            seconds=prompt_s, chunks=self.chunks,
+        )  # fmt: skip
         return Execution(prompt=prompt, step=step, head=self.request.head, head_reason="")
+
+    def _prompt_reason(self) -> str:
+        sizes = f"in chunks of {', '.join(map(str, self.chunks))} tokens"
+        if self.captures_prompts:
+            return f"captured {sizes}"
+        if self.machine.on_cpu:
+            return "the CPU computes"
+        if not self.is_captured:
+            return f"steps are not captured, in pieces of {self.use.prefill_tokens} tokens"
+        if self.anatomy.prompts_unsupported is not None:
+            return f"{self.anatomy.prompts_unsupported}, in pieces of {self.use.prefill_tokens} tokens"
+        return f"{sizes}: captured ones would take room from the decoder"
 
     def _is_asked(self) -> bool:
         return self.request.decode not in ("auto", "repacked")

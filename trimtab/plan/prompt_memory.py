@@ -46,6 +46,22 @@ def prompt_graph_bytes(
     return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
 
 
+def prompt_bytes(
+    anatomy: Anatomy, use: Use, chunks: Sequence[int], *, quant: str, has_adapters: bool, adapter_copy_bytes: int = 0
+) -> dict[str, int]:
+    """Return the bytes of `prompt_graph_bytes` by item: nodes, which are in the driver's memory, and what torch holds.
+
+    adapter_copy_bytes: 0 where graphs read adapters where they are.
+    """
+    if not chunks:
+        return {}
+    whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
+    graphs = len(chunks) + (GRAPHS_OF_LONG_PROMPTS if use.context_tokens > max(chunks) else 0)
+    nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
+    found = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
+    return found | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
+
+
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
     """Return the sizes of chunks that fit into `left` bytes: the largest that does, and of the smaller ones as many as do.
 

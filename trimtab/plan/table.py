@@ -108,7 +108,7 @@ def _execution(plan: Plan) -> list[str]:
     rows = [
         ("execution", "mode", "device", "predicted", "why"),
         ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
-         f"{_time(prompt.seconds)} for a full context", f"{prompt.reason}, chunks of {plan.prefill_tokens} tokens"),
+         f"{_time(prompt.seconds)} for a full context", prompt.reason),
         ("decode step", step.mode, gib(took) if took else "-",
          f"{_time(step.seconds)}, {_rate(execution.tokens_per_s)} tokens/s", step.reason),
         ("output head", execution.head, "-", "-", execution.head_reason),

@@ -336,7 +336,7 @@ def anatomy_of(
 
     Errors: RequestError if a keep_unquantized pattern names no linear, or if the model has no head that could be in 8 bits.
     """
-    from trimtab.runtime import hf_gemma4, hf_slots
+    from trimtab.runtime import hf_gemma4, hf_prefill, hf_slots
 
     packed = split_packed(checkpoint)[1]
     built = build_anatomy(
@@ -345,7 +345,10 @@ def anatomy_of(
         windows=_cache_windows(found.config), head=head,
     )  # fmt: skip
     return replace(
-        built, capture_unsupported=hf_slots.why_not(found.model), fused_unsupported=hf_gemma4.why_not(found.model)
+        built,
+        capture_unsupported=hf_slots.why_not(found.model),
+        fused_unsupported=hf_gemma4.why_not(found.model),
+        prompts_unsupported=hf_prefill.why_not(found.model),
     )
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
+from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
@@ -126,6 +127,9 @@ class Prompts:
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
         self.sizes, needed, left = self._fitting(sizes)
+        planned = self.model.plan.execution.prompt
+        if self.device.type == "cuda" and not self.sizes and sizes is None and not planned.chunks:
+            return f"planned so: {planned.reason}"
         return (
             None
             if self.sizes
@@ -138,6 +142,10 @@ class Prompts:
         chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
+        if sizes is None and self.batch.rows <= self.model.plan.request.batch:
+            planned = self.model.plan.execution.prompt
+            self.captures = planned.mode in CAPTURED
+            return planned.chunks, self.extra_bytes(chosen[:1]), 0
         left = self._left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
         return choose_chunks(chosen, self.extra_bytes, left), self.extra_bytes((least,)), max(left, 0)
@@ -364,6 +372,11 @@ class Prompts:
     def _has_room(self, needed: int) -> bool:
         if not self.captures:
             return True
+        planned = self.model.plan.execution.prompt
+        if self.sizes == planned.chunks:
+            counted = planned.bytes.get("adapter_copy", 0)
+            others = sum(one.buffer.nbytes for one in self._layouts.values())
+            return needed + others <= counted + max(self._left_bytes(), 0)
         counted = self.extra_bytes() - self.extra_bytes(self.sizes, adapters=False)
         others = sum(one.buffer.nbytes for one in self._layouts.values())
         return needed + others <= counted or needed + others - counted <= self._left_bytes() - self.extra_bytes()
