@@ -514,8 +514,18 @@ def test_eager_batches_capture_nothing(demo):
         assert not Batch(demo, rows=2).prompts.is_on
 
 
-def test_prompts_are_captured_where_the_plan_leaves_room(demo, monkeypatch):
-    batch = Batch(demo, rows=1)
+def test_prompts_are_captured_in_the_planned_sizes(demo, monkeypatch):
+    prompts, before = Batch(demo, rows=1).prompts, demo.plan
+    prompts.captures = True
+    phase = replace(before.execution.prompt, mode="graph", chunks=(64, 256))
+    monkeypatch.setattr(demo, "plan", replace(before, execution=replace(before.execution, prompt=phase)))
+    assert prompts._fitting(None)[0] == (64, 256) and prompts.captures
+    monkeypatch.setattr(demo, "plan", before)
+    assert prompts._fitting(None)[0] == () and not prompts.captures
+
+
+def test_more_rows_than_planned_capture_prompts_where_the_plan_leaves_room(demo, monkeypatch):
+    batch = Batch(demo, rows=2)
     monkeypatch.setattr(batch.steps, "is_captured", False)
     prompts = batch.prompts
     prompts.captures = True

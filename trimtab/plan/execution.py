@@ -64,9 +64,9 @@ GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
 # Seconds of a captured chunk beyond its arithmetic, for every linear: unpacking, adapters, and what lies between.
 CHUNK_LINEAR_S = 45e-6
-# Sizes of chunks, and the choices among them, each with whether it is captured: all, a few, one; one that is not captured.
+# Sizes of captured chunks, and the choices among them: all, a few, one.
 CHUNKS = (16, 64, 128, 256, 512, 1024)
-CHUNK_CHOICES = ((CHUNKS, True), ((128, 512), True), ((256,), True), ((512,), False))
+CHUNK_CHOICES = (CHUNKS, (128, 512), (256,))
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 
@@ -77,8 +77,7 @@ class Phase:
 
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
     before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged. chunks:
-    the sizes in tokens that prompts go through in where their keys and values are written straight into a row's buffers,
-    captured or not.
+    the sizes in tokens of captured prompts, whose keys and values are written straight into a row's buffers.
     """
 
     mode: str

@@ -7,6 +7,7 @@ expected seconds. `options_of` makes plans of changed requests: a table of what 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,28 +57,19 @@ def choose_plan(
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
 
 
-def choose_chunks_of(with_chunks: Callable[[tuple[int, ...], bool], Plan], *, is_captured: bool) -> Plan:
-    """Return the plan with the least expected seconds among the sizes of captured chunks; without captured prompts where none
-    fits, or where they would cost the decoder more than they save.
+def choose_chunks_of(with_chunks: Callable[[tuple[int, ...]], Plan], *, is_captured: bool) -> Plan:
+    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device; without captured prompts
+    where there are none.
 
-    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Errors: as it raises for the last.
+    with_chunks: makes the plan of some sizes, () for transformers' own pass. Where decoder layers are copied in every step, the
+    room that captured prompts take would be theirs. Errors: as `with_chunks` raises for ().
     """
-    best: Plan | None = None
-    error: DoesNotFitError | None = None
-    for chunks, captures in CHUNK_CHOICES if is_captured else (((), False),):
-        try:
-            plan = with_chunks(chunks, captures)
-        except DoesNotFitError as exc:
-            error = exc
-            continue
-        if best is None or plan.expected_s < best.expected_s:
-            best = plan
-        if not _off_device(plan):
-            break  # fewer captured chunks would free memory that nothing needs
-    if best is None:
-        assert error is not None
-        raise error
-    return best
+    for chunks in CHUNK_CHOICES if is_captured else ():
+        with suppress(DoesNotFitError):
+            plan = with_chunks(chunks)
+            if not _off_device(plan):
+                return plan
+    return with_chunks(())
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:

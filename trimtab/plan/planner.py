@@ -107,10 +107,10 @@ def make_plan(
     """
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captures: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...]) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
-                prefill_chunk_tokens, mode, reason, chunks, captures,
+                prefill_chunk_tokens, mode, reason, chunks,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -127,7 +127,7 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
-        mode_reason: str, chunks: tuple[int, ...], captures_prompts: bool,
+        mode_reason: str, chunks: tuple[int, ...],
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -139,7 +139,6 @@ class _Planner:
         self.is_captured = mode in CAPTURED and not machine.on_cpu
         most = min(self.use.prefill_tokens, self.use.context_tokens)
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
-        self.captures_prompts = captures_prompts
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0),
@@ -232,7 +231,7 @@ class _Planner:
         sizes = self.adapter_sizes.values()
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
-            self.anatomy, self.use, self.chunks if self.captures_prompts else (), quant=self.request.quant,
+            self.anatomy, self.use, self.chunks, quant=self.request.quant,
             has_adapters=bool(sizes),
             adapter_copy_bytes=max(sizes, default=0) if is_switched else 0,
         )  # fmt: skip
@@ -309,7 +308,7 @@ class _Planner:
             step = Phase(mode="eager", bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
-            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
+            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.chunks else launched)
             link_Bps = rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
             one_s = step_s(self.mode, work, rates, link_Bps=link_Bps, has_adapters=has_adapters)
             step = Phase(
@@ -320,22 +319,21 @@ class _Planner:
                 is_asked=self._is_asked(),
             )
         prompt = Phase(
-            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            mode="graph" if self.chunks else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
         return Execution(prompt=prompt, step=step, head=self.request.head, head_reason="")
 
     def _prompt_reason(self) -> str:
-        sizes = f"in chunks of {', '.join(map(str, self.chunks))} tokens"
-        if self.captures_prompts:
-            return f"captured {sizes}"
+        if self.chunks:
+            return f"captured in chunks of {', '.join(map(str, self.chunks))} tokens"
         if self.machine.on_cpu:
             return "the CPU computes"
         if not self.is_captured:
-            return f"steps are not captured, in pieces of {self.use.prefill_tokens} tokens"
-        if self.anatomy.prompts_unsupported is not None:
-            return f"{self.anatomy.prompts_unsupported}, in pieces of {self.use.prefill_tokens} tokens"
-        return f"{sizes}: captured ones would take room from the decoder"
+            why = "steps are not captured"
+        else:
+            why = self.anatomy.prompts_unsupported or "captured ones would take room from the decoder"
+        return f"{why}, in pieces of {self.use.prefill_tokens} tokens"
 
     def _is_asked(self) -> bool:
         return self.request.decode not in ("auto", "repacked")

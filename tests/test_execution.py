@@ -1,0 +1,231 @@
+"""The execution in a plan: which mode, which head and which prompts are chosen, what they take, and what refuses them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.anatomies import e_series
+from trimtab.checkpoint.anatomy import ModuleRow
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.plan import Machine, Plan, Rates, make_plan
+from trimtab.plan.activations import row_cache_bytes
+from trimtab.plan.execution import StepWork, graph_count, step_s, unsupported_reason
+from trimtab.plan.options import options_of, options_text
+from trimtab.plan.plan import OUTSIDE_PEAK
+from trimtab.request import LoadRequest
+
+GIB, MIB = 2**30, 2**20
+E4B = e_series("E4B")
+H200 = Rates(pinned_h2d_Bps=52.4e9, device_Bps=3.54e12, launch_s=1.5e-5, device_flops=6.4e14, host_matmul_Bps=2e8)
+ADAPTER = {"a": 81166336}
+
+
+def with_int8_head(anatomy):
+    """Return the anatomy with the head as a matrix of its own in 8 bits, and the table it was tied to free to leave."""
+    rows: list[ModuleRow] = []
+    for row in anatomy.rows:
+        if row.part == "head":
+            weight = replace(row.weight, tied_to=None, copy_of="model.language_model.embed_tokens.weight")
+            row = replace(row, tensors=(weight,), is_head8=True)
+        elif row.module_path == "model.language_model.embed_tokens":
+            row = replace(row, gather_only=True, part="table", block="model.language_model.embed_tokens")
+        rows.append(row)
+    return replace(anatomy, rows=tuple(rows))
+
+
+def card(gib, **extra) -> Machine:
+    return Machine(
+        execution_device="cuda:0", gpu_total_bytes=int(gib * GIB), gpu_free_bytes=int(gib * GIB) - 527 * MIB,
+        host_available_bytes=100 * GIB, context_bytes=527 * MIB, **({"capability": (9, 0)} | extra),
+    )  # fmt: skip
+
+
+def plan(gib=8, *, anatomy=E4B, head="full", machine=None, refused="", **asked) -> Plan:
+    request = LoadRequest(model="m", quant="nf4-dq", head=head, **asked)
+    return make_plan(
+        request, anatomy, adapters=ADAPTER, machine=machine or card(gib), rates=H200, head8=with_int8_head(anatomy),
+        head_refused=refused,
+    )  # fmt: skip
+
+
+def off_device(made: Plan) -> int:
+    return sum(row.part in ("language", "head") and row.tier != "resident" for row in made.placements)
+
+
+# Modes --------------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_fused_where_model_card_and_format_allow_it():
+    step = plan().execution.step
+    assert step.mode == "fused" and step.reason == "the fastest way that this model and card support"
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "machine", "mode", "why"),
+    [
+        ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
+        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; our own kernels need 8.0"),
+        ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
+        ({}, {"decode": "eager"}, {}, "eager", "asked for"),
+        ({}, {"decode": "graph"}, {}, "graph", "asked for"),
+    ],
+)  # fmt: skip
+def test_a_mode_that_cannot_be_had_is_left_with_its_reason(changed, asked, machine, mode, why):
+    step = plan(anatomy=replace(E4B, **changed), machine=card(8, **machine), **asked).execution.step
+    assert (step.mode, why in step.reason) == (mode, True)
+
+
+@pytest.mark.parametrize("decode", ["graph", "fused"])
+def test_a_mode_asked_for_by_name_that_cannot_be_had_is_an_error(decode):
+    with pytest.raises(RequestError) as caught:
+        plan(anatomy=replace(E4B, capture_unsupported="layer 3 keeps a state"), decode=decode)
+    assert (caught.value.field, caught.value.value) == ("decode", decode)
+    assert "layer 3 keeps a state" in str(caught.value)
+
+
+def test_graphs_need_a_gpu():
+    cpu = Machine(execution_device="cpu", host_available_bytes=64 * GIB)
+    assert plan(machine=cpu).execution.step.mode == "eager" and plan(machine=cpu).execution.step.bytes == {}
+    with pytest.raises(RequestError, match="CUDA graphs need a GPU"):
+        plan(machine=cpu, decode="graph")
+
+
+def test_the_cpu_takes_no_part_in_captured_steps():
+    made = plan(3.2)
+    assert made.execution.step.mode == "fused"
+    assert {row.tier for row in made.placements if row.part == "language"} <= {"resident", "stream"}
+
+
+def test_a_decoder_placed_on_the_host_by_hand_runs_eagerly_and_says_why():
+    step = plan(place={"language": "host"}).execution.step
+    assert step.mode == "eager" and "the CPU takes part in every step" in step.reason
+    with pytest.raises(RequestError, match="the CPU takes part in every step"):
+        plan(place={"language": "host"}, decode="fused")
+
+
+def test_unsupported_reasons_name_what_stands_in_the_way():
+    def why(**changed):
+        return unsupported_reason("fused", E4B, **({"quant": "nf4", "on_cpu": False, "capability": (8, 6)} | changed))
+
+    assert why() is None and "int8" in (why(quant="int8") or "") and "need 8.0" in (why(capability=(7, 5)) or "")
+
+
+# Bytes --------------------------------------------------------------------------------------------------------------------
+
+
+@given(gib=st.floats(2.6, 12), rows=st.sampled_from([1, 2, 8]))
+@settings(deadline=None, max_examples=12)
+def test_what_the_execution_takes_is_in_the_budget(gib, rows):
+    try:
+        made = plan(gib, batch=rows)
+    except DoesNotFitError:
+        return
+    assert made.gpu_needed_bytes <= made.gpu_budget_bytes
+    assert sum(count for name, count in made.gpu.items() if name not in OUTSIDE_PEAK) == made.gpu_peak_bytes
+    for phase in (made.execution.step, made.execution.prompt):
+        assert phase.bytes.items() <= made.gpu.items()
+
+
+def test_captured_steps_hold_keys_and_values_of_every_row():
+    made = plan(24, batch=4, context_tokens=2048)
+    one = row_cache_bytes(E4B.kv_layers, "bfloat16", rows=1, context_tokens=2048)
+    # E4B stores keys and values in 24 of 42 layers: 4 full ones of 2 x 512 and 20 of 2 x 256 over a window of 512.
+    assert one == 2 * 2 * (4 * 2048 * 512 + 20 * 512 * 256) * 2
+    assert made.gpu["kv_cache"] == 5 * one  # one more for a prompt on its way
+
+
+def test_more_rows_and_adapters_capture_more_graphs():
+    def count(mode, rows, has_adapters=False, context_tokens=4096):
+        return graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters)
+
+    assert (count("fused", 1), count("fused", 1, True), count("fused", 8, True)) == (1, 2, 8)
+    assert (count("graph", 1), count("graph", 8, True)) == (5, 16)
+
+
+def test_captured_prompts_need_no_cache_of_their_own():
+    wide, narrow = plan(8), plan(4)
+    assert wide.execution.prompt.mode == "graph" and wide.execution.prompt.chunks == (16, 64, 128, 256, 512, 1024)
+    assert narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks == ()
+    assert wide.gpu["kv_cache"] < narrow.gpu["kv_cache"]
+    assert "take room from the decoder" in narrow.execution.prompt.reason
+
+
+# The head -----------------------------------------------------------------------------------------------------------------
+
+
+def test_eight_bits_keep_the_decoder_on_a_card_of_4_gib():
+    whole, chosen = plan(4), plan(4, head="auto")
+    assert off_device(whole) and not off_device(chosen)
+    assert (chosen.execution.head, chosen.request.head) == ("int8", "int8")
+    assert "more decoder blocks" in chosen.execution.head_reason and "KL" in chosen.execution.head_reason
+    assert chosen.execution.tokens_per_s > 3 * whole.execution.tokens_per_s
+
+
+def test_the_head_stays_full_where_the_decoder_fits():
+    execution = plan(8, head="auto").execution
+    assert (execution.head, execution.head_reason) == ("full", "the whole decoder stays on the device")
+
+
+def test_an_adapter_on_the_head_forces_the_full_one():
+    execution = plan(4, head="auto", refused="adapter a changes lm_head").execution
+    assert (execution.head, execution.head_reason) == ("full", "adapter a changes lm_head")
+
+
+def test_a_head_asked_for_is_taken():
+    assert plan(4, head="full").execution.head == "full"
+
+
+# Seconds ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("mode", "work", "adapters", "measured"),
+    [  # bench/results/decode.json and cards.json, NVIDIA H200
+        ("fused", {"device_bytes": 3.316e9, "layers": 42, "linears": 341}, True, 384.9),
+        ("fused", {"device_bytes": 3.316e9, "layers": 42, "linears": 341}, False, 408.2),
+        ("graph", {"device_bytes": 3.316e9, "layers": 42, "linears": 341}, True, 107.9),
+        ("fused", {"device_bytes": 3.316e9, "layers": 42, "linears": 341, "link_bytes": 718e6, "tail_bytes": 1342e6}, True, 70.4),
+    ],
+)  # fmt: skip
+def test_predicted_seconds_are_near_measured_ones(mode, work, adapters, measured):
+    whole = {"link_bytes": 0, "other_s": 0.0, "tail_bytes": 0, "rows": 1} | work
+    whole = {name: int(value) if name.endswith("bytes") else value for name, value in whole.items()}
+    predicted = 1 / step_s(mode, StepWork(**whole), H200, link_Bps=H200.pinned_h2d_Bps, has_adapters=adapters)
+    assert abs(predicted / measured - 1) < 0.1
+
+
+# Options, files ------------------------------------------------------------------------------------------------------------
+
+
+def test_options_say_what_each_change_gives():
+    def made(request):
+        return make_plan(request, E4B, adapters=ADAPTER, machine=card(4), rates=H200, head8=with_int8_head(E4B))
+
+    request = LoadRequest(model="m", quant="nf4-dq", head="auto")
+    options = {one.what: one for one in options_of(request, made, budget_bytes=4 * GIB)}
+    assert options["as asked"].head == "int8" and options["head='full'"].head == "full"
+    assert options["head='full'"].tokens_per_s < options["as asked"].tokens_per_s
+    assert options["gpu_memory='6GiB'"].head == "full" and options["gpu_memory='6GiB'"].tokens_per_s > 300
+    lines = options_text(list(options.values())).splitlines()
+    assert len(lines) == 1 + len(options)
+    assert lines[0].split() == "option device memory tokens/s head decode steps".split()
+
+
+def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
+    made = plan(8)
+    values = json.loads(json.dumps(made.to_json()))
+    assert Plan.from_json(values) == made
+    values["execution"]["step"]["mode"] = "warp"
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values)
+    assert caught.value.field == "plan.execution.step.mode" and caught.value.value == "warp"
+
+
+def test_a_plan_of_an_older_release_is_refused_by_its_version():
+    values = plan(8).to_json() | {"version": 1}
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values)
+    assert (caught.value.field, caught.value.value) == ("plan.version", 1)
