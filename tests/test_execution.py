@@ -211,7 +211,7 @@ def test_options_say_what_each_change_gives():
     assert options["gpu_memory='6GiB'"].head == "full" and options["gpu_memory='6GiB'"].tokens_per_s > 300
     lines = options_text(list(options.values())).splitlines()
     assert len(lines) == 1 + len(options)
-    assert lines[0].split() == "option device memory tokens/s head decode steps".split()
+    assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "decode", "steps"]
 
 
 def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
