@@ -34,7 +34,7 @@ from trimtab.request import LoadRequest
 from trimtab.runtime.model import LoadedModel
 
 ERRORS = [
-    (RequestError("why", field="f", value=1, allowed=("a",)), 2, {"field": "f", "value": 1, "allowed": ["a"]}),
+    (RequestError("why", field="f", value=1, allowed=("a",)), 2, {"reason": "why", "field": "f", "value": 1, "allowed": ["a"]}),
     (CheckpointError("why", path="p", tensor_name="t"), 3, {"path": "p", "tensor_name": "t"}),
     (
         DoesNotFitError("why", block="b", device="cuda:0", needed_bytes=2, budget_bytes=1), 4,

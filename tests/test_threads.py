@@ -107,3 +107,17 @@ def test_torch_of_a_command_computes_with_that_many() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TRIMTAB_THREADS")}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == 1
+
+
+def test_a_model_loaded_in_a_program_follows_the_variable_and_leaves_the_environment() -> None:
+    code = (
+        "import os, trimtab, trimtab.demo as demo, torch\n"
+        "before = dict(os.environ)\n"
+        "with trimtab.load(demo.BASE, device='cpu', context=64, images=0, audio_s=0.0): print(torch.get_num_threads())\n"
+        "assert 'OMP_NUM_THREADS' not in os.environ and before['TRIMTAB_THREADS'] == os.environ['TRIMTAB_THREADS']\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | {
+        "TRIMTAB_THREADS": "3"
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["3"]

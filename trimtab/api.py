@@ -9,6 +9,7 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.adapter import AdapterSpec, describe, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
@@ -237,6 +238,8 @@ def load(
     from trimtab.runtime.model import LoadedModel
 
     made = _plan_to_load(plan, options, decode)
+    # A program's own environment stays as it is; the command line has chosen already.
+    threads.use(None, beside_others=False, environ=dict(os.environ))
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)
     return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
