@@ -26,7 +26,7 @@ from trimtab.demo.line import FOLDER as DEMO
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
 ROOT = Path(__file__).resolve().parent.parent
-KEY = "a-key-of-the-tests"
+KEY, ADMIN_KEY = "a-key-of-the-tests", "an-admin-key-of-the-tests"
 READY_S = 120
 PLACED = [
     "--quant",
@@ -56,7 +56,7 @@ def address():
     ]  # fmt: skip
     # The key comes from the environment: on a command line every user of the machine could read it.
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY}, stderr=subprocess.PIPE, text=True
+        command, cwd=ROOT, env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY, "TRIMTAB_ADMIN_KEY": ADMIN_KEY}, stderr=subprocess.PIPE, text=True
     )
     try:
         assert process.stderr is not None
@@ -186,7 +186,7 @@ def test_adapters_mixed_in_one_batch_answer_as_each_alone(address, model):
 
 def steps(address):
     """How many steps the scheduler has made: the worker tells its numbers with the answer of every call."""
-    with openai.OpenAI(base_url=address, api_key=KEY) as client:
+    with openai.OpenAI(base_url=address, api_key=ADMIN_KEY) as client:
         client.post("/v1/load_lora_adapter", body={"lora_name": "numbers", "lora_path": "style"}, cast_to=object)
         client.post("/v1/unload_lora_adapter", body={"lora_name": "numbers"}, cast_to=object)
         (status,) = client.get("/api/status", cast_to=object)["models"]
@@ -323,12 +323,15 @@ def test_models_are_listed_with_their_parents(client):
 def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
     question = first("image")
     load = {"lora_name": "again", "lora_path": "specialist"}
-    assert client.post("/load_lora_adapter", body=load, cast_to=object) == {"status": "loaded", "lora_name": "again"}
-    with pytest.raises(openai.BadRequestError, match="is loaded"):
+    with pytest.raises(openai.PermissionDeniedError):
         client.post("/load_lora_adapter", body=load, cast_to=object)
+    admin = client.with_options(api_key=ADMIN_KEY)
+    assert admin.post("/load_lora_adapter", body=load, cast_to=object) == {"status": "loaded", "lora_name": "again"}
+    with pytest.raises(openai.BadRequestError, match="is loaded"):
+        admin.post("/load_lora_adapter", body=load, cast_to=object)
     found = client.chat.completions.create(model="again", messages=asked(question), temperature=0)
     assert found.choices[0].message.content == question["answers"]["specialist"]
-    client.post("/unload_lora_adapter", body={"lora_name": "again"}, cast_to=object)
+    admin.post("/unload_lora_adapter", body={"lora_name": "again"}, cast_to=object)
     with pytest.raises(openai.NotFoundError) as caught:
         client.chat.completions.create(model="again", messages=asked(question))
     assert caught.value.body["class"] == "UnknownModelError"

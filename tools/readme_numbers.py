@@ -272,7 +272,32 @@ def alarms(results: Mapping[str, Any]) -> str:
     )
 
 
-MAKERS = {"alarms": alarms, "memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes, "load": load}
+# (heading, key of a row, decimals)
+CARD_COLUMNS = (
+    ("tokens/s", "tok_s", 0), ("predicted", "predicted_tok_s", 0), ("first token ms", "ttft_ms", 0),
+    ("streamed GiB", "streamed_gib", 2), ("planned GiB", "planned_gib", 2), ("process GiB", "process_gib", 2),
+)  # fmt: skip
+
+
+def cards(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
+    rows = [row for row in results["rows"] if "error" not in row]
+    # Of a case that was measured twice the later run counts.
+    latest = {(row["model"], row["card_gib"], row["head"]): row for row in rows}
+    ordered = sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, row["head"]))
+    head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
+    lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
+    for row in ordered:
+        size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "all of it"
+        label = [row["model"].upper(), size, row["head"], row["chosen_head"], row["execution"]]
+        lines.append([*label, *(f"{row[key]:.{decimals}f}" for _, key, decimals in CARD_COLUMNS)])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    where = results["environment"]
+    packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES if name in where)
+    return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context 4096, rank 8.\n"
+
+
+MAKERS = {"alarms": alarms, "cards": cards, "memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes, "load": load}
 
 
 def filled(text: str) -> str:
