@@ -56,7 +56,11 @@ def address():
     ]  # fmt: skip
     # The key comes from the environment: on a command line every user of the machine could read it.
     process = subprocess.Popen(
-        command, cwd=ROOT, env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY, "TRIMTAB_ADMIN_KEY": ADMIN_KEY}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env={**ENVIRONMENT, "TRIMTAB_API_KEY": KEY, "TRIMTAB_ADMIN_KEY": ADMIN_KEY},
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert process.stderr is not None

@@ -42,6 +42,7 @@ def add(command: Command) -> None:
     planned.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one prompt (default: 30)")
     planned.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
     planned.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
+    planned.add_argument("--wide", action="store_true", help="one line for each row, wider than 80 columns")
     planned.add_argument(
         "--options", action="store_true", help="also plan what could be changed: memory and tokens a second of each"
     )
@@ -91,13 +92,22 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         print_json(plan.to_json() | ({"options": [asdict(one) for one in helpful]} if options.options else {}))
         return 0
-    print(plan)
+    print(plan if options.wide else _narrow(plan))
     if helpful:
         print(f"\n{options_text(helpful)}")
     for path in (options.save, options.picture):
         if path:
             print(f"written: {path}", file=sys.stderr)
     return 0
+
+
+def _narrow(plan: trimtab.Plan) -> str:
+    """Return the plan in 80 columns."""
+    from trimtab.plan.cards import marked
+    from trimtab.plan.narrow import narrow_table
+
+    text = narrow_table(plan)
+    return text if plan.card is None else marked(text, plan.card)
 
 
 def _as_flags(change: str) -> str:

@@ -59,11 +59,12 @@ def _line(name: str, rows: Sequence[Placement]) -> tuple[str, ...]:
     reason = first.reason if len(first.reason) <= WIDEST_REASON else first.reason[: WIDEST_REASON - 3] + "..."
     return (
         name or "(root)", first.part, first.tier, first.home, *(gib(size) if size else "-" for size in sizes),
-        _time(sum(row.request_s for row in rows)), _time(sum(row.token_s for row in rows)), reason,
+        time_text(sum(row.request_s for row in rows)), time_text(sum(row.token_s for row in rows)), reason,
     )  # fmt: skip
 
 
-def _time(seconds: float) -> str:
+def time_text(seconds: float) -> str:
+    """Return seconds for people."""
     if seconds <= 0:
         return "-"
     return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.2f} ms"
@@ -108,15 +109,16 @@ def _execution(plan: Plan) -> list[str]:
     rows = [
         ("execution", "mode", "device", "predicted", "why"),
         ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
-         f"{_time(prompt.seconds)} for a full context", prompt.reason),
+         f"{time_text(prompt.seconds)} for a full context", prompt.reason),
         ("decode step", step.mode, gib(took) if took else "-",
-         f"{_time(step.seconds)}, {_rate(execution.tokens_per_s)} tokens/s", step.reason),
+         f"{time_text(step.seconds)}, {rate_text(execution.tokens_per_s)} tokens/s", step.reason),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
     return _aligned(rows, right=(2,))
 
 
-def _rate(tokens_per_s: float) -> str:
+def rate_text(tokens_per_s: float) -> str:
+    """Return a rate for people."""
     return f"{tokens_per_s:.0f}" if tokens_per_s >= 10 else f"{tokens_per_s:.1f}"
 
 

@@ -1,0 +1,41 @@
+"""The plan in 80 columns says what the wide table says."""
+
+import re
+
+import pytest
+
+from tests.test_execution import card, plan
+from trimtab import cli
+from trimtab.demo import BASE
+from trimtab.plan.narrow import WIDTH, narrow_table
+
+
+@pytest.mark.parametrize("gib", [3.2, 4, 8])
+def test_no_line_is_wider_than_80_columns(gib):
+    made = plan(gib, head="auto")
+    text = narrow_table(made)
+    assert max(map(len, text.splitlines())) <= WIDTH
+    flat = re.sub(r"\s+", " ", text)
+    assert f"budget of {gib:.2f} GiB" in flat and made.execution.step.reason in flat
+    for name in {row.block_path for row in made.placements if not row.block_path.rpartition(".")[2].isdecimal()}:
+        assert name.removeprefix("model.") in flat
+    assert all(re.sub(r"\s+", " ", row.reason) in flat for row in made.placements)
+
+
+def test_layers_that_leave_are_all_named():
+    made = plan(3.2, machine=card(3.2))
+    numbers: set[int] = set()
+    flat = re.sub(r",\s+", ",", narrow_table(made))
+    for ranges in re.findall(r"language_model\.layers\.([\d,-]+)", flat):
+        for part in ranges.strip(",").split(","):
+            low, _, high = part.partition("-")
+            numbers |= set(range(int(low), int(high or low) + 1))
+    assert numbers == set(range(42))
+
+
+def test_the_command_prints_the_narrow_form_and_the_wide_one_by_flag(capsys):
+    asked = ["plan", str(BASE), "--device", "cpu", "--context", "256"]
+    assert cli.main(asked) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
+    assert cli.main([*asked, "--wide"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > WIDTH

@@ -1,0 +1,89 @@
+"""How a plan reads in 80 columns: a line of figures for each row of blocks, its reason below, one paragraph a device."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+
+from trimtab.errors import gib
+from trimtab.plan.plan import OUTSIDE_PEAK, Plan
+from trimtab.plan.table import grouped, rate_text, time_text
+
+WIDTH = 80
+_NAME = 34
+_SIZES = 9
+
+
+def narrow_table(plan: Plan) -> str:
+    """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line a row."""
+    request, execution = plan.request, plan.execution
+    lines = _wrapped(
+        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "
+        f"batch {request.batch}, images {request.images}, audio {request.audio_s:g} s"
+    )
+    lines += ["", _row("block", "tier", ("device", "host", "per token"))]
+    shared = _shared_prefix([row.block_path for row in plan.placements])
+    if shared:
+        lines.append(f"({shared}...)")
+    for name, rows in grouped(plan.placements):
+        shown = name.removeprefix(shared) or "(root)"
+        host = sum(row.host_bytes + row.disk_bytes for row in rows)
+        sizes = (_size(sum(row.gpu_bytes for row in rows)), _size(host), time_text(sum(row.token_s for row in rows)))
+        lines += _named(shown, rows[0].tier, sizes)
+        lines += _wrapped(rows[0].reason, indent=4)
+    lines += ["", *_devices(plan), ""]
+    for title, phase in (("prompt", execution.prompt), ("decode step", execution.step)):
+        took = sum(phase.bytes.values())
+        speed = "" if title == "prompt" else f", {rate_text(execution.tokens_per_s)} tokens/s predicted"
+        size = f", {gib(took)}" if took else ""
+        lines += _wrapped(f"{title}: {phase.mode}{size}{speed}: {phase.reason}", hanging=4)
+    lines += _wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
+    if plan.unquantized:
+        total = sum(row.bytes for row in plan.unquantized)
+        reasons = "; ".join(dict.fromkeys(row.reason or "not quantized" for row in plan.unquantized))
+        lines += ["", *_wrapped(f"not quantized: {len(plan.unquantized)} modules, {gib(total)}: {reasons}", hanging=4)]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _devices(plan: Plan) -> list[str]:
+    def items(named: Iterable[tuple[str, int]]) -> str:
+        return ", ".join(f"{name.replace('_', ' ')} {gib(count)}" for name, count in named if count) or "nothing"
+
+    inside = items((name, count) for name, count in plan.gpu.items() if name not in OUTSIDE_PEAK)
+    outside = items((name, plan.gpu[name]) for name in OUTSIDE_PEAK if name in plan.gpu)
+    device = (
+        f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}; "
+        f"on top {outside}; while loading {gib(plan.gpu_load_peak_bytes)}"
+    )
+    host = f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: {items(plan.host.items())}"
+    disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that goes with the process"] if plan.disk_bytes else []
+    return [line for text in (device, host, *disk) for line in _wrapped(text, hanging=4)]
+
+
+def _size(byte_count: int) -> str:
+    return gib(byte_count) if byte_count else "-"
+
+
+def _row(name: str, tier: str, sizes: Sequence[str]) -> str:
+    return f"{name:<{_NAME}}  {tier:<8}" + "".join(f"  {size:>{_SIZES}}" for size in sizes)
+
+
+def _named(name: str, tier: str, sizes: Sequence[str]) -> list[str]:
+    """Return the line of figures, below the name where that is too long."""
+    if len(name) <= _NAME:
+        return [_row(name, tier, sizes)]
+    broken = textwrap.wrap(name.replace(",", ", "), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return [*(line.replace(", ", ",") for line in broken), _row("", tier, sizes)]
+
+
+def _wrapped(text: str, *, indent: int = 0, hanging: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + hanging), break_on_hyphens=False
+    )
+
+
+def _shared_prefix(paths: Sequence[str]) -> str:
+    """Return the dotted beginning that most of the paths have, "" if it is short."""
+    parts = [path.split(".") for path in paths if "." in path]
+    first = parts[0][0] if parts else ""
+    return f"{first}." if first and all(words[0] == first for words in parts) else ""
