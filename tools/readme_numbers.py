@@ -297,7 +297,15 @@ def cards(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context 4096, rank 8.\n"
 
 
-MAKERS = {"alarms": alarms, "cards": cards, "memory": memory, "decode": decode, "bridge": bridge, "lanes": lanes, "load": load}
+MAKERS = {
+    "alarms": alarms,
+    "cards": cards,
+    "memory": memory,
+    "decode": decode,
+    "bridge": bridge,
+    "lanes": lanes,
+    "load": load,
+}
 
 
 def filled(text: str) -> str:
