@@ -474,3 +474,13 @@ def test_what_a_supervisor_refuses_leaves_no_count():
         return pool.in_flight
 
     assert run(work=work) == 0
+
+
+def test_the_list_of_models_says_which_output_head_answers():
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        pool._members["a"].supervisor.plan = {"execution": {"head": "int8"}}
+        return {entry["id"]: entry.get("output_head") for entry in pool.models()}
+
+    heads = run(model("a"), model("b"), work=work)
+    assert heads["a"] == "int8" and heads["b"] is None

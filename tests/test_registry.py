@@ -69,14 +69,14 @@ def test_everything_a_table_may_say_is_read(write, tmp_path):
         request=LoadRequest(
             model=str(tmp_path / "model"), quant="nf4-dq", context_tokens=2048, gpu_memory_bytes=4 * 2**30,
             host_memory_bytes=10**9, images=3, audio_s=12, place={"model.vision_tower*": "stream"},
-            keep_unquantized=("lm_head",), device="cpu", offload_dir=str(tmp_path / "scratch"),
+            keep_unquantized=("lm_head",), device="cpu", offload_dir=str(tmp_path / "scratch"), head="auto",
         ),
     )  # fmt: skip
 
 
 def test_a_hub_id_stays_one_and_defaults_hold(write):
     (served,) = read_registry(write('[models.a]\npath = "google/gemma-4-E4B-it"\n'))
-    assert served.request == LoadRequest(model="google/gemma-4-E4B-it")
+    assert served.request == LoadRequest(model="google/gemma-4-E4B-it", head="auto")
     assert (served.rows, served.supports, served.idle_unload_s) == (8, ("image", "audio"), None)
 
 

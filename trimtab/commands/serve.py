@@ -184,7 +184,7 @@ def _request(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 
     from trimtab.plan import Plan
 
-    given = plan_or_request(options)
+    given = plan_or_request(options, head="auto")
     request = given.request if isinstance(given, Plan) else given
     return replace(request, adapters={}), dict(request.adapters)
 

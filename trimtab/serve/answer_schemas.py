@@ -75,7 +75,7 @@ _MODEL = _object(
         "root": TEXT,
         "parent": _or_null(TEXT),
     },
-    maybe={"max_model_len": COUNT},
+    maybe={"max_model_len": COUNT, "output_head": {"enum": ["full", "int8"]}},
 )
 _MESSAGE = {"role": {"const": "assistant"}, "content": TEXT}
 _ERROR = {

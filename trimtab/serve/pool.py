@@ -129,10 +129,14 @@ class Pool:
         found = []
         is_one = len(self._members) == 1
         for name, member in self._members.items():
-            head = {
+            head: dict[str, Any] = {
                 "object": "model", "created": self._created, "owned_by": "trimtab",
                 "max_model_len": self.context_tokens(name),
             }  # fmt: skip
+            # Where the plan chose the head, answers may differ from those of another card.
+            execution = (member.supervisor.plan or {}).get("execution")
+            if execution is not None:
+                head["output_head"] = execution["head"]
             found.append({"id": name, **head, "root": name, "parent": None})
             for adapter in sorted(member.adapters):
                 shown = adapter if is_one else f"{name}{SEPARATOR}{adapter}"

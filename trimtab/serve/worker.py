@@ -277,6 +277,7 @@ def _split_adapters(
     if planned_before is not None:
         first = [name for name in planned_before if name in adapters]
     planned = {name: adapters[name] for name in first}
-    return replace(request, adapters=planned, batch=settings["rows"]), {
+    decode = settings.get("decode", "auto")
+    return replace(request, adapters=planned, batch=settings["rows"], decode=decode), {
         name: path for name, path in adapters.items() if name not in planned
     }
