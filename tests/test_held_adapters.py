@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shutil
 from dataclasses import replace
@@ -39,9 +40,20 @@ def shelf(model):
 @pytest.fixture
 def copy(tmp_path):
     def copied(name):
-        return shutil.copytree(STYLE, tmp_path / name)
+        folder = shutil.copytree(STYLE, tmp_path / name)
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
+        return folder
 
     return copied
+
+
+def test_equal_files_in_several_folders_are_held_once(shelf, tmp_path):
+    shelf.add("first", STYLE)
+    one = shelf.host.nbytes
+    for number in range(3):
+        shelf.add(f"copy-{number}", shutil.copytree(STYLE, tmp_path / f"copy-{number}"))
+    assert shelf.host.nbytes == one and len(set(map(id, shelf.held))) == 1
 
 
 def test_one_folder_under_many_names_is_held_once(shelf, tmp_path):
@@ -108,7 +120,8 @@ def test_a_model_refuses_an_adapter_without_room_before_it_is_read(model, monkey
 def test_files_that_have_changed_are_read_again(shelf, copy):
     folder = copy("changing")
     shelf.add("before", folder)
-    os.utime(folder / "adapter_model.safetensors", ns=(1, 1))
+    config = folder / "adapter_config.json"
+    config.write_text(config.read_text(encoding="utf-8").rstrip() + "\n\n", encoding="utf-8")
     shelf.add("after", folder)
     assert len(shelf.held) == 2 and shelf.host.nbytes > 2 * OBJECT_BYTES
 

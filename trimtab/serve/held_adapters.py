@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Hashable
@@ -22,12 +23,14 @@ class HeldAdapters:
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
         self._by_files: WeakValueDictionary[Hashable, HeldAdapter] = WeakValueDictionary()
+        self._by_content: WeakValueDictionary[str, HeldAdapter] = WeakValueDictionary()
         self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
         """What all of them take on the host."""
-        return sum(held.host_bytes + OBJECT_BYTES for held in list(self._by_files.values()))
+        held = {id(one): one for one in list(self._by_files.values())}
+        return sum(one.host_bytes + OBJECT_BYTES for one in held.values())
 
     @property
     def room_bytes(self) -> int:
@@ -37,7 +40,7 @@ class HeldAdapters:
         return max(0, plan.host_budget_bytes - used - self.nbytes)
 
     def read(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
-        """Return an adapter's files as they are held; those that are held already are not read again.
+        """Return an adapter's files as they are held; those that are held already, or whose copies are, are not kept twice.
 
         name: for an error, and whether there is room is asked at all: None for what the plan has counted. Errors:
         DoesNotFitError before a tensor is read; as `LoadedModel.read_adapter`.
@@ -47,12 +50,19 @@ class HeldAdapters:
             held = self._by_files.get(files) if files is not None else None
             if held is not None:
                 return held
+            content = _content(path)
+            held = self._by_content.get(content) if content is not None else None
+            if held is not None and files is not None and files == _files(path):
+                self._by_files[files] = held
+                return held
             if name is not None:
                 self._check_room(name, path)
             held = self._model.read_adapter(path)
             # Files that change while they are read are known by nothing.
             if files is not None and files == _files(path):
                 self._by_files[files] = held
+                if content is not None:
+                    self._by_content[content] = held
             else:
                 self._by_files[object()] = held
             return held
@@ -67,6 +77,21 @@ class HeldAdapters:
                 f"the adapters that are loaded take {self.nbytes} B", block=f"adapter {name}", device="host",
                 needed_bytes=needed, budget_bytes=self.room_bytes, hint="Unload adapters that nobody needs",
             )  # fmt: skip
+
+
+def _content(path: str | Path) -> str | None:
+    """Return the hash of both files; None if they cannot be read."""
+    whole = hashlib.sha256()
+    try:
+        for name in (CONFIG_NAME, TENSORS_NAME):
+            file = Path(path) / name
+            whole.update(f"{name} {os.stat(file).st_size}\n".encode())
+            with open(file, "rb") as stream:
+                while piece := stream.read(2**20):
+                    whole.update(piece)
+    except OSError:
+        return None
+    return whole.hexdigest()
 
 
 def _files(path: str | Path) -> Hashable | None:
