@@ -197,6 +197,15 @@ def test_predicted_seconds_are_near_measured_ones(mode, work, adapters, measured
     assert abs(predicted / measured - 1) < 0.1
 
 
+def test_a_request_that_does_not_fit_names_the_head_among_what_would_help():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(2.2, head="full")
+    assert "head='int8' saves 640.0 MiB" in caught.value.hint and "context=2048" in caught.value.hint
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(0.9, head="auto")
+    assert "head=" not in caught.value.hint
+
+
 # Options, files ------------------------------------------------------------------------------------------------------------
 
 

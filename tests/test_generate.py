@@ -252,7 +252,7 @@ def test_a_stop_text_is_cut_out_wherever_pieces_end(model):
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_work(model, monkeypatch):
     monkeypatch.setattr(type(model.hf_model), "forward", lambda *a, **k: pytest.fail("work was done"))
-    with pytest.raises(RequestError, match="planned context of 512") as caught:
+    with pytest.raises(RequestError, match="more than the context of 512") as caught:
         model.generate("Hello", max_new_tokens=510)
     assert caught.value.field == "prompt"
 

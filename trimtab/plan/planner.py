@@ -110,7 +110,7 @@ def make_plan(
         def with_chunks(chunks: tuple[int, ...]) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
-                prefill_chunk_tokens, mode, reason, chunks,
+                prefill_chunk_tokens, mode, reason, chunks, request.head,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -127,9 +127,10 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
-        mode_reason: str, chunks: tuple[int, ...],
+        mode_reason: str, chunks: tuple[int, ...], asked_head: str,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
+        self.asked_head = asked_head
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.checkpoint_stamps, self.disk_free_bytes = checkpoint_stamps, disk_free_bytes
@@ -467,6 +468,9 @@ class _Planner:
         yield from smaller_needs(
             self.anatomy, self.use, quant=self.request.quant, has_adapters=has_adapters, has_rows=self.is_captured
         )
+        if self.asked_head == "full" and not self.machine.on_cpu:
+            # 8 bits for 16, and a table that the head is tied to may leave.
+            yield "head='int8'", head_bytes(self.anatomy) // 2
         if has_adapters:
             yield "no adapters", self.adapter_bytes
         if self.request.quant != DEFAULT_QUANT and self.anatomy.prequantized is None:
