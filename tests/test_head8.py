@@ -570,7 +570,7 @@ def test_verify_holds_the_8_bit_head_against_the_whole_one():
     (row,) = report.prompts
     assert report.subject["head"] == "8-bit head" and "head" not in report.reference
     assert 0 < row.difference.kl_mean < 1e-3 and row.difference.top1_agreement > 0.9 and row.same_text
-    with pytest.raises(RequestError, match="--head int8") as error:
+    with pytest.raises(RequestError, match="head='int8'") as error:
         trimtab.verify(DEMO / "base", against="full-head", prompts=prompts, isolated=False)
     assert error.value.field == "against"
     with pytest.raises(RequestError, match="stock stack has no 8-bit head"):

@@ -156,7 +156,7 @@ def test_what_says_something_of_copies_needs_ray(flags, capsys):
         (("--print-config", "-", "--api-key", KEY), "--api-key"),
         (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),
         (("--print-config", "-", "--admin-key", KEY), "--admin-key"),
-        (("--print-config", "-", "--port", "0"), "port"),
+        (("--print-config", "-", "--port", "0"), "--port"),
         (("--print-config", "no/such/folder/file.yaml"), "--print-config"),
     ],
 )

@@ -296,7 +296,7 @@ def trimtab_serve(*arguments, **environment):
         (("trimtab/demo/base", "--rows", "0"), "rows"), (("trimtab/demo/base", "--together", "2"), "together"),
         (("trimtab/demo/base", "--api-key-file", "nothing"), "--api-key-file"), (("nothing.toml",), "cannot be read"),
         (("trimtab/demo/base", "--admin-key-file", "nothing"), "--admin-key-file"),
-        (("trimtab/demo/base", "--api-key", "a", "--admin-key", "a"), "admin_key"),
+        (("trimtab/demo/base", "--api-key", "a", "--admin-key", "a"), "--admin-key"),
         (("trimtab/demo/base", "--keep", "nobody"), "keep"),
     ],
 )  # fmt: skip

@@ -226,7 +226,7 @@ def test_a_comparison_that_lacks_its_subject_is_refused(base, against, words):
 
 def test_a_merged_folder_needs_the_adapter(base, tmp_path):
     found = refused(base, against=shutil.copytree(base, tmp_path / "copy"))
-    assert found.field == "adapter" and "--adapter" in found.hint
+    assert found.field == "adapter" and "adapters=" in found.hint
 
 
 def test_one_of_several_adapters_must_be_named(base, adapter):

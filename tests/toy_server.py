@@ -36,7 +36,10 @@ def worker(connection, settings):
                 if message["do"] == "submit":
                     job = job_from_message(message["job"])
                     text = job.prompt["text"] if isinstance(job.prompt, dict) else ""
-                    jobs[job.id] = [0, text if text == "wait" or re.fullmatch(r"say [0-9]+", text) else "say 2"]
+                    jobs[job.id] = [
+                        0,
+                        text if text == "wait" or re.fullmatch(r"(say|count) [0-9]{1,4}", text) else "say 2",
+                    ]
                 elif message["do"] == "cancel":
                     jobs.pop(message["id"], None)
                 elif message["do"] == "call":

@@ -181,9 +181,9 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
     return machine, devices.measure_rates(machine.execution_device)
 
 
-def plan_options(request: LoadRequest, plan: Plan) -> list[Option]:
-    """Return what changes of one thing each would give: bytes and predicted tokens a second. plan: of the request."""
-    return options_of(request, plan_request, budget_bytes=plan.gpu_budget_bytes)
+def plan_options(request: LoadRequest, budget_bytes: int) -> list[Option]:
+    """Return what changes of one thing each would give: bytes and predicted tokens a second. budget_bytes: of the device."""
+    return options_of(request, plan_request, budget_bytes=budget_bytes)
 
 
 def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:

@@ -24,7 +24,8 @@ from trimtab.commands.flags import (
 )  # fmt: skip
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.wording import in_flags
-from trimtab.errors import RequestError
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.plan.options import Option
 from trimtab.request import LoadRequest
 
 
@@ -81,8 +82,13 @@ def run_plan(options: argparse.Namespace) -> int:
     for flag, path in (("--picture", options.picture), ("--save", options.save)):
         check_folder_of(path, flag)
     request = load_request(options, head="auto", decode=options.decode or "auto")
-    plan = plan_request(request)
-    helpful = [replace(one, what=_as_flags(one.what)) for one in plan_options(request, plan)] if options.options else []
+    try:
+        plan = plan_request(request)
+    except DoesNotFitError as exc:
+        if options.options and not options.json:
+            print(options_text([_spelled(one) for one in plan_options(request, exc.budget_bytes or 0)]), end="\n\n")
+        raise
+    helpful = [_spelled(one) for one in plan_options(request, plan.gpu_budget_bytes)] if options.options else []
     if options.save:
         plan.save(options.save)
     if options.picture:
@@ -108,6 +114,10 @@ def _narrow(plan: trimtab.Plan) -> str:
 
     text = narrow_table(plan)
     return text if plan.card is None else marked(text, plan.card)
+
+
+def _spelled(option: Option) -> Option:
+    return replace(option, what=_as_flags(option.what))
 
 
 def _as_flags(change: str) -> str:

@@ -111,6 +111,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from trimtab.serve.on_ray import check_ray, run
+    from trimtab.serve.registry import check_present
     from trimtab.serve.scale import arguments_of, config, read_replicas
 
     check_ray()
@@ -121,6 +122,8 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     models, settings = served_models(options), settings_of(options)
     arguments = arguments_of(models, settings, replicas=replicas, gpus=options.gpus_per_replica, cpus=cpus)
     if options.print_config is None:
+        if options.ray_address is None:
+            check_present(models)
         run(arguments, address=options.ray_address, say=say)
         return 0
     if options.ray_address is not None:
@@ -169,7 +172,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
 
 def _is_here(options: argparse.Namespace) -> bool:
     """Whether models are loaded on this machine, so that their folders have to be here."""
-    return options.print_config is None and options.ray_address is None
+    return options.print_config is None and options.ray_address is None and not options.ray
 
 
 def _name(path: Path) -> str:

@@ -47,8 +47,10 @@ FIRST_GRAPH_BYTES = 16 * MIB
 # Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
 SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
 # cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
-# compute capability 9.0). Bounded to the smaller one on every card (runtime/devices.py).
+# compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (runtime/devices.py).
 WORKSPACE_BYTES = 8519680
+# What growing caches of prompts that are not captured leave in torch's allocator beyond its reserve.
+FRAGMENT_BYTES = 36 * MIB
 # What choosing kernels takes for a while, for products and for both ends of a step (E4B's size: 23 MiB).
 CHECK_BYTES = 64 * MIB
 CHECKED_POSITIONS = 1100

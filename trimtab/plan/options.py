@@ -57,14 +57,18 @@ def choose_plan(
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
 
 
-def choose_chunks_of(with_chunks: Callable[[tuple[int, ...]], Plan], *, is_captured: bool) -> Plan:
+def choose_chunks_of(
+    with_chunks: Callable[[tuple[int, ...]], Plan], *, is_captured: bool, least_tokens: int = 0
+) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device; without captured prompts
-    where there are none.
+    where there are none. least_tokens: what the largest chunk has to hold.
 
     with_chunks: makes the plan of some sizes, () for transformers' own pass. Where decoder layers are copied in every step, the
     room that captured prompts take would be theirs. Errors: as `with_chunks` raises for ().
     """
     for chunks in CHUNK_CHOICES if is_captured else ():
+        if max(chunks) < least_tokens:
+            continue
         with suppress(DoesNotFitError):
             plan = with_chunks(chunks)
             if not _off_device(plan):

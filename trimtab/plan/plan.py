@@ -23,7 +23,7 @@ from trimtab.request import TIERS, LoadRequest
 PLAN_VERSION = 3
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
-OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "cuda_context", "allocator_reserve")
+OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "fragments", "cuda_context", "allocator_reserve")
 
 Stamps = tuple[tuple[str, int, int], ...]
 Row = TypeVar("Row")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, gib
-from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, smaller_needs, use_of
+from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
 from trimtab.plan.budget import Choice, Item, Limits, Totals
 from trimtab.plan.cost import (
@@ -32,7 +32,9 @@ from trimtab.plan.cost import (
 from trimtab.plan.execution import (
     CAPTURED,
     CHUNK_LINEAR_S,
+    CHUNKS,
     EAGER_KERNELS,
+    FRAGMENT_BYTES,
     Execution,
     Phase,
     StepWork,
@@ -114,7 +116,9 @@ def make_plan(
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
-        return choose_chunks_of(with_chunks, is_captured=is_captured)
+        # An image whose tokens see each other goes through in one chunk.
+        least = patches_of(one.model_type)[1] if request.images and "vision" in one.parts else 0
+        return choose_chunks_of(with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)))
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
@@ -221,6 +225,8 @@ class _Planner:
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes),
         )  # fmt: skip
+        if self.is_captured and not self.chunks:
+            found |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
             more = check_bytes(self.anatomy) - self.needs.activation_bytes - found.get("logits", 0)
@@ -306,7 +312,7 @@ class _Planner:
         prompt_s = sum(choice.request_s for choice in chosen)
         if self.machine.on_cpu:
             one_s = sum(choice.step_s for choice in chosen)
-            step = Phase(mode="eager", bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
+            step = Phase(mode=self.mode, bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
             prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.chunks else launched)

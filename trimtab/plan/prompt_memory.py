@@ -41,9 +41,14 @@ def prompt_graph_bytes(
     piece = max(chunks)
     one = replace(use, prefill_tokens=piece, batch=1, patches=0, soft_tokens=0, sound_s=0.0)
     activations = needs_of(anatomy, one, quant=quant, has_adapters=has_adapters).phases["prompt"][1]
-    graphs = len(chunks) + (GRAPHS_OF_LONG_PROMPTS if use.context_tokens > piece else 0)
+    graphs = planned_graphs(chunks, use.context_tokens)
     kernels = kernels_of(anatomy, has_adapters=has_adapters)
     return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
+
+
+def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
+    """Return how many graphs are counted; the runtime keeps so many and drops the one used longest ago."""
+    return len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0)
 
 
 def prompt_bytes(
@@ -56,7 +61,7 @@ def prompt_bytes(
     if not chunks:
         return {}
     whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
-    graphs = len(chunks) + (GRAPHS_OF_LONG_PROMPTS if use.context_tokens > max(chunks) else 0)
+    graphs = planned_graphs(chunks, use.context_tokens)
     nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
     found = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
     return found | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})

@@ -95,6 +95,7 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
     """Return logits [S, V] of a prompt in one pass and of a continuation in one step a token."""
     with _using(model, adapter):
         before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
+    model.forget_batch()
     batch = Batch(model, rows=1)
     prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=max(len(continuation), 1)), adapter=adapter)
     while not prompt.step():

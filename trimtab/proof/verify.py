@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
@@ -25,8 +25,10 @@ from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
 from trimtab.proof.versions import versions
-from trimtab.proof.weights import MergedWeights, merged_weights
 from trimtab.request import LoadRequest
+
+if TYPE_CHECKING:
+    from trimtab.proof.weights import MergedWeights
 
 Say = Callable[[str], None]
 NEW_TOKENS = 32
@@ -217,6 +219,7 @@ def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | N
     if case.merged is None or case.adapter is None:
         return (), None
     from trimtab.proof.survival_files import read_merge
+    from trimtab.proof.weights import merged_weights  # imports transformers: what is missing is named before
 
     speak("reading which share of the adapter's change is in the merged weights")
     base = read_checkpoint(case.model).folder

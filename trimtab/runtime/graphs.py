@@ -69,12 +69,13 @@ class Fallback:
     why: str
 
 
-def extra_bytes(model: Any, rows: int, mode: str = "fused") -> int:
+def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
     """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
-    planned, the difference for more rows and for a mode that was asked for after planning."""
+    planned, the difference for more rows and for a mode that was asked for after planning. mode: None for the planned one."""
     plan, anatomy = model.plan, model.anatomy
     planned, context_tokens = plan.execution.step, plan.request.context_tokens
-    if planned.mode in CAPTURED and rows <= plan.request.batch:
+    mode = mode or (planned.mode if planned.mode in CAPTURED else "fused")
+    if planned.mode == mode and rows <= plan.request.batch:
         return 0
     has_rows = planned.mode in CAPTURED or plan.request.batch > 1
     caches = [
@@ -144,7 +145,7 @@ class Steps:
             self._fall_back("fused step", f"planned so: {planned.reason}", asked=False)
             if self.is_captured:
                 self._take_for_adapters()
-        elif self.mode in ("auto", "fused"):
+        elif self.mode == "fused" or (self.mode == "auto" and (self.is_captured or planned.mode != "eager")):
             self._choose_kernels()
         elif self.is_captured:
             self._take_for_adapters()

@@ -5,6 +5,7 @@ Not thread-safe by design: one answer at a time; a second one while the first is
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,6 +161,14 @@ class LoadedModel:
             )  # fmt: skip
         self._attach(name, held)
 
+    def forget_batch(self) -> None:
+        """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
+        if self._single is not None:
+            self._single = None
+            gc.collect()  # a batch and its steps know each other
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
     def _prepare_steps(self) -> None:
         """Capture the planned steps now: what cannot be captured on this card is known when the model is loaded."""
         step = self.plan.execution.step
@@ -170,6 +179,8 @@ class LoadedModel:
             or self.plan.request.batch > 1
         ):
             return  # several rows are prepared by whoever decodes them together
+        if self.context_tokens < 2:
+            return  # a prompt of one token leaves no room for a step
         with self._out_of_memory_named("capturing decode steps"):
             batch = self.rows()
             if batch is not None:
@@ -299,7 +310,7 @@ class LoadedModel:
     def free_adapter_bytes(self) -> int:
         """Return how many more bytes of adapters the plan has room for on the execution device."""
         loaded = sum(self._adapter_bytes.values())
-        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self.plan.gpu["adapters"] - loaded
+        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self.plan.gpu.get("adapters", 0) - loaded
 
     def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
         """Load one more adapter, from its folder or one held in host memory.

@@ -28,7 +28,7 @@ from torch import Tensor
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.execution import CAPTURED
-from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, prompt_graph_bytes
+from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
@@ -345,6 +345,9 @@ class Prompts:
     def _layout_of(self, name: str) -> _Layout | None:
         """Return the layout of an adapter with its values in place, None for one that has none."""
         route: lora.Route = self.model.route
+        planned = self.model.plan.execution.prompt
+        if self.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
+            return None  # planned so: one adapter is read where it is
         holders, serial = route.holders[name], route.serials[name]
         fitting = holders.fitting
         if not fitting.plain or any(_part(module, name) not in lora.TOWERS for _, module in holders.rest):
@@ -451,8 +454,17 @@ class Prompts:
         there = {None, serial, *self.model.route.serials.values()}
         for key in [key for key, one in self._graphs.items() if one.serial not in there]:
             del self._graphs[key]
-        while len(self._graphs) >= MOST_GRAPHS:
+        while len(self._graphs) >= self._most_graphs():
             self._graphs.popitem(last=False)
+
+    def _most_graphs(self) -> int:
+        """Return how many graphs are kept: what the plan has counted, and what fits into the bytes that it left over."""
+        planned = self.model.plan.execution.prompt
+        if self.sizes != planned.chunks or not self.sizes:
+            return MOST_GRAPHS
+        counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
+        each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
+        return min(counted + max(self._left_bytes(), 0) // each, MOST_GRAPHS)
 
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
         """Return (a sliding layer's states in the prompt's row, a copy): a second pass of a chunk would find its own there."""

@@ -187,6 +187,7 @@ class LoadedEngine:
         prompt_limit: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.rows, self.prompt_limit = model, rows, prompt_limit
+        model.forget_batch()
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         self._preparing = Preparing(self._inputs)
