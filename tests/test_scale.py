@@ -151,7 +151,7 @@ def test_what_says_something_of_copies_needs_ray(flags, capsys):
     "flags, named",
     [
         (("--together", "1"), "--together"),
-        (("--idle-unload", "60"), "idle_unload"),
+        (("--idle-unload", "60"), "--idle-unload"),
         (("--print-config", "-", "--ray-address", "auto"), "--ray-address"),
         (("--print-config", "-", "--api-key", KEY), "--api-key"),
         (("--print-config", "-", "--api-key-file", "keys.txt"), "--api-key-file"),

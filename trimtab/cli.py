@@ -73,13 +73,17 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit code of one command. arguments: without the program's name; None takes the process's own."""
+    code = 1
     try:
-        return _main(arguments)
+        code = _main(arguments)
+        return code
     finally:
         if interrupts.is_command():
             with suppress(OSError, ValueError):  # a reader that went away; what is lost it did not want
                 sys.stdout.flush()
             interrupts.end_at_once()
+            if code == STOPPED:
+                interrupts.leave_stopped()
 
 
 def _main(arguments: Sequence[str] | None) -> int:

@@ -8,6 +8,7 @@ program that imports trimtab nothing of this happens.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -34,6 +35,19 @@ def raise_again() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, where `end_at_once` has changed that; a second one ends at once."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, _raise)
+
+
+def leave_stopped() -> None:
+    """End the process with exit code 130, after what was registered for its end.
+
+    Not by returning: Python ends itself by a signal if the interrupt was raised in code that a C module was running
+    (CPython 3.11, pythonrun.c, run_eval_code_obj), however it was answered.
+    """
+    try:
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+    finally:
+        os._exit(STOPPED)
 
 
 def _raise(number: int, frame: object) -> None:
