@@ -221,17 +221,17 @@ class _Planner:
         """Return what prompts and steps take beside weights and caches, by item."""
         if self.machine.on_cpu:
             return {}
-        found = step_bytes(
+        counted = step_bytes(
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes),
         )  # fmt: skip
         if self.is_captured and not self.chunks:
-            found |= {"fragments": FRAGMENT_BYTES}
+            counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
-            more = check_bytes(self.anatomy) - self.needs.activation_bytes - found.get("logits", 0)
-            found |= {"checks": more} if more > 0 else {}
-        return found
+            more = check_bytes(self.anatomy) - self.needs.activation_bytes - counted.get("logits", 0)
+            counted |= {"checks": more} if more > 0 else {}
+        return counted
 
     def _prompt_bytes(self) -> dict[str, int]:
         """Return what captured prompts take beside weights and caches, by item: with one adapter graphs read it where it is."""

@@ -63,8 +63,8 @@ def prompt_bytes(
     whole = prompt_graph_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters)
     graphs = planned_graphs(chunks, use.context_tokens)
     nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
-    found = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
-    return found | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
+    counted = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
+    return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:
