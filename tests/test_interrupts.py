@@ -54,6 +54,33 @@ def wait_for_module(process: subprocess.Popen[bytes], name: str) -> None:
         time.sleep(0.005)
 
 
+def test_an_interrupt_that_another_package_turned_into_an_error_stops_the_command() -> None:
+    code = """
+import os, signal, sys
+sys.argv[0] = "/usr/bin/trimtab"
+from trimtab import cli
+from trimtab.commands import line
+from trimtab.errors import CheckpointError
+
+def interrupted(options):
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except KeyboardInterrupt:
+        raise CheckpointError("is refused: could not import a module", path="x") from None
+
+line.run_plan.__code__ = interrupted.__code__
+line.run_plan.__globals__.update(os=os, signal=signal, CheckpointError=CheckpointError)
+sys.exit(cli.main(["plan", "model"]))
+"""
+    stopped(
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("as_script", [False, True])
 @pytest.mark.parametrize("after_s", [0.0, 0.1, 0.3])
 def test_while_the_package_is_imported(as_script: bool, after_s: float) -> None:

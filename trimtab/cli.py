@@ -100,6 +100,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         interrupts.raise_again()
         return int(options.command(options))
     except TrimtabError as exc:
+        if interrupts.was_raised():
+            _print_error(KeyboardInterrupt(), as_json, flags)
+            return STOPPED
         _print_error(exc, as_json, flags)
         return exit_code(exc)
     except KeyboardInterrupt as exc:

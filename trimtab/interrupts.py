@@ -37,6 +37,12 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, _raise)
 
 
+def was_raised() -> bool:
+    """Return whether a running command got its first Ctrl-C: other packages turn it into errors of their own (transformers 5.23
+    says of a config class that its requirements are not there)."""
+    return is_command() and signal.getsignal(signal.SIGINT) is _end
+
+
 def leave_stopped() -> None:
     """End the process with exit code 130, after what was registered for its end.
 
