@@ -513,6 +513,24 @@ def test_half_a_pair_is_refused(work: Path, tmp_path: Path) -> None:
     assert any("lora_B missing" in problem for problem in caught.value.problems)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_before_the_base_is_changed(
+    work: Path, tmp_path: Path, value: float
+) -> None:
+    key = "base_model.model.model.language_model.layers.0.mlp.up_proj.lora_B.weight"
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        tensors[key].view(-1)[3] = value
+        return tensors
+
+    base = split.load(folder_of(work), split.towers_off())
+    before = split.placement(base)
+    with pytest.raises(AdapterError) as caught:
+        load_peft(base, edited(work, tmp_path / "spoiled", spoil))
+    assert [problem.split(":")[0] for problem in caught.value.problems] == [key]
+    assert split.placement(base) == before and not any("lora" in path for path, _ in base.named_modules())
+
+
 def test_adapter_of_another_model_is_refused(work: Path) -> None:
     base = split.load(folder_of(work), split.towers_off())
     with pytest.raises(AdapterError) as caught:

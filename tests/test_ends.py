@@ -1,6 +1,7 @@
 """The two ends of a decode step: torch paths equal transformers' modules, kernels equal both, and a wrong one is found."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import step_ends as cpu_module
 from tests.test_fused import close
 from trimtab.errors import DeviceError
-from trimtab.runtime import ends, kernels, lora, nvrtc, tables
+from trimtab.runtime import ends, finite, kernels, lora, nvrtc, tables
 
 on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
 TYPES = (torch.bfloat16, torch.float16)
@@ -57,7 +58,7 @@ def modules_scores(logits, softcap):
         logits = logits * softcap
     scores = logits.float()
     best, token = scores.max(dim=-1)
-    return scores, torch.where(best.isnan(), -1, token)
+    return scores, torch.where(best.isnan() | best.isinf(), -1, token)
 
 
 # The torch paths, against transformers' own modules: bit for bit -----------------------------------------------------
@@ -123,6 +124,28 @@ def test_the_check_at_load_passes_on_the_cpu_in_any_order_of_threads(order, dtyp
     assert set(module.launches) == set(ends.NAMES)
 
 
+@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=on_cpu)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("softcap", [None, 30.0])
+@pytest.mark.parametrize("width", [8, 1001, 2056])
+def test_a_token_is_refused_exactly_where_eager_refuses_its_logits(dtype, kernel, softcap, width):
+    logits = random(6, width, dtype=dtype, spread=20.0)
+    largest = torch.finfo(dtype).max
+    logits[0, width // 2], logits[1, 0], logits[2, width - 1], logits[3] = math.nan, math.inf, -math.inf, -math.inf
+    logits[4, width // 3], logits[5] = largest, -largest
+    scores, tokens = ends.likeliest(logits, softcap, None, cpu_module(1) if kernel else None)
+    capped = modules_scores(logits, softcap)[0]
+    for row in range(6):
+        try:
+            finite.check_logits(capped[row : row + 1], adapter=None)
+        except DeviceError:
+            assert int(tokens[row]) == -1
+        else:
+            assert int(tokens[row]) == int(scores[row].argmax())
+    assert tokens[[0, 1, 3]].tolist() == [-1, -1, -1] if softcap is None else int(tokens[0]) == -1
+    assert int(tokens[2]) >= 0 and int(tokens[4]) >= 0 and int(tokens[5]) >= 0
+
+
 @on_cpu
 @pytest.mark.parametrize(
     "n, width, stride", [(1, 1, 1), (3, 255, 300), (8, 2049, 2049), (3, 4096, 4104), (1, 2568, 2568)]
@@ -159,12 +182,13 @@ def test_ties_zeros_infinities_and_what_is_not_a_number(width):
     rows[4, 600], rows[4, 20] = math.inf, math.inf
     rows[5, 700], rows[5, 3] = math.nan, math.inf
     rows[6, 0] = -math.nan
-    wanted = [5, width - 1, 0, 400, 20, -1, -1]
     for order in ORDERS:
         for softcap in (None, 30.0):
             following = torch.full((8,), -5)
             scores, tokens = ends.likeliest(rows, softcap, following, cpu_module(order))
             expected = modules_scores(rows, softcap)
+            # A softcap makes infinite logits finite.
+            wanted = [5, width - 1, -1, 400, -1, -1, -1] if softcap is None else [5, width - 1, 0, 400, 20, -1, -1]
             assert tokens.tolist() == expected[1].tolist() and tokens.tolist()[:7] == wanted
             assert following.tolist() == [max(token, 0) for token in tokens.tolist()]
             assert torch.equal(scores.isnan(), expected[0].isnan())
@@ -295,6 +319,8 @@ WRONG = [
     ("rounded(v[i] * inverse, half)", "rounded(v[i], half)", "likeliest"),
     ("token < 0 ? 0 : token", "token", "likeliest"),
     ("(bits & 0x7fffffffu) > 0x7f800000u ? 0xffffffffu : ", "", "likeliest"),
+    ("order < 0xff800000u", "order < 0xffffffffu", "likeliest"),
+    ("order > 0x007fffffu", "true", "likeliest"),
 ]
 
 
@@ -302,8 +328,12 @@ WRONG = [
 @pytest.mark.parametrize("right, wrong, named", WRONG, ids=range(len(WRONG)))
 def test_the_check_at_load_names_a_kernel_that_is_wrong(right, wrong, named):
     assert ends.source().count(right) == 1
-    said = ends.check(cpu_module(source=ends.source().replace(right, wrong)), SIZES, rows=(3,))
-    assert said is not None and said.startswith(named)
+    # A softcap makes infinite scores finite.
+    said = [
+        ends.check(cpu_module(source=ends.source().replace(right, wrong)), sizes, rows=(3,))
+        for sizes in (SIZES, replace(SIZES, softcap=None))
+    ]
+    assert any(said) and all(one is None or one.startswith(named) for one in said)
 
 
 @on_cpu

@@ -60,7 +60,7 @@ class RequestError(TrimtabError):
         self.reason, self.field, self.value, self.allowed = reason, field, value, tuple(allowed)
         message = f"{field}={value!r}: {reason}" if value is not None else f"{field}: {reason}"
         if allowed:
-            message += f" (allowed or near: {_near(self.allowed)})"
+            message += f" (choices: {_near(self.allowed)})"
         super().__init__(message, hint=hint)
 
 

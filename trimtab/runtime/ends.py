@@ -160,17 +160,21 @@ def per_layer(
 
 
 def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores [..., V] and the likeliest token of each row [...], -1 where a score is not a number."""
+    """Return the scores [..., V] and the likeliest token of each row [...], -1 where the largest score is not finite.
+
+    `finite.check_logits` refuses the same rows.
+    """
     best, token = logits.max(dim=-1)
-    # The largest of scores of which one is not a number is not a number.
-    return logits, torch.where(best.isnan(), -1, token)
+    # The largest of scores of which one is NaN is NaN.
+    return logits, torch.where(best.isfinite(), token, -1)
 
 
 def likeliest(
     logits: Tensor, softcap: float | None, following: Tensor | None = None, module: nvrtc.Module | None = None, *,
     out: tuple[Tensor, Tensor] | None = None, dependent: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the scores [n, V] in float32 and the likeliest token of each row [n] int64, -1 where a score is not a number.
+    """Return the scores [n, V] in float32 and the likeliest token of each row [n] int64, -1 where the largest score is NaN
+    or infinite.
 
     logits: [n, V], rows may be strided. softcap: scores become softcap * tanh(logits / softcap), rounded after each of the
     three. Of equal scores the first one counts. following [n] int64: the tokens are written there too, 0 for -1. out: what
@@ -310,7 +314,14 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
     ends[:, -1], ends[: n // 2, 0] = 101.0, 102.0
     broken = plain.clone()
     broken[n // 2, width // 2] = math.nan
-    for name, logits in (("", plain), ("ties", tied), ("ends", ends), ("nan", broken), ("-inf", plain - math.inf)):
+    negative = plain.clone()
+    negative[n // 2].view(torch.int16)[width // 2] = -1  # NaN with its sign set
+    infinite = plain.clone()
+    infinite[n // 2, width // 2] = math.inf
+    cases = {
+        "": plain, "ties": tied, "ends": ends, "nan": broken, "-nan": negative, "inf": infinite, "-inf": plain - math.inf,
+    }  # fmt: skip
+    for name, logits in cases.items():
         following, out = (
             torch.full_like(inputs.ids, -9),
             (torch.full_like(logits, math.nan, dtype=torch.float32), inputs.ids - 99),

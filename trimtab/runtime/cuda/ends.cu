@@ -88,7 +88,13 @@ __device__ __forceinline__ u64 ranked(float v, int at) {
 }
 __device__ __forceinline__ u64 larger(u64 a, u64 b) { return a > b ? a : b; }
 
-// scores = cap tanh(logits / cap), cap 0: logits; greedy = the likeliest token of a row, -1 where a score is not a number;
+// Whether the largest score of a row is neither infinite nor NaN.
+__device__ __forceinline__ bool is_finite(u64 most) {
+  const u32 order = (u32)(most >> 32);
+  return order > 0x007fffffu && order < 0xff800000u;  // the ranks of -inf and inf
+}
+
+// scores = cap tanh(logits / cap), cap 0: logits; greedy = the likeliest token of a row, -1 where that score is not finite;
 // following (may be null) = greedy, 0 for -1. The block of a row that arrives last reads what the row's blocks found in
 // `best`, and leaves it and the counter at zero. Grid: [blocks of 256 V values, n].
 template <int V>
@@ -123,7 +129,7 @@ __device__ __forceinline__ void likeliest(
       __threadfence();
       most = atomicExch(best + row, (u64)0);
       arrived[row] = 0;
-      const i64 token = (u32)(most >> 32) == 0xffffffffu ? -1 : (i64)(u32)~(u32)most;
+      const i64 token = is_finite(most) ? (i64)(u32)~(u32)most : -1;
       greedy[row] = token;
       if (following) following[(size_t)row * following_stride] = token < 0 ? 0 : token;
     }
