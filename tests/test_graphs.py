@@ -18,7 +18,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs, tables
+from trimtab.runtime import graphs, step_memory, tables
 from trimtab.runtime.batch import Batch
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -461,7 +461,7 @@ def test_preparing_does_nothing_where_steps_are_not_captured(model):
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
 def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, replayed, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(step_memory, "MOST_GRAPHS", 2)
     batch = Batch(model, rows=8)
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
-from trimtab.checkpoint.adapter import AdapterSpec, describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
+from trimtab.plan.adapter_room import head_change
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_here, find_card
 from trimtab.plan.max_memory import merged_budgets
@@ -88,8 +89,11 @@ def plan(
     )
 
 
-def plan_request(request: LoadRequest) -> Plan:
+def plan_request(request: LoadRequest, *, later: Mapping[str, str] | None = None) -> Plan:
     """Return the plan of a request made elsewhere (the command line).
+
+    later: adapters, name -> folder, that are loaded after the model: no memory is counted for them, but one that changes the output
+    head keeps it as it is.
 
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
@@ -98,7 +102,8 @@ def plan_request(request: LoadRequest) -> Plan:
     from trimtab.machine.memory import disk_free_bytes, host_available_bytes, process_bytes
 
     checkpoint = read_checkpoint(request.model)
-    files = {name: read_adapter(path) for name, path in request.adapters.items()}  # before anything that takes long
+    every = {**(later or {}), **request.adapters}
+    files = {name: read_adapter(path) for name, path in every.items()}  # before anything that takes long
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     bytes_before = None if known.torch_is_loaded() else process_bytes()
     card = None if request.card is None else find_card(request.card)
@@ -128,8 +133,8 @@ def plan_request(request: LoadRequest) -> Plan:
     made = make_plan(
         request,
         anatomy,
-        adapters={name: spec.nbytes("float32") for name, spec in specs.items()},
-        adapter_stamps={name: file.stamps for name, file in files.items()},
+        adapters={name: specs[name].nbytes("float32") for name in request.adapters},
+        adapter_stamps={name: files[name].stamps for name in request.adapters},
         head8=head8,
         head_refused=head_refused,
         machine=machine,
@@ -184,24 +189,6 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
 def plan_options(request: LoadRequest, budget_bytes: int) -> list[Option]:
     """Return what changes of one thing each would give: bytes and predicted tokens a second. budget_bytes: of the device."""
     return options_of(request, plan_request, budget_bytes=budget_bytes)
-
-
-def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
-    """Return which adapter changes the output head, so that it has to stay as it is; "" if none does."""
-    heads = {row.module_path for row in anatomy.rows if row.part == "head"}
-    weights = {row.weight.tensor_path: row.weight.tied_to for row in anatomy.rows if row.part == "head" and row.weight}
-    tied = {owner.removesuffix(".weight") for owner in weights.values() if owner}
-    tied |= {
-        row.module_path
-        for row in anatomy.rows
-        for tensor in row.tensors
-        if tensor.tied_to and tensor.tied_to in weights
-    }
-    for name, spec in specs.items():
-        for target in spec.targets:
-            if target.module_path in heads or (target.module_path in tied and target.kind == "saved"):
-                return f"adapter {name} changes {target.module_path}"
-    return ""
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:

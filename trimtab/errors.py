@@ -5,7 +5,7 @@
       CheckpointError   a file is not what it claims       path, tensor_name
       DoesNotFitError   no placement within the budgets    block, device, needed_bytes, budget_bytes
       AdapterError      adapter and model do not match     path, problems (all of them, with both shapes)
-      DeviceError       the machine refused at run time    device, block
+      DeviceError       the machine refused at run time    device, block, planned_bytes, free_bytes
       ParityError       two routes differ too much         position, max_abs, mean_abs, tolerance
       UpstreamError     a known bug is in the way          package, installed, fixed_in, url
 
@@ -107,10 +107,17 @@ class AdapterError(TrimtabError):
 
 
 class DeviceError(TrimtabError):
-    """The machine refused while running."""
+    """The machine refused while running.
 
-    def __init__(self, reason: str, *, device: str, block: str | None = None, hint: str = "") -> None:
+    planned_bytes, free_bytes: where the device ran out of memory, what the plan counts for the process and what is free; else None.
+    """
+
+    def __init__(
+        self, reason: str, *, device: str, block: str | None = None, planned_bytes: int | None = None,
+        free_bytes: int | None = None, hint: str = "",
+    ) -> None:  # fmt: skip
         self.device, self.block = device, block
+        self.planned_bytes, self.free_bytes = planned_bytes, free_bytes
         super().__init__(f"{device}{f', {block}' if block else ''}: {reason}", hint=hint)
 
 

@@ -94,12 +94,14 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Execution:
-    """How a model runs. head: "full" or "int8"; head_reason: why."""
+    """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request named it; else
+    the plan chose."""
 
     prompt: Phase
     step: Phase
     head: str
     head_reason: str
+    is_head_asked: bool = False
 
     @property
     def tokens_per_s(self) -> float:
@@ -127,7 +129,9 @@ class Execution:
             counts = {str(key): int(count) for key, count in values[name]["bytes"].items()}
             chunks = tuple(int(size) for size in values[name]["chunks"])
             phases[name] = Phase(**(dict(values[name]) | {"bytes": counts, "chunks": chunks}))
-        return cls(**phases, head=values["head"], head_reason=str(values["head_reason"]))
+        return cls(
+            **phases, head=values["head"], head_reason=str(values["head_reason"]), is_head_asked=values["is_head_asked"]
+        )
 
 
 def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:

@@ -20,7 +20,7 @@ from trimtab.plan.cost import Rates
 from trimtab.plan.execution import Execution
 from trimtab.request import TIERS, LoadRequest
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
 OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "fragments", "cuda_context", "allocator_reserve")

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, patches_of, smaller_needs, use_of
+from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
 from trimtab.plan.budget import Choice, Item, Limits, Totals
 from trimtab.plan.cost import (
@@ -240,7 +241,7 @@ class _Planner:
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
             has_adapters=bool(sizes),
-            adapter_copy_bytes=max(sizes, default=0) if is_switched else 0,
+            adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:
@@ -329,7 +330,9 @@ class _Planner:
             mode="graph" if self.chunks else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
-        return Execution(prompt=prompt, step=step, head=self.request.head, head_reason="")
+        return Execution(
+            prompt=prompt, step=step, head=self.request.head, head_reason="", is_head_asked=self.asked_head != "auto"
+        )
 
     def _prompt_reason(self) -> str:
         if self.chunks:

@@ -25,12 +25,13 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.plan import Plan
-from trimtab.plan.activations import row_cache_bytes
-from trimtab.plan.execution import BUCKETS, CAPTURED, MOST_GRAPHS, step_bytes
+from trimtab.plan.execution import BUCKETS, CAPTURED
 from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.kernels import Kernels
+from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error, naming_out_of_memory
+from trimtab.runtime.step_memory import check_room, extra_bytes, most_graphs
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4, lora
@@ -67,25 +68,6 @@ class Fallback:
 
     what: str
     why: str
-
-
-def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
-    """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
-    planned, the difference for more rows and for a mode that was asked for after planning. mode: None for the planned one."""
-    plan, anatomy = model.plan, model.anatomy
-    planned, context_tokens = plan.execution.step, plan.request.context_tokens
-    mode = mode or (planned.mode if planned.mode in CAPTURED else "fused")
-    if planned.mode == mode and rows <= plan.request.batch:
-        return 0
-    has_rows = planned.mode in CAPTURED or plan.request.batch > 1
-    caches = [
-        row_cache_bytes(anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens)
-        for count in (rows, plan.request.batch if has_rows else 0)
-    ]
-    wanted = step_bytes(
-        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters)
-    )
-    return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
 
 
 def streams_layers(plan: Plan) -> bool:
@@ -140,6 +122,10 @@ class Steps:
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         self.is_captured = self.mode != "eager" and self._may_capture()
         self.kernels = Kernels.none()
+        with naming_out_of_memory("choosing kernels", self.model.plan, self.device):
+            self._choose()
+
+    def _choose(self) -> None:
         planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "graph" and self.device.type == "cuda":
             self._fall_back("fused step", f"planned so: {planned.reason}", asked=False)
@@ -176,10 +162,7 @@ class Steps:
         if self.mode == "auto" and planned.mode == "eager":
             return f"planned so: {planned.reason}"
         mode = self.mode if self.mode in CAPTURED else planned.mode
-        needed = extra_bytes(self.model, self.batch.rows, mode)
-        left = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
-        if needed > left:
-            return f"captured steps need {gib(needed)} more than the plan, the budget leaves {gib(left)}"
+        check_room(self.model, self.batch.rows, mode)
         return None
 
     def _fall_back(self, what: str, why: str, *, asked: bool) -> None:
@@ -380,8 +363,9 @@ class Steps:
         """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
         attached. The batch's active rows are stand-ins, as many as it has rows; nobody's tokens come from these steps.
 
-        expected: of adapters that may be attached later; their layers are looked up from the start. Ends early where
-        capturing turns out impossible, at MOST_GRAPHS, or when the device has lost the memory that was counted for it.
+        expected: of adapters that may be attached later; their layers are looked up from the start. Ends early
+        where capturing turns out impossible, at the most graphs that are kept, or when the device has lost the memory that was
+        counted for it.
         """
         names: list[str | None] = [None]
         if self.kernels.has_lora and self.model.route.serials:
@@ -396,7 +380,7 @@ class Steps:
             for size in sizes:
                 self.batch.active[:] = rows[:size]
                 for _ in range(2):  # where the fused step cannot be captured, the modules may
-                    if not self.is_captured or len(self._graphs) >= MOST_GRAPHS:
+                    if not self.is_captured or len(self._graphs) >= most_graphs(self.model, self.batch.rows):
                         return
                     self.batch.tell_tokens()
                     if self._run_graph(size, [name] * size) is not None:
@@ -426,7 +410,7 @@ class Steps:
         slots: AdapterSlots | None,
     ) -> _Captured | None:  # fmt: skip
         start = time.perf_counter()
-        while len(self._graphs) >= MOST_GRAPHS:
+        while len(self._graphs) >= most_graphs(self.model, self.batch.rows):
             self._graphs.popitem(last=False)
         route = self.model.route
         if slots is None:
@@ -448,11 +432,13 @@ class Steps:
         except RequestError:
             raise
         except Exception as exc:
+            self._pool = None  # a failed capture leaves its pool unusable
+            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+                raise memory_error(exc, "capturing a decode step", self.model.plan, self.device) from exc
             # The device says itself whether it got over it.
             torch.zeros(1, device=self.device).item()
             is_fused = step is self._fused
             why = f"capturing failed: {type(exc).__name__}: {exc}"
-            self._pool = None  # a failed capture leaves its pool unusable
             self._fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
             self._is_fusable, self.is_captured = False, is_fused  # without kernels of ours there may still be a graph
             return None
@@ -479,6 +465,8 @@ class Steps:
                 why = f"{ms:.2f} ms a step against {plain_ms:.2f}" if same else "the scores of a step are others"
                 self.kernels.overlap_pays = same and ms < plain_ms
             except (RuntimeError, DeviceError) as exc:
+                if is_out_of_memory(exc):
+                    raise
                 why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
             if not self.kernels.overlap_pays:
                 self._fall_back("overlapping launches", why, asked=False)
@@ -512,8 +500,13 @@ class Steps:
                 before, module.kept[key] = module.kept[key], cut
                 try:
                     ms, scores = self._tried(run, keep, overlap=overlap)
-                except (RuntimeError, DeviceError):  # what cannot be captured is not chosen, and costs nothing else
+                except (
+                    RuntimeError,
+                    DeviceError,
+                ) as exc:  # what cannot be captured is not chosen, and costs nothing else
                     module.kept[key], self._pool = before, None
+                    if is_out_of_memory(exc):
+                        raise
                     continue
                 # Each computes the same product, summed in another order; what is far off is not used, however fast.
                 if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:

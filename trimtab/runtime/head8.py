@@ -20,6 +20,7 @@ from torch import Tensor
 from trimtab.errors import DeviceError
 from trimtab.plan.cost import HEAD_CHUNK_VALUES
 from trimtab.runtime import nvrtc
+from trimtab.runtime.out_of_memory import is_out_of_memory
 
 NAME = "8-bit head"
 NAMES = ("head8",)
@@ -246,9 +247,11 @@ def choose(leaf: Any) -> str | None:
     try:
         module = load(device)
         why = wrong(module, head, leaf.dtype, lambda run: graph_us(run, device), {})
-    except DeviceError as exc:
-        return str(exc)
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):
+            raise
+        if isinstance(exc, DeviceError):
+            return str(exc)
         torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
         return f"{type(exc).__name__}: {exc}"
     if why is None:

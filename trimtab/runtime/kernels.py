@@ -21,6 +21,7 @@ from trimtab.plan.execution import BUCKETS, CHECK_BYTES
 from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, matvec, tuning
 from trimtab.runtime.cuts import Cut, CutKey
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed
 
 Progress = Callable[[int, int], None]
@@ -289,9 +290,12 @@ def _tried(
     try:
         module = load()
         why = wrong(module)
-    except DeviceError as exc:
-        why = str(exc)
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):  # nothing is wrong with the kernel
+            raise
+        if isinstance(exc, DeviceError):
+            left_out[name] = str(exc)
+            return None
         torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing goes on
         why = f"{type(exc).__name__}: {exc}"
     if why is None:

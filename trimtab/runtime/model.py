@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -24,16 +24,19 @@ from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
-from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, gib
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
+from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import finite, hf, hf_processor, lora
 from trimtab.runtime.devices import bound_workspaces, gpu_process_bytes, peak_host_bytes
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
+from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import HostMemory, read_small
+from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tiers import Part, aligned
 
 if TYPE_CHECKING:
@@ -293,6 +296,7 @@ class LoadedModel:
         Errors: AdapterError, also for values that are NaN or infinite; CheckpointError.
         """
         spec = match_adapter(read_adapter(str(path)), self.anatomy)
+        self._check_head(path, spec)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
         tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
         finite.check_adapter(path, ((entry.tensor_name, tensors[entry.file, entry.start]) for entry in wanted.values()))
@@ -307,10 +311,37 @@ class LoadedModel:
             found = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
         return found
 
+    def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
+        change = head_change({spec.file.folder.name: spec}, self.anatomy) if refuses_head_change(self.plan) else ""
+        if change:
+            raise AdapterError(
+                path, [f"{change}, and the plan chose an 8-bit output head, which no adapter changes afterwards"],
+                hint="Plan with head='full', or with this adapter (adapters=)",
+            )  # fmt: skip
+
+    @cached_property
+    def _first_adapter_bytes(self) -> int:
+        return first_adapter_bytes(self.plan, self.anatomy)
+
     def free_adapter_bytes(self) -> int:
-        """Return how many more bytes of adapters the plan has room for on the execution device."""
-        loaded = sum(self._adapter_bytes.values())
-        return self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + self.plan.gpu.get("adapters", 0) - loaded
+        """Return how many more bytes of adapters the plan has room for on the execution device.
+
+        What adapters take beside themselves is taken off where the plan was made without any.
+        """
+        counted = self.plan.gpu.get("adapters", 0) - self._first_adapter_bytes
+        left = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
+        return left - sum(self._adapter_bytes.values()) - self._copies_beyond(self._adapter_bytes.values())
+
+    def adapter_bytes(self, adapter: HeldAdapter | AdapterSpec) -> int:
+        """Return what loading one more adapter takes of `free_adapter_bytes`: itself, and a copy that captured prompts read where
+        it is larger than those that were planned."""
+        own = (adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE)
+        loaded = list(self._adapter_bytes.values())
+        return own + self._copies_beyond([*loaded, own]) - self._copies_beyond(loaded)
+
+    def _copies_beyond(self, sizes: Iterable[int]) -> int:
+        counted = self.plan.execution.prompt.bytes.get("adapter_copy")
+        return 0 if counted is None else max(copies_bytes(sizes) - counted, 0)
 
     def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
         """Load one more adapter, from its folder or one held in host memory.
@@ -324,7 +355,7 @@ class LoadedModel:
             if isinstance(adapter, HeldAdapter)
             else match_adapter(read_adapter(str(adapter)), self.anatomy)
         )
-        free, needed = self.free_adapter_bytes(), spec.nbytes(ADAPTER_DTYPE)
+        free, needed = self.free_adapter_bytes(), self.adapter_bytes(spec)
         if needed > free:  # asked before a tensor is read
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
@@ -493,14 +524,8 @@ class LoadedModel:
 
     @contextmanager
     def _out_of_memory_named(self, what: str) -> Iterator[None]:
-        try:
+        with naming_out_of_memory(what, self.plan, self.device):
             yield
-        except torch.OutOfMemoryError as exc:
-            raise DeviceError(
-                f"out of memory while {what}; the plan counted {gib(self.plan.gpu_peak_bytes)} of a budget of "
-                f"{gib(self.plan.gpu_budget_bytes)}, {gib(self.memory()['gpu_peak_bytes'])} were in use ({exc})",
-                device=str(self.device), hint="Close other programs on the GPU, or plan with a smaller gpu_memory",
-            ) from exc  # fmt: skip
 
     def memory(self) -> dict[str, int]:
         """Return measured bytes: tensors on the execution device now and at peak since loading began, what the driver holds for
@@ -509,9 +534,7 @@ class LoadedModel:
         Beside them stand two figures that are not measured: gpu_planned_bytes, what the plan counted for the process, and
         gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones).
         """
-        from trimtab.runtime import graphs
-
-        extra = 0 if self._single is None or self.device.type != "cuda" else graphs.extra_bytes(self, rows=1)
+        extra = 0 if self._single is None or self.device.type != "cuda" else extra_bytes(self, rows=1)
         now = peak = process = 0
         if self.device.type == "cuda":
             now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes

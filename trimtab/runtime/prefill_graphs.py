@@ -27,18 +27,21 @@ from torch import Tensor
 
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
+from trimtab.plan.adapter_room import MOST_LAYOUTS
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
+from trimtab.runtime.step_memory import extra_bytes
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
 
-# Graphs and layouts of adapters that are kept; beyond, what was used longest ago goes.
-MOST_GRAPHS, MOST_LAYOUTS = 24, 2
+# Graphs that are kept; beyond, what was used longest ago goes.
+MOST_GRAPHS = 24
 
 
 @dataclass(eq=False)
@@ -153,7 +156,7 @@ class Prompts:
     def _left_bytes(self) -> int:
         plan = self.model.plan
         left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
-        return left - graphs.extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
+        return left - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
         """Return what is counted for captured prompts on the device, beside the plan; `sizes` None for those in use."""
@@ -200,7 +203,7 @@ class Prompts:
                 with torch.no_grad():
                     media = hf_prefill.media_of(self.model.hf_model, inputs.tensors)
             except (RuntimeError, KeyError) as exc:
-                if isinstance(exc, torch.OutOfMemoryError):
+                if is_out_of_memory(exc):
                     raise
                 self._takes_media = False
                 self._fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
@@ -360,6 +363,8 @@ class Prompts:
         )
         layout = self._layouts.get(key)
         if layout is None:
+            while self._layouts and not self._has_room(source.nbytes):
+                self._drop_layout()
             if not self._has_room(source.nbytes):
                 self._fall_back(
                     f"a copy of {name} takes {gib(source.nbytes)}, which are not left", "prompts that share graphs"
@@ -386,11 +391,7 @@ class Prompts:
 
     def _new_layout(self, places: Sequence[lora.PlainPlace], source: Tensor) -> _Layout:
         while len(self._layouts) >= MOST_LAYOUTS:
-            _, old = self._layouts.popitem(last=False)
-            for leaf in old.leaves:
-                leaf.adapters.pop(old.name, None)
-            for key in [key for key in self._graphs if key[1] == old.name]:
-                del self._graphs[key]
+            self._drop_layout()
         buffer = torch.empty_like(source)
         self.count += 1
         layout = _Layout(f"\0prompt layout {self.count}", buffer, [one.leaf for one in places])
@@ -400,6 +401,14 @@ class Prompts:
             B = buffer.as_strided((high, rank), (rank, 1), one.B_start)
             one.leaf.adapters[layout.name] = lora.LinearAdapter(one.part, one.scale, A, B)
         return layout
+
+    def _drop_layout(self) -> None:
+        """Give back the layout used longest ago, and its graphs."""
+        _, old = self._layouts.popitem(last=False)
+        for leaf in old.leaves:
+            leaf.adapters.pop(old.name, None)
+        for key in [key for key in self._graphs if key[1] == old.name]:
+            del self._graphs[key]
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 
@@ -435,9 +444,11 @@ class Prompts:
         try:
             found = _Captured(self._graph(form, before), serial)
         except Exception as exc:
-            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
             self._pool = None  # a failed capture leaves its pool unusable
             self._graphs.clear()
+            if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
+                raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
+            torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
             self.captures = False
             self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
             _restore(before)

@@ -22,6 +22,7 @@ from torch.nn import functional
 from trimtab.errors import DeviceError
 from trimtab.runtime import lora, nvrtc, short_ops
 from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed, dequantize
 
 NAMES = ("unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up")
@@ -231,10 +232,12 @@ def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKer
             if chosen.adds:
                 width = hf_model.config.get_text_config().hidden_size
                 chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
-    except DeviceError as exc:
-        chosen.reasons.append(("kernels of a prompt", str(exc)))
-        return chosen
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
+        if is_out_of_memory(exc):
+            raise
+        if isinstance(exc, DeviceError):
+            chosen.reasons.append(("kernels of a prompt", str(exc)))
+            return chosen
         torch.zeros(1, device=device).item()  # raises if the device is lost: then nothing goes on
         chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
         return PromptKernels(reasons=chosen.reasons)

@@ -20,6 +20,7 @@ from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.cuts import BLOCK, Cut
 from trimtab.runtime.fused_check import relative_error
 from trimtab.runtime.matvec import NESTED
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed, quantize, shell
 
 __all__ = [
@@ -161,7 +162,9 @@ class _Product:
         """Whether a cut runs here and computes what was wanted."""
         try:
             found = self.answers(cut)
-        except DeviceError:  # it does not compile, or not run, on this card
+        except DeviceError as exc:  # it does not compile, or not run, on this card
+            if is_out_of_memory(exc):
+                raise
             return False
         return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(found, wanted, strict=True))
 
@@ -178,6 +181,8 @@ def why_not_cut(
         try:
             limits = module.variant(wanted).limits(cut.kernel)
         except DeviceError as exc:
+            if is_out_of_memory(exc):
+                raise
             return str(exc)
         why = launch_configs.why_not(cut, limits, module.shared_bytes)
         if why is not None:

@@ -25,6 +25,7 @@ from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.model import HeldAdapter, LoadedModel
+from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.held_adapters import HeldAdapters
@@ -125,10 +126,11 @@ class AdapterShelf:
             )  # fmt: skip
         movable = sum(self._held[other].device_bytes for other in self._resident if other not in kept)
         room = self.model.free_adapter_bytes() + movable
-        if held.device_bytes > room:
+        needed = self.model.adapter_bytes(held)
+        if needed > room:
             raise DoesNotFitError(
                 "it is larger than all the room for adapters", block=f"adapter {name}",
-                device=str(self.model.device), needed_bytes=held.device_bytes, budget_bytes=room,
+                device=str(self.model.device), needed_bytes=needed, budget_bytes=room,
             )  # fmt: skip
         self._held[name] = held
         self.lost.pop(name, None)
@@ -154,7 +156,7 @@ class AdapterShelf:
         movable = [other for other in self._resident if other not in used]
         room = self.model.free_adapter_bytes() + sum(self._held[other].device_bytes for other in movable)
         is_place = self._limit is None or len(self._resident) - len(movable) < self._limit
-        return is_place and self._held[name].device_bytes <= room
+        return is_place and self.model.adapter_bytes(self._held[name]) <= room
 
     def bring(self, name: str | None, in_use: Iterable[str | None]) -> None:
         """Put an adapter on the model, taking off what was used longest ago. Errors: DoesNotFitError."""
@@ -172,7 +174,7 @@ class AdapterShelf:
     def _make_room(self, name: str, used: set[str | None]) -> None:
         for other in [other for other in self._resident if other not in used]:
             is_place = self._limit is None or len(self._resident) < self._limit
-            if is_place and self._held[name].device_bytes <= self.model.free_adapter_bytes():
+            if is_place and self.model.adapter_bytes(self._held[name]) <= self.model.free_adapter_bytes():
                 return
             self.model.unload_adapter(other)
             del self._resident[other]
@@ -301,14 +303,14 @@ class LoadedEngine:
             raise named from exc
 
     def _name(self, exc: Exception, what: str) -> TrimtabError:
-        if isinstance(exc, DeviceError) and isinstance(exc.__cause__, torch.OutOfMemoryError):
+        if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
             # What was planned is for the log.
             traceback.print_exception(exc)
-            short = str(exc).split(";")[0].removeprefix(f"{exc.device}: ")
+            short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
             return DeviceError(short, device=exc.device, hint=LESS_HINT)
         if isinstance(exc, TrimtabError):
             return exc
-        if not isinstance(exc, torch.OutOfMemoryError) and not _is_host_memory(exc):
+        if not is_out_of_memory(exc) and not _is_host_memory(exc):
             # After some errors a GPU answers nothing more: this raises what it says then.
             torch.zeros(1, device=self.model.device).item()
         return self._name_on_host(exc, what)
@@ -318,7 +320,7 @@ class LoadedEngine:
         traceback.print_exception(exc)
         if _is_host_memory(exc):
             return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
-        if isinstance(exc, torch.OutOfMemoryError):
+        if is_out_of_memory(exc):
             return DeviceError(f"out of memory while {what}", device=str(self.model.device), hint=LESS_HINT)
         return MistakeError()
 

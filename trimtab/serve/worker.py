@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import LoadRequest
@@ -27,6 +27,9 @@ from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
 from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
+
+if TYPE_CHECKING:
+    from trimtab.plan import Plan
 
 LOADING_STEP_S = 0.2
 # A worker that is busy without anything to tell, as with one long prompt, says at least so often that it lives.
@@ -71,7 +74,7 @@ def _tell_fatal(channel: Channel, exc: BaseException) -> None:
 
 class _Worker:
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
-        from trimtab.api import load, plan_request
+        from trimtab.api import load
         from trimtab.plan import Plan
 
         self.channel = channel
@@ -80,7 +83,7 @@ class _Worker:
         lost = {} if before is None else _lost_adapters(settings)
         request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
         is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
-        self.plan = before if is_same and before is not None else plan_request(request)
+        self.plan = before if is_same and before is not None else _planned(request, later, is_first=before is None)
         self._told = 0.0
         self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
         from trimtab.serve.engine import LoadedEngine
@@ -241,6 +244,18 @@ class _Worker:
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
         }  # fmt: skip
+
+
+def _planned(request: LoadRequest, later: Mapping[str, str], *, is_first: bool) -> Plan:
+    """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
+    from trimtab.api import plan_request
+
+    try:
+        return plan_request(request, later=later)
+    except TrimtabError:
+        if is_first:
+            raise
+        return plan_request(request)
 
 
 def _throw(exc: Exception) -> None:

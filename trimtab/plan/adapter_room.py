@@ -1,0 +1,72 @@
+"""What adapters mean for a plan beside their own bytes: whether one changes the output head, and what else they take.
+
+Pure. An adapter that is loaded later finds what the plan has counted: where it was made without any adapter, the scratch of
+adapters is taken off what the budget leaves before the first one is let in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from trimtab.checkpoint.adapter_match import AdapterSpec
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.plan.activations import needs_of, use_of
+from trimtab.plan.execution import CAPTURED, step_bytes
+from trimtab.plan.plan import Plan
+from trimtab.plan.prompt_memory import prompt_bytes
+
+# Captured prompts read adapters of one layout from one place; so many places are kept.
+MOST_LAYOUTS = 2
+
+
+def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
+    """Return which adapter changes the output head, so that it has to stay as it is; "" if none does."""
+    heads = {row.module_path for row in anatomy.rows if row.part == "head"}
+    weights = {row.weight.tensor_path: row.weight for row in anatomy.rows if row.part == "head" and row.weight}
+    owners = {weight.tied_to or weight.copy_of for weight in weights.values()}
+    tied = {owner.removesuffix(".weight") for owner in owners if owner}
+    tied |= {
+        row.module_path
+        for row in anatomy.rows
+        for tensor in row.tensors
+        if tensor.tied_to and tensor.tied_to in weights
+    }
+    for name, spec in specs.items():
+        for target in spec.targets:
+            if target.module_path in heads or (target.module_path in tied and target.kind == "saved"):
+                return f"adapter {name} changes {target.module_path}"
+    return ""
+
+
+def refuses_head_change(plan: Plan) -> bool:
+    """Return whether an adapter that changes the head is refused: the plan chose the 8-bit one by itself."""
+    return plan.execution.head == "int8" and not plan.execution.is_head_asked
+
+
+def copies_bytes(sizes: Iterable[int]) -> int:
+    """Return what captured prompts take for copies of adapters of these sizes; those of one size mostly share a layout."""
+    return sum(sorted(set(sizes))[-MOST_LAYOUTS:])
+
+
+def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
+    """Return what adapters take on the device beside themselves where a plan was made without any; 0 where it counts them."""
+    request, step = plan.request, plan.execution.step
+    if request.adapters:
+        return 0
+    use = use_of(request, anatomy, answer_tokens=plan.answer_tokens)
+    chunks, quant = plan.execution.prompt.chunks, request.quant
+    taken = []
+    for has_adapters in (True, False):
+        needs = needs_of(
+            anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=step.mode in CAPTURED and bool(step.bytes),
+            chunk_tokens=max(chunks, default=0),
+        )  # fmt: skip
+        total = needs.kv_cache_bytes + needs.activation_bytes
+        if step.bytes:
+            counted = step_bytes(
+                step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters
+            )
+            total += sum(counted.values())
+        total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
+        taken.append(total)
+    return max(taken[0] - taken[1], 0)
