@@ -157,6 +157,25 @@ def test_pictures_become_bytes_in_the_job():
     ]
 
 
+def test_low_detail_and_names_reach_the_job():
+    pool = MockPool()
+    parts = [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]
+    assert chat(client(pool), messages=[{"role": "user", "name": "bob", "content": parts}]).status_code == 200
+    assert pool.jobs[0].prompt == [
+        {"role": "user", "name": "bob", "content": [{"type": "image", "image": PNG, "detail": "low"}]}
+    ]
+
+
+def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
+    found = chat(client(lenient=True), store=True, foo=1, **{"é\n": 2})
+    assert found.status_code == 200
+    assert sorted(found.headers["x-trimtab-ignored"].split(", ")) == ["\\xe9?", "foo", "store"]
+    assert "x-trimtab-ignored" not in chat(client(lenient=True)).headers
+    assert "x-trimtab-ignored" in chat(client(lenient=True), foo=1, stream=True).headers
+    error = error_of(chat(client(), foo=1), 400)
+    assert "not supported: foo" in error["message"] and error["param"] == "foo"
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -168,9 +187,9 @@ def test_pictures_become_bytes_in_the_job():
         ({"temperature": 3}, 400, "temperature"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "size": 1}]}]}, 400,
          "messages[0].content[0].size"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]}]},
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "fine"}}]}]},
          400, "messages[0].content[0].image_url.detail"),
-        ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "messages[0].name"),
+        ({"messages": [{"role": "user", "content": "a", "name": ""}]}, 400, "messages[0].name"),
         ({"messages": [{"role": "tool", "content": "a", "tool_call_id": "1"}]}, 400, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]}, 400, "messages[0].content[0]"),
         ({"tools": [{"type": "function"}]}, 400, "tools"),

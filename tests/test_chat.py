@@ -131,6 +131,21 @@ def test_template_arguments_pass_through(tmp_path):
         assert with_it.count(2) == 1
 
 
+def test_names_are_written_by_templates_that_know_them_and_refused_by_others(tmp_path):
+    knows = "{{ bos_token }}{% for m in messages %}{{ m.name or 'nobody' }}: {{ m.content }}\n{% endfor %}"
+    messages = [{"role": "user", "content": "Hello", "name": "Ann"}, {"role": "user", "content": "there"}]
+    for template, is_known in ((knows, True), ("{{ bos_token }}{{ messages[0].content }}", False)):
+        folder = talking.build_llama(tmp_path / str(is_known), chat_template=template)
+        with trimtab.load(trimtab.plan(folder, quant="nf4", device=DEVICE, context=128)) as loaded:
+            if is_known:
+                assert loaded.processor.decode(loaded.prepare(messages).token_ids[1:]) == "Ann: Hello\nnobody: there\n"
+                forged = [{**messages[0], "name": "<bos>"}, messages[1]]
+                assert loaded.prepare(forged).token_ids.count(2) == 1
+            else:
+                with pytest.raises(RequestError, match="not supported: name"):
+                    loaded.prepare(messages)
+
+
 def test_a_checkpoint_without_tokenizer_says_so(tmp_path):
     from tests import pico
 

@@ -19,7 +19,7 @@ from trimtab.proof.compare import NoiseFloor, noise_between
 from trimtab.request import LEAST_TEMPERATURE, PENALTIES, GenerateRequest
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.generate import Detokenizer, Generation
-from trimtab.runtime.hf_generate import Sampler
+from trimtab.runtime.hf_generate import AnswerPenalties, Sampler
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 OLD = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 11)
@@ -125,6 +125,61 @@ def test_a_repetition_penalty_changes_a_repeating_answer(model, stock_model):
     inputs = model.prepare("Hello")
     found = model.answer("Hello", max_new_tokens=16, repetition_penalty=3.0).token_ids
     assert list(found) == stock_tokens(stock_model, inputs, 16, repetition_penalty=3.0)
+
+
+# Penalties and biases ---------------------------------------------------------------------------------------------------
+
+
+def by_hand(logits, answer, request):
+    """OpenAI's formula, one token at a time, in Python's own numbers."""
+    scores = [float(value) for value in logits]
+    for token, bias in request.logit_bias:
+        scores[token] += bias
+    for token in set(answer):
+        scores[token] -= answer.count(token) * request.frequency_penalty + request.presence_penalty
+    return scores
+
+
+@pytest.mark.parametrize(
+    "options", [{"presence_penalty": 1.5}, {"frequency_penalty": 0.75}, {"logit_bias": {3: 2.5, 0: -100.0}},
+                {"presence_penalty": -0.5, "frequency_penalty": 2.0, "logit_bias": {5: -1.25}}],
+)  # fmt: skip
+def test_penalties_and_biases_are_openais_formula(options):
+    request = GenerateRequest(**options)
+    sampler, penalties = Sampler(request, torch.device("cpu")), AnswerPenalties(request)
+    generator, prompt, answer = torch.Generator().manual_seed(1), [1, 1, 2], []
+    for _ in range(12):
+        logits = torch.randn(8, generator=generator)
+        expected = by_hand(logits, answer, request)
+        given = penalties(torch.tensor([prompt + answer]), logits[None].clone())[0]
+        assert torch.allclose(given.double(), torch.tensor(expected, dtype=torch.float64), atol=1e-5)
+        token = sampler.draw(prompt + answer, logits)
+        assert token == max(range(8), key=expected.__getitem__)
+        answer.append(token)
+    assert len(set(answer)) > 1
+
+
+@pytest.mark.parametrize(
+    "options", [{"frequency_penalty": -2.0, "presence_penalty": -2.0}, {"logit_bias": {20: 100.0}}]
+)
+def test_rows_and_stocks_generation_take_the_same_penalties(model, options):
+    inputs = model.prepare("Hello")
+    request = GenerateRequest(max_new_tokens=12, **options)
+    found = model.answer("Hello", max_new_tokens=12, **options).token_ids
+    batch = Batch(model, rows=1)
+    prompt = batch.begin(inputs, request)
+    while not prompt.step():
+        pass
+    row = batch.join(prompt).row
+    while row.finish is None:
+        batch.step()
+    assert list(found) == row.answer_ids != list(model.answer("Hello", max_new_tokens=12).token_ids)
+
+
+def test_a_bias_of_a_token_that_the_model_has_not_is_refused(model):
+    with pytest.raises(RequestError, match="token ids are below") as caught:
+        model.answer("Hello", max_new_tokens=2, logit_bias={10**6: 1.0})
+    assert caught.value.field == "logit_bias"
 
 
 # Rows, whose steps a GPU captures: they read a fixed number of places, so that sums are cut up another way than stock's.

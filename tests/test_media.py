@@ -11,7 +11,7 @@ from PIL import Image
 
 from tests import talking
 from trimtab.errors import RequestError
-from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
@@ -141,3 +141,9 @@ def test_what_is_no_sound_is_refused(source, words):
 def test_a_sound_that_is_too_long_is_refused():
     with pytest.raises(RequestError, match=r"lasts 0.8 s, the limit is 0.5 s"):
         read_audio(talking.wav(), max_s=0.5)
+
+
+def test_low_detail_makes_a_large_picture_smaller_and_leaves_others():
+    large, small = Image.new("RGB", (1200, 300), "red"), Image.new("RGB", (300, 200), "red")
+    assert read_image(LowDetail(large)).size == (512, 128) and large.size == (1200, 300)
+    assert read_image(LowDetail(small)) is small

@@ -9,6 +9,7 @@ import pytest
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import asking, wire
+from trimtab.serve.channel import job_from_message, job_to_message
 from trimtab.serve.settings import Limits
 from trimtab.serve.shapes import ChatShape, CompletionShape
 
@@ -46,8 +47,10 @@ def requested(**fields):
         ({"repetition_penalty": 1e-39}, "repetition_penalty"),
         ({"temperature": -0.1}, "temperature"), ({"temperature": "1"}, "temperature"), ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
-        ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 5}}, "logit_bias"),
+        ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {"a": 5}}, "logit_bias.a.[key]"), ({"logit_bias": {"01": 5}}, "logit_bias.01.[key]"),
+        ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias.1"),
         ({"stop": 5}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a", 5]}, "stop[1]"), ({"store": True}, "store"),
         ({"modalities": ["audio"]}, "modalities[0]"), ({"tool_choice": "required"}, "tool_choice"),
         ({"service_tier": "priority"}, "service_tier"), ({"messages": []}, "messages"), ({"model": ""}, "model"),
@@ -141,10 +144,55 @@ def test_sampling_reaches_the_request():
         seed=4,
         stop="x",
         max_completion_tokens=7,
+        presence_penalty=0.5,
+        frequency_penalty=-1,
+        logit_bias={"5": -100, "7": 1.5},
     )
     assert found == GenerateRequest(
-        max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop=("x",)
-    )
+        max_new_tokens=7, temperature=0.5, top_p=0.9, top_k=40, min_p=0.1, repetition_penalty=1.1, seed=4, stop=("x",),
+        presence_penalty=0.5, frequency_penalty=-1, logit_bias={5: -100, 7: 1.5},
+    )  # fmt: skip
+    assert job_from_message(
+        json.loads(json.dumps(job_to_message(jobs(chat(logit_bias={"5": 1}))[0])))
+    ).request.logit_bias == ((5, 1.0),)
+
+
+# Lenient --------------------------------------------------------------------------------------------------------------
+
+
+def leniently(**fields):
+    ignored = []
+    return wire.read(wire.ChatRequest, json.dumps({**CHAT, **fields}).encode(), ignored=ignored), ignored
+
+
+def test_a_lenient_server_names_what_it_does_not_use():
+    message = {"role": "user", "content": [{"type": "text", "text": "a", "cache": {"deep": [1]}}], "weight": 1}
+    asked, ignored = leniently(
+        store=True, metadata={"a": "b"}, service_tier="flex", messages=[message], temperature=0.5, prediction={"a": 1},
+    )  # fmt: skip
+    assert sorted(ignored) == [
+        "messages[0].content[0].cache", "messages[0].weight", "metadata", "prediction", "service_tier", "store",
+    ]  # fmt: skip
+    assert asked.temperature == 0.5 and asked.messages[0].content[0].text == "a" and asked.store is None
+    assert leniently()[1] == []
+
+
+def test_a_lenient_server_refuses_wrong_values_as_others_do():
+    for fields, field in (
+        ({"foo": 1, "n": "x"}, "n"),
+        ({"temperature": 9}, "temperature"),
+        ({"suffix": 1, "stop": 5}, "stop"),
+    ):
+        assert refused(leniently, **fields).field == field
+    for number in ("1e999", "NaN", "9" * 5000):
+        body = json.dumps({**CHAT, "temperature": 7, "foo": 1}).replace("7", number).encode()
+        with pytest.raises(RequestError):
+            wire.read(wire.ChatRequest, body, ignored=[])
+
+
+def test_a_lenient_server_takes_more_unknown_fields_than_it_names_otherwise():
+    asked, ignored = leniently(**{f"unknown_{number}": [] for number in range(50)})
+    assert len(ignored) == 50 and asked.model == "demo"
 
 
 def test_what_has_no_effect_on_a_greedy_answer_is_left_out():

@@ -186,6 +186,8 @@ class LoadRequest:
 
 LEAST_TEMPERATURE = 1e-6
 PENALTIES = (0.01, 100.0)
+# The ranges of OpenAI's API.
+MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +195,9 @@ class GenerateRequest:
     """How to answer one prompt. Sampling names and meanings are transformers' own.
 
     temperature 0 is greedy; below LEAST_TEMPERATURE, and with penalties outside PENALTIES, logits could leave the numbers of
-    float32. stop: texts that end the answer and are not part of it. seed: None draws a fresh one.
+    float32. stop: texts that end the answer and are not part of it. seed: None draws a fresh one. presence_penalty,
+    frequency_penalty: subtracted from a token's logit if it is in the answer so far, once and for each time; the prompt does not
+    count. logit_bias: token id -> what is added to its logit.
     """
 
     max_new_tokens: int = 256
@@ -204,8 +208,13 @@ class GenerateRequest:
     repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.logit_bias, Mapping):
+            object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
         if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
@@ -225,6 +234,18 @@ class GenerateRequest:
             raise RequestError(
                 f"must be between {least:g} and {most:g}", field="repetition_penalty", value=self.repetition_penalty
             )
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -MOST_PENALTY <= getattr(self, name) <= MOST_PENALTY:
+                raise RequestError(
+                    f"must be between {-MOST_PENALTY:g} and {MOST_PENALTY:g}", field=name, value=getattr(self, name)
+                )
+        for token, bias in self.logit_bias:
+            if token < 0 or not -MOST_BIAS <= bias <= MOST_BIAS:
+                raise RequestError(
+                    f"a token id has a bias between {-MOST_BIAS:g} and {MOST_BIAS:g}",
+                    field="logit_bias",
+                    value={token: bias},
+                )
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every answer at once", field="stop", value=self.stop)
         if self.temperature == 0:

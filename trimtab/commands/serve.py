@@ -76,6 +76,10 @@ def add(command: Command) -> None:
     group.add_argument(
         "--retry", action="store_true", help="a request that had sent nothing when the worker died is tried once more"
     )
+    group.add_argument(
+        "--lenient", action="store_true",
+        help="take fields of a request that have no effect, and name them in the header X-Trimtab-Ignored",
+    )  # fmt: skip
     group.add_argument("--no-page", action="store_true", help="no page at /")
     ray = found.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
     ray.add_argument("--ray", action="store_true", help="deploy on Ray; a local one is started if none is reachable")
@@ -203,7 +207,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
         queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
-        timeout_s=options.timeout, page=not options.no_page, limits=Limits.of(limits),
+        timeout_s=options.timeout, page=not options.no_page, lenient=options.lenient, limits=Limits.of(limits),
     )  # fmt: skip
 
 

@@ -13,11 +13,13 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import placeholder_ids
-from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
+# What a message may have beside its role and content, for the templates that write it.
+MESSAGE_KEYS = ("name",)
 # How hints begin and read that only who plans can follow.
 PLAN_HINT = "Plan with "
 CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
@@ -132,9 +134,10 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
         if kind == "text":
             made.append({"type": "text", "text": _text(part["text"])})
             continue
-        (pictures if kind == "image" else sounds).append(part[kind])
+        medium = LowDetail(part[kind]) if kind == "image" and part.get("detail") == "low" else part[kind]
+        (pictures if kind == "image" else sounds).append(medium)
         made.append({"type": kind})
-    return {"role": item["role"], "content": made}
+    return {"role": item["role"], "content": made} | {key: item[key] for key in MESSAGE_KEYS if item.get(key)}
 
 
 def _text(value: Any) -> str:
@@ -180,7 +183,7 @@ def _check_planned(model: Any, field: str, count: float, planned: str, what: str
 
 def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with plain text contents, the form of text-only templates."""
-    return [{"role": m["role"], "content": "".join(part["text"] for part in m["content"])} for m in messages]
+    return [{**message, "content": "".join(part["text"] for part in message["content"])} for message in messages]
 
 
 def _rendered(
@@ -194,9 +197,18 @@ def _rendered(
 
     try:
         prompt: PromptText = model.control_tokens.render(render, messages)
+        if any("name" in message for message in messages):
+            _check_names(render, messages)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
         raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
     return prompt
+
+
+def _check_names(render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise RequestError if the template writes no names: a client that sends one relies on it."""
+    without = [{key: value for key, value in message.items() if key != "name"} for message in messages]
+    if render(messages) == render(without):
+        raise RequestError("not supported: name (the checkpoint's chat template writes none)", field="name")
 
 
 def _text_only(

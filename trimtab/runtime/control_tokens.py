@@ -198,6 +198,7 @@ def _signs(text: str) -> str:
 
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for message in messages:
+        yield from (message[key] for key in message.keys() & {"name"})
         if isinstance(message["content"], str):
             yield message["content"]
         else:
@@ -210,10 +211,12 @@ def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str])
     for message in messages:
         content = message["content"]
         if isinstance(content, str):
-            changed.append({**message, "content": change(content)})
+            content = change(content)
         else:
-            parts = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-            changed.append({**message, "content": parts})
+            content = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+        changed.append(
+            {**message, "content": content, **({"name": change(message["name"])} if "name" in message else {})}
+        )
     return changed
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from trimtab.errors import DeviceError
+from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import finite
 
@@ -43,6 +43,47 @@ class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
+class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Adds a bias to the logits of named tokens, and takes penalties from those of tokens that the answer already has.
+
+    The first call sees the prompt alone: what comes after it is the answer. Source: OpenAI's API reference, "Advanced usage",
+    logits[j] -= count[j] * frequency_penalty + (count[j] > 0) * presence_penalty; as vLLM does, tokens of the prompt are not
+    counted. Errors: RequestError for a token id that the model has no logit for.
+    """
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.presence, self.frequency = request.presence_penalty, request.frequency_penalty
+        self._bias = dict(request.logit_bias)
+        self._prompt_tokens: int | None = None
+        self._added: Tensor | None = None  # [V]
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> AnswerPenalties | None:
+        """Return what a request asks for, None if it changes nothing."""
+        return cls(request) if request.presence_penalty or request.frequency_penalty or request.logit_bias else None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if self._prompt_tokens is None:
+            self._prompt_tokens = input_ids.shape[-1]
+        if self._bias:
+            scores = scores + self._bias_of(scores)
+        answer = input_ids[:, self._prompt_tokens :]
+        if answer.shape[-1] and (self.presence or self.frequency):
+            counts = torch.zeros_like(scores).scatter_add_(1, answer, torch.ones_like(answer, dtype=scores.dtype))
+            scores = scores - counts * self.frequency - (counts > 0).to(scores.dtype) * self.presence
+        return scores
+
+    def _bias_of(self, scores: Tensor) -> Tensor:
+        if self._added is None:
+            known = scores.shape[-1]
+            if max(self._bias) >= known:
+                raise RequestError(f"token ids are below {known}", field="logit_bias", value=max(self._bias))
+            ids = torch.tensor(list(self._bias), device=scores.device)
+            values = torch.tensor(list(self._bias.values()), device=scores.device, dtype=scores.dtype)
+            self._added = torch.zeros(known, device=scores.device, dtype=scores.dtype).index_copy_(0, ids, values)
+        return self._added
+
+
 class Sampler:
     """Draws the tokens of one request: transformers' own processors in the order in which `generate` applies them.
 
@@ -57,6 +98,9 @@ class Sampler:
         if request.repetition_penalty is not None:
             penalty = transformers.RepetitionPenaltyLogitsProcessor(penalty=request.repetition_penalty)
             self._processors.append(penalty)
+        if (changes := AnswerPenalties.of(request)) is not None:
+            self._looks_back = True
+            self._processors.append(changes)
         self._generator: torch.Generator | None = None
         if request.temperature == 0:
             return
@@ -156,11 +200,12 @@ def generate(
                 torch.manual_seed(request.seed)
             else:
                 torch.seed()
+        processors = [_Numbers(adapter), AnswerPenalties.of(request)]
         model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
         try:
             model.generate(
                 **tensors, generation_config=config, streamer=streamer,
-                logits_processor=transformers.LogitsProcessorList([_Numbers(adapter)]),
+                logits_processor=transformers.LogitsProcessorList(filter(None, processors)),
                 stopping_criteria=transformers.StoppingCriteriaList([_Over(is_over)]),
             )  # fmt: skip
         finally:

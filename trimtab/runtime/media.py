@@ -7,6 +7,7 @@ libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed
 from __future__ import annotations
 
 import io
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64", "OGG", "MP3")
 AUDIO_NAMES = ("wav", "flac", "ogg", "mp3")
 MAX_PIXELS = 64 * 10**6
+# The longer side of a picture that is asked for in low detail, OpenAI's number.
+LOW_DETAIL_SIDE = 512
 ORIENTATION = 0x0112  # EXIF's tag
 SAMPLE_RATE = 16_000
 RATES, MAX_CHANNELS = range(1_000, 768_001), 16
@@ -32,6 +35,8 @@ def _named(source: Any) -> str:
 
 def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Return an RGB picture from a path, bytes or a Pillow image. Errors: RequestError(field="image")."""
+    if isinstance(source, LowDetail):
+        return source.read()
     if isinstance(source, Image.Image):
         return _upright(source, max_pixels, _named(source))
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
@@ -48,6 +53,18 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         ) from exc
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
+
+
+@dataclass(frozen=True)
+class LowDetail:
+    """A picture that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
+
+    source: Any
+
+    def read(self) -> Image.Image:
+        """Return it as `read_image` does, made smaller if it is larger."""
+        picture, most = read_image(self.source), (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE)
+        return ImageOps.contain(picture, most) if max(picture.size) > LOW_DETAIL_SIDE else picture
 
 
 def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:

@@ -32,7 +32,7 @@ from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.openapi import VERIFY, description
-from trimtab.serve.settings import Settings
+from trimtab.serve.settings import IGNORED_HEADER, Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -118,7 +118,7 @@ def make_app(
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["retry-after"],  # clients send headers of their own
+            allow_headers=["*"], expose_headers=["retry-after", IGNORED_HEADER],  # clients send headers of their own
         )  # fmt: skip
         middleware.insert(0, cors)
     app = Starlette(
@@ -139,7 +139,7 @@ class _Api:
     ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
         self.has_verify = has_verify
-        self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits)
+        self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits, lenient=settings.lenient)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
         self._takes_media = any(len(pool.takes(model)) > 1 for model in models)
         self._context_tokens = max((pool.context_tokens(model) for model in models), default=0)
@@ -156,7 +156,16 @@ class _Api:
 
     def routes(self) -> list[BaseRoute]:
         def post(path: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
-            return Route(path, endpoint, methods=["POST"])
+            async def answered(request: Request) -> Response:
+                response = await endpoint(request)
+                if ignored := getattr(request.state, "ignored", None):
+                    names = ", ".join(dict.fromkeys(ignored)).encode("ascii", "backslashreplace").decode()
+                    response.headers[IGNORED_HEADER] = "".join(char if char.isprintable() else "?" for char in names)[
+                        :1000
+                    ]
+                return response
+
+            return Route(path, answered, methods=["POST"])
 
         return [
             Route("/health", self.health), Route("/ready", self.ready), Route("/metrics", self.prometheus),

@@ -90,7 +90,9 @@ def generate_request(
     longest = min(context_tokens, limits.max_tokens or context_tokens)
     common: dict[str, Any] = {
         "max_new_tokens": wanted if wanted is not None else longest, "stop": stop,
-        "repetition_penalty": asked.repetition_penalty,
+        "repetition_penalty": asked.repetition_penalty, "presence_penalty": asked.presence_penalty or 0.0,
+        "frequency_penalty": asked.frequency_penalty or 0.0,
+        "logit_bias": tuple((int(token), bias) for token, bias in (asked.logit_bias or {}).items()),
     }  # fmt: skip
     temperature = 1.0 if asked.temperature is None else asked.temperature
     if temperature == 0:
@@ -177,14 +179,15 @@ def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, byt
     made: list[dict[str, Any]] = []
     for place, message in enumerate(asked.messages):
         role = "system" if message.role == "developer" else message.role
+        head = {"role": role} if message.name is None else {"role": role, "name": message.name}
         if isinstance(message.content, str):
-            made.append({"role": role, "content": message.content})
+            made.append({**head, "content": message.content})
             continue
         parts = [
             _part(part, f"messages[{place}].content[{number}]", limits, fetched)
             for number, part in enumerate(message.content)
         ]
-        made.append({"role": role, "content": parts})
+        made.append({**head, "content": parts})
     return made
 
 
@@ -194,7 +197,7 @@ def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -
     if isinstance(part, ImagePart):
         url, field = part.image_url.url, f"{field}.image_url.url"
         data = fetched[url] if url in fetched else media.from_data_url(url, field=field)
-        return media.image_part(media.check_image(data, field=field, limits=limits))
+        return media.image_part(media.check_image(data, field=field, limits=limits), detail=part.image_url.detail)
     field = f"{field}.input_audio"
     data = media.from_base64(part.input_audio.data, field=f"{field}.data")
     return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))

@@ -195,21 +195,26 @@ def _too_long(limit_bytes: int) -> BodyTooLargeError:
 
 
 class Reader:
-    """Parses and validates bodies in threads of its own: small ones beside each other, large ones one at a time."""
+    """Parses and validates bodies in threads of its own: small ones beside each other, large ones one at a time.
 
-    def __init__(self, limits: Limits) -> None:
-        self._body_bytes = limits.body_bytes
+    lenient: fields without effect are taken, and named in `request.state.ignored`.
+    """
+
+    def __init__(self, limits: Limits, *, lenient: bool = False) -> None:
+        self._body_bytes, self._lenient = limits.body_bytes, lenient
         self._many = ThreadPoolExecutor(2, thread_name_prefix="trimtab-body")
         self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
 
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
         """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
         held = _Held()
+        ignored: list[str] | None = [] if self._lenient else None
+        request.state.ignored = ignored
         try:
             await _receive(request, held)
             if held.size <= SMALL_BYTES:
-                return wire.read(kind, held.whole()), held.size
-            return await self.run(held.size, lambda: wire.read(kind, held.whole())), held.size
+                return wire.read(kind, held.whole(), ignored=ignored), held.size
+            return await self.run(held.size, lambda: wire.read(kind, held.whole(), ignored=ignored)), held.size
         finally:
             held.close()
 

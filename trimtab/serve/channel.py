@@ -74,6 +74,7 @@ def job_from_message(message: Mapping[str, Any]) -> Job:
     """Return the job that `job_to_message` wrote."""
     request = dict(message["request"])
     request["stop"] = tuple(request["stop"])
+    request["logit_bias"] = tuple((token, bias) for token, bias in request.get("logit_bias", ()))
     return Job(**{**message, "request": GenerateRequest(**request)})
 
 

@@ -185,9 +185,9 @@ def _flac(data: bytes) -> _Sound | None:
     return _Sound(packed >> 44, (packed >> 41 & 7) + 1, packed & (2**36 - 1))
 
 
-def image_part(data: bytes) -> dict[str, Any]:
+def image_part(data: bytes, *, detail: str | None = None) -> dict[str, Any]:
     """Return a picture as a message part that the worker takes."""
-    return {"type": "image", "image": data}
+    return {"type": "image", "image": data, **({"detail": "low"} if detail == "low" else {})}
 
 
 def sound_part(data: bytes) -> dict[str, Any]:

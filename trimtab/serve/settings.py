@@ -14,6 +14,8 @@ from trimtab.errors import RequestError
 LOOPBACK_NAMES = ("localhost",)
 # What changes the server for every client, or costs it much.
 ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify")
+# Which fields of a request a lenient server has not used.
+IGNORED_HEADER = "x-trimtab-ignored"
 _KEY = re.compile(r"[\x21-\x7e]+")
 _HOST = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", re.IGNORECASE)
 
@@ -92,7 +94,8 @@ class Settings:
     allow_fetch: host names that pictures may be fetched from (none by default). cors_origins: other sites whose pages may
     call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
     the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
-    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
+    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page. lenient: take
+    fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
     """
 
     host: str = "127.0.0.1"
@@ -107,6 +110,7 @@ class Settings:
     grace_s: float = 30.0
     timeout_s: float | None = None
     page: bool = True
+    lenient: bool = False
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:

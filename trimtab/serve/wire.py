@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError, model_validator
+from pydantic_core import from_json, to_json
 
 from trimtab.errors import RequestError
-from trimtab.request import PENALTIES
+from trimtab.request import MOST_BIAS, MOST_PENALTY, PENALTIES
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Text = Annotated[str, Field(max_length=16 * 2**20)]
@@ -21,6 +22,10 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Label = Annotated[str, Field(max_length=512)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# A token id as the name of a JSON field.
+TokenKey = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
+Bias = Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]
+MOST_BIASES = 1024
 
 
 class _FailFast(FailFast):
@@ -32,6 +37,8 @@ class _FailFast(FailFast):
 
 _FIRST_ERROR = _FailFast()
 EmptyList = Annotated[list[Any], Field(max_length=0)]
+# Known fields of which no value has an effect here: with --lenient every value is taken.
+NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
 # How many fields of one object that are unknown get an error each.
 MOST_UNKNOWN = 8
 
@@ -68,8 +75,8 @@ class TextPart(Strict):
 
 class ImageUrl(Strict):
     url: str
-    # The model's processor alone decides how large a picture is looked at.
-    detail: Literal["auto"] | None = None
+    # "low" is shown with sides of 512 pixels at most; "high" and "auto" as large as the model's processor makes it.
+    detail: Literal["auto", "low", "high"] | None = None
 
 
 class ImagePart(Strict):
@@ -136,9 +143,10 @@ Prompt = Annotated[
 class Message(Strict):
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
+    # Where the checkpoint's chat template writes it.
+    name: Name | None = None
     # What clients send back with an answer of ours, always empty.
     refusal: None = None
-    name: None = None
     audio: None = None
     function_call: None = None
     tool_calls: EmptyList | None = None
@@ -173,6 +181,9 @@ class _Sampling(Strict):
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=PENALTIES[0], le=10)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-MOST_PENALTY, le=MOST_PENALTY)] | None = None
+    logit_bias: Annotated[dict[TokenKey, Bias], Field(max_length=MOST_BIASES)] | None = None
     n: Count = 1
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | None = None
@@ -182,9 +193,6 @@ class _Sampling(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     # Accepted at the values that change nothing, because clients send them.
-    presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -251,15 +259,50 @@ REQUESTS: Mapping[str, type[BaseModel]] = {
 }  # fmt: skip
 
 
-def read(kind: type[Asked], body: bytes) -> Asked:
-    """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong."""
+def read(kind: type[Asked], body: bytes, *, ignored: list[str] | None = None) -> Asked:
+    """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
+
+    ignored: take what has no effect here, and put the names of its fields there (None: refuse it).
+    """
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
         found = exc.errors(include_url=False, include_context=False, include_input=False)
+    if ignored is not None and (kept := _without_effect(body, found, ignored)) is not None:
+        try:
+            return kind.model_validate_json(kept)
+        except ValidationError as exc:
+            found = exc.errors(include_url=False, include_context=False, include_input=False)
     first, *rest = [(_path(error["loc"]) or "body", _words(error)) for error in found]
     also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
     raise RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
+
+
+def _without_effect(body: bytes, errors: Sequence[Mapping[str, Any]], ignored: list[str]) -> bytes | None:
+    """Return a body without the fields that are unknown or in NO_EFFECT; None if no error is of these."""
+    paths = [
+        [step for step in error["loc"] if isinstance(step, int) or not step.startswith("<")] for error in errors
+        if error["type"] == "extra_forbidden" or NO_EFFECT & set(error["loc"])
+    ]  # fmt: skip
+    if not paths:
+        return None
+    try:
+        value = from_json(body)
+    except ValueError:  # an integer that is longer than Python reads
+        return None
+    known = set().union(*(map(_names_of, REQUESTS.values())))
+    if isinstance(value, dict):  # validation stops at a few of them
+        paths += [[name] for name in value if name not in known]
+    for path in paths:
+        while not isinstance(path[-1], str) or (NO_EFFECT & set(path) and path[-1] not in NO_EFFECT):
+            path = path[:-1]  # the field, not what is wrong inside it
+        target = value
+        for step in path[:-1]:
+            target = target[step]
+        if path[-1] in target:
+            del target[path[-1]]
+            ignored.append(_path(path))
+    return to_json(value, inf_nan_mode="constants")  # so that what is no number of JSON is refused as before
 
 
 def _names_of(kind: type[BaseModel]) -> set[str]:
@@ -268,7 +311,7 @@ def _names_of(kind: type[BaseModel]) -> set[str]:
 
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
-        return "is no field that this server knows, and nothing is ignored"
+        return f"not supported: {error['loc'][-1]!s:.100}. This server has no field of this name, and ignores none"
     text = str(error["msg"])
     return text[:1].lower() + text[1:]
 
