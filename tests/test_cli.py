@@ -371,10 +371,25 @@ def test_run_streams_the_text_that_json_has_whole(asks, world):
     assert (code, err, out) == (0, "", report["text"] + "\n")
     assert (len(report["token_ids"]), report["finish_reason"], report["adapter"]) == (4, "length", None)
     assert set(report["memory"]) == {
-        "gpu_bytes", "gpu_decode_bytes", "gpu_peak_bytes", "gpu_planned_bytes", "gpu_process_bytes", "host_peak_bytes",
+        "gpu_bytes", "gpu_decode_bytes", "gpu_peak_bytes", "gpu_planned_bytes", "gpu_process_bytes",
+        "gpu_process_is_estimate", "host_peak_bytes",
     }  # fmt: skip
+    shares = {one["name"]: one for one in report["memory_shares"]}
+    assert (
+        shares["weights"]["measured_bytes"] > 0
+        and shares["process"]["planned_bytes"] == report["memory"]["gpu_planned_bytes"]
+    )
     assert report["fallbacks"] == []
     assert report["planned"]["gpu_peak_bytes"] <= report["planned"]["gpu_budget_bytes"]
+
+
+def test_run_prints_each_share_of_the_memory_when_asked(asks, world):
+    code, _, err = asks("run", "--memory", "--max-new-tokens", 2, "Hello")
+    lines = [line.split() for line in err.splitlines()]
+    assert code == 0 and lines[0] == ["device", "memory", "planned", "measured"]
+    assert [line[0] for line in lines[1:]] == [
+        "weights", "adapters", "adapter", "kv", "staging", "activations", "process"
+    ]  # fmt: skip
 
 
 def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):

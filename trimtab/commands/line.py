@@ -60,6 +60,9 @@ def add(command: Command) -> None:
     add_placement(ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
     ran.add_argument("prompt", metavar="PROMPT", help="the question")
     ran.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
+    ran.add_argument(
+        "--memory", action="store_true", help="print each share of the device's memory, planned and measured"
+    )
     ran.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     ran.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
     ran.add_argument("--system", metavar="S", help="a system message")
@@ -160,6 +163,7 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 def run_run(options: argparse.Namespace) -> int:
     from trimtab.checkpoint.folder import find_folder
     from trimtab.runtime.hf_processor import load_processor
+    from trimtab.runtime.memory_shares import shares_text
 
     answering, decode = sampling_options(options), decode_of(options)
     if not (options.prompt.strip() or options.image or options.audio):
@@ -176,12 +180,17 @@ def run_run(options: argparse.Namespace) -> int:
     with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
         if options.json:
             answer = model.answer(options.prompt, **question, **answering)
-            print_json(show.answer_json(answer, plan, model.memory(), adapter, model.fallbacks))
+            shares = [one.to_json() for one in model.memory_shares()]
+            print_json(
+                show.answer_json(answer, plan, model.memory(), adapter, model.fallbacks) | {"memory_shares": shares}
+            )
             return 0
         with closing(model.generate(options.prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
             code = _stream(pieces)
         for one in model.fallbacks:
             print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        if options.memory:
+            print(shares_text(model.memory_shares()), file=sys.stderr)
         return code
 
 

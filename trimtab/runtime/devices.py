@@ -35,7 +35,8 @@ from trimtab.plan.card_machine import context_bytes
 
 __all__ = [
     "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes",
-    "measure_rates", "peak_host_bytes", "process_bytes", "read_machine", "resolve_device", "spill_folder",
+    "measure_rates", "outside_torch", "peak_host_bytes", "process_bytes", "process_on_gpu",
+    "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
 
 # cuBLAS takes a workspace for every stream, 32 MiB on compute capability 9.0 and 8.1 MiB on most others, and keeps one of its own.
@@ -86,12 +87,26 @@ def bound_workspaces(budget_bytes: int) -> None:
 
 def gpu_process_bytes(device: str | torch.device) -> int:
     """Return what the driver holds for this process on a GPU: its own figure, or an estimate where it does not tell."""
+    return process_on_gpu(device)[0]
+
+
+def process_on_gpu(device: str | torch.device) -> tuple[int, bool]:
+    """Return what the driver holds for this process on a GPU, and whether that is an estimate: the driver does not tell under
+    Windows' display driver model and in most containers. An estimate leaves out kernels and graphs."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
     held = None if uuid is None else gpu_process.process_bytes(str(uuid))
     if held is not None:
-        return held
-    return context_bytes(int(properties.multi_processor_count)) + int(torch.cuda.memory_reserved(device))
+        return held, False
+    return context_bytes(int(properties.multi_processor_count)) + int(torch.cuda.memory_reserved(device)), True
+
+
+def outside_torch(device: torch.device) -> int:
+    """Return what the driver holds for this process beside torch's tensors; 0 without a GPU; an estimate has no graphs."""
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    return gpu_process_bytes(device) - int(torch.cuda.memory_reserved(device))
 
 
 def gpu_names() -> list[tuple[str, int]]:

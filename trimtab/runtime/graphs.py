@@ -29,6 +29,7 @@ from trimtab.plan.execution import BUCKETS, CAPTURED
 from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.kernels import Kernels
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error, naming_out_of_memory
 from trimtab.runtime.step_memory import check_room, extra_bytes, most_graphs
@@ -97,6 +98,7 @@ class Steps:
     fallbacks: list[Fallback] = field(default_factory=list)
     capture_s: float = 0.0
     captures: int = 0
+    graph_bytes: int = 0  # that the driver took while graphs were captured beforehand
     wrote_tokens: bool = False  # whether the last step put each row's likeliest token where the next one reads it
 
     def __post_init__(self) -> None:
@@ -367,6 +369,11 @@ class Steps:
         where capturing turns out impossible, at the most graphs that are kept, or when the device has lost the memory that was
         counted for it.
         """
+        before = outside_torch(self.device)
+        self._prepare(expected)
+        self.graph_bytes += max(outside_torch(self.device) - before, 0)
+
+    def _prepare(self, expected: Iterable[lora.Fitting]) -> None:
         names: list[str | None] = [None]
         if self.kernels.has_lora and self.model.route.serials:
             slots = self._adapter_slots()

@@ -30,7 +30,7 @@ from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_ch
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import finite, hf, hf_processor, lora
-from trimtab.runtime.devices import bound_workspaces, gpu_process_bytes, peak_host_bytes
+from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.out_of_memory import naming_out_of_memory
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from trimtab.runtime import generate as generation
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.graphs import Fallback
+    from trimtab.runtime.memory_shares import Share
 
 ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
 
@@ -531,20 +532,35 @@ class LoadedModel:
         """Return measured bytes: tensors on the execution device now and at peak since loading began, what the driver holds for
         the whole process there (context, code, graphs and torch's cache included), and the process's peak in host memory.
 
-        Beside them stand two figures that are not measured: gpu_planned_bytes, what the plan counted for the process, and
-        gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones).
+        Beside them stand figures that are not measured: gpu_planned_bytes, what the plan counted for the process, and
+        gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). gpu_process_is_estimate: 1 where the driver
+        does not tell what it holds for a process; the figure then leaves out kernels and graphs. `memory_shares` has each share.
         """
         extra = 0 if self._single is None or self.device.type != "cuda" else extra_bytes(self, rows=1)
-        now = peak = process = 0
+        now = peak = process = is_estimate = 0
         if self.device.type == "cuda":
             now = torch.cuda.memory_allocated(self.device) - self._baseline_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - self._baseline_bytes
-            process = gpu_process_bytes(self.device)
+            process, is_estimate = process_on_gpu(self.device)
         return {
             "gpu_bytes": now, "gpu_peak_bytes": peak, "gpu_process_bytes": process,
             "gpu_planned_bytes": self.plan.gpu_needed_bytes, "gpu_decode_bytes": extra,
-            "host_peak_bytes": peak_host_bytes(),
+            "gpu_process_is_estimate": int(is_estimate), "host_peak_bytes": peak_host_bytes(),
         }  # fmt: skip
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """What weights and buffers hold on the execution device, measured once."""
+        from trimtab.runtime import memory_shares
+
+        return memory_shares.weight_bytes(self)
+
+    def memory_shares(self, batch: Batch | None = None) -> tuple[Share, ...]:
+        """Return what takes the execution device's memory, share by share: planned beside measured. batch: that answers, None
+        for the one that `answer` and `generate` use."""
+        from trimtab.runtime import memory_shares
+
+        return memory_shares.shares_of(self, batch or self._single)
 
 
 def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:

@@ -32,6 +32,7 @@ from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
@@ -83,6 +84,7 @@ class Prompts:
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
         self.counted_bytes, self.capture_s, self.count = counted_bytes, 0.0, 0
+        self.graph_bytes = 0  # that the driver took while graphs were captured beforehand
         self.sizes: tuple[int, ...] = ()
         self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
@@ -111,6 +113,11 @@ class Prompts:
     def is_on(self) -> bool:
         """Whether any prompt goes through in chunks of still shapes."""
         return bool(self.sizes)
+
+    @property
+    def copies_bytes(self) -> int:
+        """What the copies of adapters that graphs read take."""
+        return sum(int(one.buffer.nbytes) for one in self._layouts.values())
 
     @property
     def kernels_us(self) -> dict[str, tuple[float, float]]:
@@ -417,6 +424,11 @@ class Prompts:
         No row may be active."""
         if not self.captures or not self.sizes or not self._is_row_free():
             return
+        before = outside_torch(self.device)
+        self._prepare(token, adapter)
+        self.graph_bytes += max(outside_torch(self.device) - before, 0)
+
+    def _prepare(self, token: int, adapter: str | None) -> None:
         for size in sorted(self.sizes, reverse=True):
             if not self.captures:
                 return

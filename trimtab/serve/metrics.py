@@ -16,6 +16,10 @@ from trimtab.serve.job import Event
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RECENT = 50
+# Of what `LoadedModel.memory` measures.
+MEMORY = (
+    "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
+)  # fmt: skip
 
 
 class Metrics:
@@ -46,8 +50,14 @@ class Metrics:
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
                 ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
+                ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
+                ("gpu_process_is_estimate", "1 where the driver does not tell that figure"),
+                ("gpu_planned_bytes", "Bytes that the plan counts for the worker on the device"),
             )
         }  # fmt: skip
+        self.share_bytes = Gauge(
+            "trimtab_gpu_share_bytes", "Bytes of each share of the device's memory", ["model", "share", "kind"], **made
+        )
         self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **made)
         # Which endings each adapter has been counted with: what `forget` has to find again.
         self._endings: dict[tuple[str, str], set[str]] = {}
@@ -96,10 +106,14 @@ class Metrics:
             "worker_restarts": model["restarts"], "adapter_swaps": numbers.get("swaps", 0),
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
-            **{key: memory.get(key, 0) for key in ("gpu_bytes", "gpu_peak_bytes", "host_peak_bytes")},
+            **{key: memory.get(key, 0) for key in MEMORY},
         }  # fmt: skip
         for key, value in values.items():
             self.gauges[key].labels(name).set(value)
+        for share in numbers.get("memory_shares", ()):
+            for kind in ("planned", "measured"):
+                if share[f"{kind}_bytes"] is not None:
+                    self.share_bytes.labels(name, share["name"], kind).set(share[f"{kind}_bytes"])
         for tier, count in (model.get("tier_bytes") or {}).items():
             self.tier_bytes.labels(name, tier).set(count)
 
