@@ -229,7 +229,7 @@ def test_a_replay_that_gives_other_scores_is_found():
 def test_more_rows_than_any_bucket_have_one_of_their_own(model, replayed):
     asked = [ASKED[3], ASKED[4]] * 5
     assert answers(joined(model, "graph", asked)) == answers(joined(model, "eager", asked))
-    assert graphs.BUCKETS[-1] < 10
+    assert 10 not in graphs.BUCKETS
 
 
 @pytest.mark.parametrize("decode", MODES)

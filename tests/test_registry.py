@@ -77,7 +77,7 @@ def test_everything_a_table_may_say_is_read(write, tmp_path):
 def test_a_hub_id_stays_one_and_defaults_hold(write):
     (served,) = read_registry(write('[models.a]\npath = "google/gemma-4-E4B-it"\n'))
     assert served.request == LoadRequest(model="google/gemma-4-E4B-it", head="auto")
-    assert (served.rows, served.supports, served.idle_unload_s) == (8, ("image", "audio"), None)
+    assert (served.rows, served.supports, served.idle_unload_s) == (None, ("image", "audio"), None)
 
 
 def test_a_saved_plan_brings_its_request_and_adapters(write, tmp_path):

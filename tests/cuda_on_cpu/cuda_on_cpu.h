@@ -444,6 +444,13 @@ static inline unsigned shared_address(const void* p) { return (unsigned)((const 
 static inline unsigned shared_word(unsigned offset) { return cpu_load((const unsigned*)(cuda_on_cpu::shared_memory + offset)); }
 template <typename T> inline void as_is(T&) {}
 static inline void prefetch(const void*) {}
+// A copy is done when it is asked for.
+template <int BYTES> inline void copy_async(void* to, const void* from) {
+  if (((uintptr_t)to | (uintptr_t)from) % BYTES) { fprintf(stderr, "a copy that is not aligned\n"); abort(); }
+  memcpy(to, from, BYTES);
+}
+static inline void commit_copies() {}
+template <int PENDING> inline void wait_for_copies() {}
 // Reads what would be brought: a page that is not there is found.
 static inline void bring_near(const unsigned char* p, int bytes) {
   if ((uintptr_t)p % 16 || bytes % 16) { fprintf(stderr, "a piece that is not aligned\n"); abort(); }

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import ends, fused, matvec, prompt_kernels
+from trimtab.runtime import ends, fused, many_rows, matvec, prompt_kernels
 
 
 class _Kept(dict):
@@ -53,6 +53,11 @@ def step_ends(order: int = 0, *, source: str | None = None) -> CpuModule:
 def prompts(order: int = 0, *, source: str | None = None) -> CpuModule:
     """Return the kernels of runtime/prompt_kernels.py."""
     return CpuModule(source or prompt_kernels.source(), prompt_kernels.NAMES, order=order)
+
+
+def rows(order: int = 0, *, source: str | None = None) -> CpuModule:
+    """Return the kernels of runtime/many_rows.py."""
+    return CpuModule(source or many_rows.source(), many_rows.NAMES, order=order)
 
 
 def launches(module: CpuModule) -> list[str]:

@@ -34,7 +34,12 @@ def add(command: Command) -> None:
     group.add_argument(
         "--audio-s", type=float, metavar="S", help="the most seconds of sound of one prompt (default: 30)"
     )
-    group.add_argument("--rows", type=int, metavar="N", help="requests decoded together (default: 8)")
+    group.add_argument(
+        "--rows",
+        type=int,
+        metavar="N",
+        help="requests decoded together, 1 to 64 (default: 32, 16 or 8, the most that move no block)",
+    )
     group.add_argument(
         "--resident-adapters", type=int, metavar="N",
         help="how many adapters may be on the model at once; the others wait in host memory (default: all)",
@@ -166,7 +171,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         find_folder(request.model)  # before a name for clients is made of what is no folder
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
-        rows=8 if options.rows is None else options.rows, resident_limit=options.resident_adapters,
+        rows=options.rows, resident_limit=options.resident_adapters,
         idle_unload_s=options.idle_unload, decode=decode_of(options),
     )  # fmt: skip
     if _is_here(options):

@@ -25,13 +25,15 @@ MIB = 2**20
 MODES = ("eager", "graph", "fused")
 CAPTURED = ("graph", "fused")
 # Steps are captured for so many rows at a time; fewer rows are padded.
-BUCKETS = (1, 2, 4, 8)
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 # Graphs that one batch keeps (runtime/graphs.py).
 MOST_GRAPHS = 16
 # Attention of a captured step through the modules reads so many positions, doubled until the longest row fits.
 SMALLEST_POSITIONS = 256
 # Rows of the largest launch of our own kernels.
 KERNEL_ROWS = 8
+# Numbers of rows whose matrix-vector products have launch configurations of their own; more rows take another kernel.
+PRODUCT_ROWS = tuple(size for size in BUCKETS if size <= KERNEL_ROWS)
 LEAST_CAPABILITY = (8, 0)
 FUSED_QUANTS = ("nf4", "nf4-dq", "fp4")
 FUSED_DTYPES = ("bfloat16", "float16")
@@ -46,6 +48,9 @@ GRAPH_BYTES = {"graph": 4 * MIB, "fused": 2 * MIB}
 FIRST_GRAPH_BYTES = 16 * MIB
 # Scratch of products and adapters, and the buffers between the kernels of a step: 10 MiB for one row.
 SCRATCH_BYTES = {"graph": 12 * MIB, "fused": 12 * MIB}
+# The same for each row of a graph of more than KERNEL_ROWS rows: parts of attention and of products. An estimate from E4B's shapes
+# (8 heads of 512, 32 parts: 0.5 MiB; 8 parts of 2,560 outputs: 0.1 MiB), not measured.
+ROW_SCRATCH_BYTES = MIB
 # cuBLAS: one workspace for each stream that computes, and one of its own (torch 2.11, CUDABlas.cpp: 8.1 MiB, 32 MiB on
 # compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (runtime/devices.py).
 WORKSPACE_BYTES = 8519680
@@ -206,8 +211,9 @@ def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, h
     kinds = 2 if has_adapters else 1
     # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.
     logits = anatomy.vocab_size * (4 * kinds * sum(sizes) + 12 * rows)
+    wide = sum(size for size in sizes if size > KERNEL_ROWS)
     return counted | {
-        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode],
+        "workspaces": 2 * WORKSPACE_BYTES, "logits": logits, "scratch": SCRATCH_BYTES[mode] + wide * ROW_SCRATCH_BYTES,
         "graphs": FIRST_GRAPH_BYTES + graphs * GRAPH_BYTES[mode],
     }  # fmt: skip
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError, gib
 from trimtab.plan import Plan
-from trimtab.plan.execution import BUCKETS, CAPTURED
+from trimtab.plan.execution import BUCKETS, CAPTURED, KERNEL_ROWS
 from trimtab.request import STEP_MODES, check_choice
-from trimtab.runtime import ends, hf_slots, short_ops, tables, tiers
+from trimtab.runtime import ends, hf_slots, many_rows, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.kernels import Kernels
@@ -137,6 +137,10 @@ class Steps:
             self._choose_kernels()
         elif self.is_captured:
             self._take_for_adapters()
+        has_many = self.is_captured and self.batch.rows > KERNEL_ROWS
+        self._four_bit = prompt_kernels.four_bit(self.model.hf_model) if has_many else []
+        if self._four_bit and self.device.type == "cuda":
+            self._take(self.kernels.with_rows(self._four_bit, self.model.dtype))
 
     # What can be had ---------------------------------------------------------------------------------------------------
 
@@ -244,7 +248,7 @@ class Steps:
             self._short_ops = short_ops.ShortOps(
                 self.model.hf_model, self.model.route, self.device, partial(self._fall_back, asked=False)
             )
-        with self._short_ops.step():
+        with self._short_ops.step(), many_rows.covering(self._four_bit, self.kernels.rows):
             return self._modules(count, added_masks=True)
 
     def _may_be_short(self) -> bool:
@@ -306,7 +310,7 @@ class Steps:
         step: Any = self._short
         kind = "modules"
         slots = self._slots_for(names)
-        if self.mode != "graph" and bucket <= self.kernels.most_rows:
+        if self.mode != "graph" and bucket <= many_rows.MOST_ROWS:
             fused = self._fused_step()
             if fused is not None:
                 step, kind = fused, "fused"
@@ -346,12 +350,13 @@ class Steps:
         return slots
 
     def _adapter_slots(self) -> AdapterSlots:
-        from trimtab.runtime.slots import AdapterSlots
+        from trimtab.runtime.slots import LEAST_SLOTS, AdapterSlots
 
         if self._slots is None:
             self._slots = AdapterSlots(
-                self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec
-            )
+                self.model.hf_model, self.model.route, self.batch.rows, self.device, module=self.kernels.matvec,
+                slots=max(LEAST_SLOTS, self.batch.rows), many=self.kernels.rows,
+            )  # fmt: skip
         return self._slots
 
     def _forget_smaller(self, shape: tuple[int, int]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import ends, fused, lora, matvec
+from trimtab.runtime import ends, fused, lora, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
 from trimtab.runtime.lora import SavedModule
@@ -142,9 +142,13 @@ class FusedStep:
         self._buffers: dict[tuple[Any, ...], Tensor] = {}
         # Asked before anything is captured: the answer reads a table on the device.
         self._is_ours = {group[0]: self._can_multiply(group) for layer in self._layers for group in _products(layer)}
+        self._is_many = {
+            group[0]: self._can_multiply_many(group) for layer in self._layers for group in _products(layer)
+        }
         front = getattr(self.text, "per_layer_model_projection", None)
         if isinstance(front, Leaf):
             self._is_ours[front] = self._can_multiply([front])
+            self._is_many[front] = self._can_multiply_many([front])
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
 
@@ -152,6 +156,11 @@ class FusedStep:
         if self.kernels.matvec is None or not self.kernels.pays(group):
             return False
         return not any(matvec.why_not(leaf.packed(), leaf.dtype, leaf.device) for leaf in group)
+
+    def _can_multiply_many(self, group: Sequence[Leaf]) -> bool:
+        return self.kernels.rows is not None and all(
+            many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group
+        )
 
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
@@ -336,10 +345,13 @@ class FusedStep:
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
-        own = self._is_ours[leaves[0]]
+        own = self._is_ours[leaves[0]] and count <= matvec.MAX_ROWS
+        many = not own and count > matvec.MAX_ROWS and self._is_many.get(leaves[0], False)
         slots = route.slots
         # Adapters that no table holds are added by their own modules' way, to the plain products.
-        is_apart = own and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
+        is_apart = (
+            (own or many) and slots is None and (route.name or route.rows) and any(leaf.adapters for leaf in leaves)
+        )
         out = self._buffer("out" if gate is None else "gated", (count, width), x.dtype)
         if own and not is_apart:
             args = None if slots is None else slots.args(leaves, count, is_empty=True)
@@ -357,10 +369,15 @@ class FusedStep:
         if own:
             packed = [leaf.packed() for leaf in leaves]
             matvec.matvec4(x, packed, wide, bias=[leaf.bias for leaf in leaves], module=self.kernels.matvec)
+        if many:
+            many_rows.linear(
+                x, [leaf.packed() for leaf in leaves], wide, bias=[leaf.bias for leaf in leaves],
+                lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
+            )  # fmt: skip
         start = 0
-        for leaf, size in zip(leaves, widths, strict=True):
+        for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):
             part = wide[:, start : start + size]
-            part.copy_(lora.apply_linear(leaf, x, part.clone()) if own else leaf(x))
+            part.copy_(lora.apply_linear(leaf, x, part.clone()) if own or many else leaf(x))
             start += size
         if gate is not None:
             up = wide[:, width:] if gate.other is None else gate.other

@@ -7,7 +7,7 @@ bitsandbytes then does its part. What was chosen is kept for the process: a seco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.plan.execution import BUCKETS, CHECK_BYTES
-from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, matvec, tuning
+from trimtab.plan.execution import CHECK_BYTES, PRODUCT_ROWS
+from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, many_rows, matvec, tuning
 from trimtab.runtime.cuts import Cut, CutKey
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -33,6 +33,7 @@ _CALLS = 10
 TRIED = 9  # ways to cut a product that are timed
 SMALL, PRODUCTS, ADAPTERS = "fused small kernels", "fused 4-bit products", "adapters by table"
 ENDS = "fused ends of a step"
+ROWS = "4-bit products of many rows"
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,25 +53,27 @@ class Product:
 @dataclass(eq=False)
 class Kernels:
     """The compiled modules, None where plain torch is used. small: norms, rotation, attention, gates. matvec: products of
-    4-bit weights and LoRA. ends: tables in front of the layers, scores behind the head. left_out: name -> reason.
+    4-bit weights and LoRA. rows: the same for steps of more rows (`with_rows`). ends: tables in front of the layers, scores behind
+    the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     configs: how each product's launch configuration is known (launch_configs.py); rejected: those that were not used here, and why.
     overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured."""
 
     small: Any = None
     matvec: Any = None
-    left_out: Mapping[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
     measured_us: dict[str, tuple[float, float]] = field(default_factory=dict)
     most_rows: int = MOST_ROWS
     overlap_pays: bool | None = None
     ends: Any = None
+    rows: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
         """Let launches overlap, or not, while the block runs: for a capture."""
-        modules = [module for module in (self.small, self.matvec, self.ends) if module is not None]
+        modules = [module for module in (self.small, self.matvec, self.ends, self.rows) if module is not None]
         for module in modules:
             module.overlap = wanted
         try:
@@ -123,7 +126,7 @@ class Kernels:
             _CHOSEN[key] = _choose(groups, attention, sizes)
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
-            chosen.prepare(groups, leaf.dtype, [n for n in BUCKETS if n <= rows], progress=progress)
+            chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
         return chosen
 
     def products(
@@ -209,6 +212,18 @@ class Kernels:
             self.save_cuts()
             told(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
+
+    def with_rows(self, leaves: Sequence[Leaf], dtype: torch.dtype) -> Kernels:
+        """Choose the kernels for steps of more rows than the matrix-vector kernels take, once; returns itself. leaves: the layers
+        over 4-bit weights."""
+        if self.rows is not None or ROWS in self.left_out or not leaves:
+            return self
+        shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
+        self.rows = _tried(
+            ROWS, self.left_out, lambda: many_rows.load(leaves[0].device),
+            lambda module: _wrong_rows(module, list(shapes.values()), dtype, self.measured_us),
+        )  # fmt: skip
+        return self
 
     def save_cuts(self) -> None:
         """Keep the cuts that were measured for the next process."""
@@ -354,6 +369,27 @@ def _wrong_products(
     if ours >= theirs:
         return f"slower here: {ours:.0f} µs against bitsandbytes' {theirs:.0f} for one layer"
     return None
+
+
+def _wrong_rows(
+    module: Any, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[Any, tuple[float, float]], *, n: int = 32
+) -> str | None:  # fmt: skip
+    """Return what is wrong with the products of many rows, or that they are slower than the layers' own over all shapes."""
+    ours, theirs = 0.0, 0.0
+    for leaf in leaves:
+        packed = leaf.packed()
+        if many_rows.why_not(packed, dtype) is not None:
+            continue  # this layer stays with its own product
+        if (why := many_rows.wrong([packed], module, dtype)) is not None:
+            return why
+        x = torch.randn(n, leaf.in_features, device=module.device).to(dtype)
+        out = torch.empty(n, leaf.out_features, dtype=dtype, device=module.device)
+        pair = graph_us(partial(many_rows.linear, x, [packed], out, module=module)), graph_us(partial(leaf.base, x))
+        measured[f"{n} rows: {shape_of([leaf])}"] = pair
+        ours, theirs = ours + pair[0], theirs + pair[1]
+    if theirs == 0.0:
+        return "no layer of this model is in a form that they read"
+    return None if ours < theirs else f"slower here: {ours:.0f} µs against the layers' own {theirs:.0f} for {n} rows"
 
 
 def _wrong_lora(module: Any, dtype: torch.dtype) -> str | None:

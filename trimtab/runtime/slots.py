@@ -24,12 +24,14 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import RequestError
-from trimtab.runtime import lora, matvec
+from trimtab.runtime import lora, many_rows, matvec
 from trimtab.runtime.leaves import Leaf
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
 # `low` of a group is sized by the largest rank, in steps of this, so that one more rank is seldom a new capture.
 RANK_STEP = 16
+# A table has room for so many adapters at least, however few rows there are.
+LEAST_SLOTS = 32
 # Layers by the last part of their names, in a model's order, that families give one tensor.
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -48,7 +50,8 @@ class _Columns:
 
 
 class AdapterSlots:
-    """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them.
+    """The tables of one loaded model, for steps of up to `rows` rows. module: the compiled kernels that read them; many: those for
+    steps of more rows than they take at once (many_rows.py).
 
     Errors: RequestError for fewer slots than rows.
 
@@ -57,13 +60,15 @@ class AdapterSlots:
     """
 
     def __init__(
-        self, hf_model: Any, route: lora.Route, rows: int, device: torch.device, *, module: Any, slots: int = 32
+        self, hf_model: Any, route: lora.Route, rows: int, device: torch.device, *, module: Any, slots: int = LEAST_SLOTS,
+        many: Any = None,
     ) -> None:  # fmt: skip
         if slots < rows:
             raise RequestError(
                 "each row may need a slot of its own", field="slots", value=slots, hint=f"At least {rows}"
             )
         self.hf_model, self.route, self.device, self.slots, self.module = hf_model, route, device, slots, module
+        self.many = many
         leaves = [module for module in hf_model.modules() if isinstance(module, Leaf)]
         self._place = {leaf: number for number, leaf in enumerate(leaves)}
         self._of_kind: dict[str, list[Leaf]] = {}
@@ -253,7 +258,11 @@ class AdapterSlots:
         rows = x.shape[0]
         args, made_of = self._taken(leaf, x)
         # PEFT rounds the change over a quantized layer, and the sum over another.
-        matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=leaf.quant_kind != "none")
+        round_change = leaf.quant_kind != "none"
+        if self.many is not None and rows > matvec.MAX_ROWS:
+            many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
+        else:
+            matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=round_change)
         return y
 
     def _taken(self, leaf: Leaf, x: Tensor) -> tuple[matvec.LoraArgs, Tensor | None]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.errors import DeviceError, RequestError
-from trimtab.plan.execution import BUCKETS
+from trimtab.plan.execution import PRODUCT_ROWS
 from trimtab.runtime import hf_gemma4, launch_configs, matvec, tuning
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.kernels import Kernels
@@ -46,7 +46,7 @@ def unsupported_reason(model: LoadedModel) -> str | None:
 
 
 def tune_model(
-    model: LoadedModel, *, rows: int = max(BUCKETS), progress: Callable[[int, int], None] | None = None
+    model: LoadedModel, *, rows: int = max(PRODUCT_ROWS), progress: Callable[[int, int], None] | None = None
 ) -> tuple[TuneReport, dict[str, Any]]:  # fmt: skip
     """Tune every product of a loaded model for steps of up to `rows` rows; return the report and the document of all that was
     tuned for this card, as it may be shipped.
@@ -57,15 +57,15 @@ def tune_model(
     why = unsupported_reason(model)
     if why is not None:
         raise RequestError(f"nothing to tune: {why}", field="model", value=model.plan.request.model)
-    if not 1 <= rows <= max(BUCKETS):
-        raise RequestError(f"must be between 1 and {max(BUCKETS)}", field="rows", value=rows)
+    if not 1 <= rows <= max(PRODUCT_ROWS):
+        raise RequestError(f"must be between 1 and {max(PRODUCT_ROWS)}", field="rows", value=rows)
     batch = Batch(model, rows=rows)
     kernels: Kernels = batch.steps.kernels
     if kernels.matvec is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in kernels.left_out.items()) or "they were not chosen"
         raise DeviceError(f"the 4-bit kernels are not used on this card: {reasons}", device=str(model.device))
     groups = hf_gemma4.product_groups(model.hf_model)
-    counts = [count for count in BUCKETS if count <= rows]
+    counts = [count for count in PRODUCT_ROWS if count <= rows]
     timed = kernels.tune(groups, model.dtype, counts, progress=progress, again=True)
     # Captures the steps; what was nearly the fastest by itself is tried in them.
     batch.prepare()

@@ -89,7 +89,7 @@ class IdleTuning:
 def idle_tuning(model: LoadedModel, batch: Batch) -> IdleTuning | None:
     """Return the tuning of a loaded model's products that are not measured on a card like this, None if there is nothing to do
     or no memory left for it."""
-    from trimtab.plan.execution import BUCKETS
+    from trimtab.plan.execution import PRODUCT_ROWS
     from trimtab.runtime import hf_gemma4, launch_configs, matvec, tuning
     from trimtab.runtime.kernels import TRIED, Kernels, Product
 
@@ -98,7 +98,7 @@ def idle_tuning(model: LoadedModel, batch: Batch) -> IdleTuning | None:
         return None
     if plan.gpu_budget_bytes - plan.gpu_needed_bytes < NEEDED_BYTES:
         return None
-    counts = [count for count in BUCKETS if count <= batch.rows]
+    counts = [count for count in PRODUCT_ROWS if count <= batch.rows]
     groups = hf_gemma4.product_groups(model.hf_model)
     measured = (launch_configs.MEASURED, launch_configs.SHIPPED)
     wanted = [

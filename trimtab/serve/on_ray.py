@@ -77,15 +77,15 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
     scaling: dict[str, Any] = {"num_replicas": low}
     if low < high:
         # More copies as soon as those there are have more to do than rows.
-        target = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": model.rows}
+        target = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": model.expected_rows}
         scaling = {"autoscaling_config": target}
     # A copy has up to twice its rows, so that the next ones wait where the rows are; all others wait in the front.
-    told = model.settings(max(settings.queue_limit, model.rows), prompt_tokens=settings.limits.prompt_tokens)
+    told = model.settings(max(settings.queue_limit, model.expected_rows), prompt_tokens=settings.limits.prompt_tokens)
     limit = model.resident_limit
     order = [*model.kept, *(name for name in model.adapters if name not in model.kept)]
     told["adapters"] = {name: model.adapters[name] for name in order[:limit]}
     deployment = serve.deployment(
-        Replica, name=deployment_name(model.name), max_ongoing_requests=2 * model.rows,
+        Replica, name=deployment_name(model.name), max_ongoing_requests=2 * model.expected_rows,
         ray_actor_options={"num_cpus": arguments["cpus"], "num_gpus": gpus_of(arguments, model.request.device)},
         health_check_period_s=HEALTH_PERIOD_S, health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_timeout_s=settings.grace_s, max_constructor_retry_count=CONSTRUCTOR_TRIES, **scaling,

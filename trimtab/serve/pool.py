@@ -269,8 +269,10 @@ class Pool:
 
     async def _enter(self, member: _Member) -> None:
         """Wait for a model's place and count one more request. Errors: StoppingError; QueueFullError; why it cannot load."""
-        if member.in_flight + member.waiting >= member.served.rows + self.settings.queue_limit:
-            raise QueueFullError(member.in_flight + member.waiting - member.served.rows, _retry_after_s(member))
+        if member.in_flight + member.waiting >= member.served.expected_rows + self.settings.queue_limit:
+            raise QueueFullError(
+                member.in_flight + member.waiting - member.served.expected_rows, _retry_after_s(member)
+            )
         member.waiting += 1
         member.wanted_since = member.wanted_since or time.monotonic()
         try:

@@ -32,6 +32,7 @@ from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
+from trimtab.serve.row_count import PLANNED, check_rows
 
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,127}$")
 MEDIA = ("image", "audio")
@@ -41,7 +42,8 @@ MEDIA = ("image", "audio")
 class ServedModel:
     """One model of a server.
 
-    request: what is planned, without adapters. adapters: name -> folder. kept: never taken off the model. resident_limit:
+    request: what is planned, without adapters. rows: requests decoded together (None: as `row_count.plan_rows` plans).
+    adapters: name -> folder. kept: never taken off the model. resident_limit:
     how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
     seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
     in any case. decode: how steps are computed, as `trimtab.load` has it.
@@ -51,7 +53,7 @@ class ServedModel:
     request: LoadRequest
     adapters: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
-    rows: int = 8
+    rows: int | None = None
     resident_limit: int | None = None
     idle_unload_s: float | None = None
     supports: tuple[str, ...] = MEDIA
@@ -68,8 +70,7 @@ class ServedModel:
                     "is no adapter of this model", field="keep", value=name,
                     allowed=near_names(name, list(self.adapters)) or list(self.adapters),
                 )  # fmt: skip
-        if self.rows < 1:
-            raise RequestError("must be at least 1", field="rows", value=self.rows)
+        check_rows(self.rows)
         if self.resident_limit is not None and self.resident_limit < max(1, len(self.kept)):
             raise RequestError(
                 f"must be at least 1, and hold the {len(self.kept)} that are kept", field="resident_adapters",
@@ -77,6 +78,11 @@ class ServedModel:
             )  # fmt: skip
         if self.idle_unload_s is not None and self.idle_unload_s <= 0:
             raise RequestError("must be above zero", field="idle_unload_s", value=self.idle_unload_s)
+
+    @property
+    def expected_rows(self) -> int:
+        """How many rows the worker will have at most, before it has planned."""
+        return PLANNED[0] if self.rows is None else self.rows
 
     def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
         """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
@@ -238,7 +244,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         request = LoadRequest(model=_path(table["path"], folder), **({"head": "auto"} | values))
     supports = tuple(kind for kind in MEDIA if table.get(f"supports_{kind}", True))
     return ServedModel(
-        name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows", 8),
+        name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows"),
         resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
         decode=table.get("decode", "auto"),
     )  # fmt: skip

@@ -45,7 +45,8 @@ def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 
     listener = listen(settings.host, settings.port)
     for model in models:
         count = len(model.adapters)
-        say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {model.rows} rows")
+        rows = "rows as planned" if model.rows is None else f"{model.rows} rows"
+        say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {rows}")
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
     extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders)]
     app = make_app(pool, settings, Metrics(), extra=extra, folders=pool.folders)

@@ -26,6 +26,7 @@ from trimtab.request import LoadRequest
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
+from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ SWITCH_S = 0.0005
 def main(connection: Connection, settings: dict[str, Any]) -> None:
     """Load and answer until the other end of the pipe is gone.
 
-    settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows,
-    queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds), plan (of the worker
-    before this one, as JSON; None: plan now).
+    settings: request (LoadRequest as JSON), adapters (name -> folder, those that are loaded at the start), kept, rows (None: as
+    many as cost nothing), queue_limit, resident_limit, prompt_tokens (the longest prompt; None: what the context holds),
+    plan (of the worker before this one, as JSON; None: plan now).
     """
     # Ctrl-C reaches every process of a terminal, and SIGTERM every process of a service; this one ends when the API process
     # is done with it.
@@ -83,13 +84,14 @@ class _Worker:
         lost = {} if before is None else _lost_adapters(settings)
         request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
         is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
-        self.plan = before if is_same and before is not None else _planned(request, later, is_first=before is None)
+        rows = settings["rows"] if before is None else before.request.batch
+        self.plan = before if is_same and before is not None else _planned(request, rows, later, is_first=before is None)
         self._told = 0.0
         self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
         from trimtab.serve.engine import LoadedEngine
 
         self.engine = LoadedEngine(
-            self.model, rows=settings["rows"], kept=settings.get("kept", ()),
+            self.model, rows=self.plan.request.batch, kept=settings.get("kept", ()),
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
         )  # fmt: skip
         self.engine.shelf.lost.update(lost)
@@ -248,16 +250,16 @@ class _Worker:
         }  # fmt: skip
 
 
-def _planned(request: LoadRequest, later: Mapping[str, str], *, is_first: bool) -> Plan:
+def _planned(request: LoadRequest, rows: int | None, later: Mapping[str, str], *, is_first: bool) -> Plan:
     """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
     from trimtab.api import plan_request
 
     try:
-        return plan_request(request, later=later)
+        return plan_rows(request, rows, partial(plan_request, later=later))
     except TrimtabError:
         if is_first:
             raise
-        return plan_request(request)
+        return plan_rows(request, rows, plan_request)
 
 
 def _throw(exc: Exception) -> None:
@@ -295,6 +297,6 @@ def _split_adapters(
         first = [name for name in planned_before if name in adapters]
     planned = {name: adapters[name] for name in first}
     decode = settings.get("decode", "auto")
-    return replace(request, adapters=planned, batch=settings["rows"], decode=decode), {
+    return replace(request, adapters=planned, decode=decode), {
         name: path for name, path in adapters.items() if name not in planned
     }

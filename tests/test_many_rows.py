@@ -1,0 +1,115 @@
+"""Products and adapters of 9 to 64 rows equal float64 and bitsandbytes' own unpacked weight; a wrong kernel is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cuda_on_cpu import run
+from tests.cuda_on_cpu.modules import launches
+from tests.cuda_on_cpu.modules import rows as cpu_module
+from trimtab.runtime import many_rows, matvec
+from trimtab.runtime.quant import dequantize, quantize
+
+on_cpu = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
+TYPES = (torch.bfloat16, torch.float16)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def packed(quant, rows, columns, dtype=torch.bfloat16):
+    return quantize(random(rows, columns, dtype=dtype) * 0.03, quant)
+
+
+@on_cpu
+@pytest.mark.parametrize("order", [0, 1, 7])  # of threads and blocks
+@pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
+def test_a_product_of_many_rows_is_that_of_the_unpacked_weights(quant, order):
+    module = cpu_module(order)
+    for n, rows, columns, dtype in (
+        (9, (64,), 256, torch.bfloat16), (33, (96, 32, 40), 512, torch.bfloat16), (17, (130, 64), 1280, torch.float16),
+    ):  # fmt: skip
+        weights = [packed(quant, count, columns, dtype) for count in rows]
+        assert not any(many_rows.why_not(one, dtype) for one in weights)
+        bias = [random(count, dtype=dtype) * 0.1 if m % 2 == 0 else None for m, count in enumerate(rows)]
+        x = random(n, columns, dtype=dtype, seed=1)
+        made = torch.full((n, sum(rows)), torch.nan, dtype=dtype)
+        many_rows.linear(x, weights, made, bias=bias, module=module)
+        whole = torch.cat([dequantize(one) for one in weights]).double()
+        added = torch.cat([torch.zeros(count) if one is None else one for one, count in zip(bias, rows)]).double()
+        # The weights are bitsandbytes' own bits: what is left is one rounding of the sum.
+        assert many_rows.relative_error(made, x.double() @ whole.T + added) < torch.finfo(dtype).eps / 2
+
+
+@on_cpu
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_row_has_its_own_adapter(dtype):
+    module = cpu_module()
+    for rows, columns, multiprocessors in (((64, 64), 256, 1), ((40, 24, 72), 768, 64)):
+        module.multiprocessors = (
+            multiprocessors  # few: no split of the columns; many: parts are summed where adapters are added
+        )
+        weights = [packed("nf4-dq", count, columns, dtype) for count in rows]
+        assert many_rows.wrong(weights, module, dtype, counts=(11,)) is None
+    assert {"rows_product_16", "rows_low", "rows_up"} <= set(launches(module))
+
+
+@on_cpu
+def test_adapters_over_any_layer_are_added_as_the_matrix_vector_kernels_add_them():
+    module, n, wide, high = cpu_module(), 21, 100, 70
+    slots = [(random(rank, wide) / 10, random(high, rank), 0.25) for rank in (3, 8, 20)]
+    numbers = torch.tensor([i % 4 - 1 for i in range(n)], dtype=torch.int32)
+    for round_change in (False, True):
+        x, y = random(n, wide, dtype=torch.bfloat16), random(n, high, dtype=torch.bfloat16)
+        args = matvec.lora_args([slots], numbers, 32)
+        made, wanted = y.clone(), y.clone()
+        many_rows.add(made, args, module, x=x, round_change=round_change)
+        matvec.lora_add(wanted, args, None, x=x, round_change=round_change)
+        assert float((made != wanted).float().mean()) < 0.01
+        assert torch.equal(made[numbers < 0], y[numbers < 0])
+
+
+@on_cpu
+def test_a_kernel_that_takes_the_wrong_scale_is_found():
+    text = many_rows.source().replace("begin + (from + chunk) * 4 + block >> 8", "begin >> 8")
+    assert text != many_rows.source()
+    weights = [
+        packed("nf4-dq", 64, 768)
+    ]  # 12 blocks a row: some rows begin under one outer scale and end under the next
+    weights[0].parts["nested_absmax"][1:] *= 3
+    assert many_rows.wrong(weights, cpu_module(source=text), torch.bfloat16, counts=(9,)) is not None
+    assert many_rows.wrong(weights, cpu_module(), torch.bfloat16, counts=(9,)) is None
+
+
+def test_weights_of_other_forms_are_refused_with_the_reason():
+    assert "whole chunks of 256" in many_rows.why_not(packed("nf4", 64, 320), torch.bfloat16)
+    assert "stands for" in many_rows.why_not(packed("nf4", 64, 256), torch.float16)
+    assert many_rows.shared_bytes(64, 16384) < 160 * 1024
+
+
+def test_small_weights_are_split_over_more_blocks():
+    assert many_rows.splits_of([20480], 2560, 132) == 1
+    assert many_rows.splits_of([2560], 10240, 132) > 4
+    for rows, columns in (([2560], 10240), ([2048, 512, 512], 2560), ([256], 2560), ([2560], 256)):
+        splits = many_rows.splits_of(rows, columns, 132)
+        each = -(-(columns // 256) // splits)
+        assert 1 <= splits <= columns // 256 and (splits - 1) * each < columns // 256
+
+
+def test_in_torch_a_step_of_many_rows_adds_what_peft_adds():
+    weights = [packed("nf4", 24, 128), packed("nf4", 8, 128)]
+    x = random(12, 128, dtype=torch.bfloat16)
+    adapters = [[(random(4, 128) / 11, random(one.shape[0], 4), 0.5)] for one in weights]
+    args = matvec.lora_args(adapters, torch.tensor([0, -1] * 6, dtype=torch.int32), 8)
+    made = torch.empty(12, 32, dtype=torch.bfloat16)
+    many_rows.linear(x, weights, made, lora=args)
+    start = 0
+    for one, ((A, B, scale),) in zip(weights, adapters):
+        y = torch.nn.functional.linear(x, dequantize(one))
+        change = (x.float() @ A.T @ B.T * scale).to(y.dtype)
+        change[1::2] = 0
+        part = made[:, start : start + one.shape[0]]
+        assert float((part != y + change).float().mean()) < 0.02
+        start += one.shape[0]

@@ -1,0 +1,55 @@
+"""How many requests a worker decodes together: as many as were asked for, or the most that cost the model nothing.
+
+More rows need more memory for keys and values, logits and graphs. Where nobody names a number, the worker takes the largest of
+`PLANNED` whose plan keeps every block where the plan of the smallest keeps it, and runs prompts and steps the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.plan import Plan
+from trimtab.plan.execution import BUCKETS
+from trimtab.request import LoadRequest
+
+MOST_ROWS = max(BUCKETS)
+# Tried in this order; the last one is planned whatever it costs.
+PLANNED = (32, 16, 8)
+
+
+def check_rows(rows: int | None) -> None:
+    """Raise RequestError for a number of rows that steps are not made for; None stands for a planned number."""
+    if rows is not None and not 1 <= rows <= MOST_ROWS:
+        raise RequestError(f"must be between 1 and {MOST_ROWS}", field="rows", value=rows)
+
+
+def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadRequest], Plan]) -> Plan:
+    """Return the plan of a request for so many rows (None: for as many as cost nothing); `plan.request.batch` says how many.
+
+    Errors: those of `make`.
+    """
+    if rows is not None:
+        return make(replace(request, batch=rows))
+    least = make(replace(request, batch=PLANNED[-1]))
+    if least.execution_device == "cpu":
+        return least
+    for count in PLANNED[:-1]:
+        try:
+            made = make(replace(request, batch=count))
+        except DoesNotFitError:
+            continue
+        if _is_as_good(made, least):
+            return made
+    return least
+
+
+def _is_as_good(made: Plan, least: Plan) -> bool:
+    """Whether more rows leave every block in its tier, and prompts and steps as they run."""
+    placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (made, least)]
+    phases = [
+        (plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots)
+        for plan in (made, least)
+    ]  # fmt: skip
+    return placements[0] == placements[1] and phases[0] == phases[1]
