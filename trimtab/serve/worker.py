@@ -85,7 +85,9 @@ class _Worker:
         request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
         is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
         rows = settings["rows"] if before is None else before.request.batch
-        self.plan = before if is_same and before is not None else _planned(request, rows, later, is_first=before is None)
+        self.plan = (
+            before if is_same and before is not None else _planned(request, rows, later, is_first=before is None)
+        )
         self._told = 0.0
         self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
         from trimtab.serve.engine import LoadedEngine
