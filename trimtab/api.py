@@ -52,6 +52,7 @@ def plan(
     decode: str = "auto",
     card: str | None = None,
     max_memory: Mapping[int | str, int | str] | None = None,
+    prefix_cache: int | float | str | None = None,
 ) -> Plan:
     """Return where every block of the model goes, from headers alone; nothing is loaded.
 
@@ -60,7 +61,7 @@ def plan(
     head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where they keep
     more of the decoder on the GPU. decode: how steps run: "auto", or by name "eager", "graph" or "fused". card: plan for this
     GPU, which need not be here: a name such as "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the
-    budgets in transformers' form.
+    budgets in transformers' form. prefix_cache: host memory for keys and values of beginnings that later prompts share.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -85,6 +86,7 @@ def plan(
             head=head,
             decode=decode,
             card=card,
+            prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
         )
     )
 

@@ -106,7 +106,8 @@ class LoadRequest:
     is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is; "auto" is full
     unless 8 bits keep more of the decoder on the GPU. card: plan for this GPU, which need not be here, from estimates.
     disk_memory_bytes: the most that the disk tier may take, None for what is free. decode: how steps run, one of
-    DECODE_MODES; a mode given by name is an error where it cannot be had.
+    DECODE_MODES; a mode given by name is an error where it cannot be had. prefix_cache_bytes: host memory for keys and values of
+    beginnings that later prompts share; 0 keeps none.
     """
 
     model: str
@@ -128,6 +129,7 @@ class LoadRequest:
     card: str | None = None
     disk_memory_bytes: int | None = None
     decode: str = "auto"
+    prefix_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -135,7 +137,7 @@ class LoadRequest:
         check_choice(self.dtype, DTYPES, field_name="dtype")
         check_choice(self.head, HEAD_CHOICES, field_name="head")
         check_choice(self.decode, DECODE_MODES, field_name="decode")
-        for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0)):
+        for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)

@@ -48,6 +48,7 @@ from trimtab.plan.execution import (
 from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
+from trimtab.plan.prefix_memory import prefix_bytes
 from trimtab.plan.prompt_memory import prompt_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
@@ -152,6 +153,10 @@ class _Planner:
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
         self.execution_bytes = self._execution_bytes()
+        self.prefix_bytes = prefix_bytes(
+            anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
+            is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
+        )  # fmt: skip
         self.items = [self._item(block) for block in self.blocks]
         self.limits = self._limits()
 
@@ -255,7 +260,7 @@ class _Planner:
         machine, request, fixed = self.machine, self.request, self._fixed_bytes()
         on_cpu, available = machine.on_cpu, machine.host_available_bytes + machine.process_bytes
         free = available if on_cpu else machine.gpu_free_bytes + machine.context_bytes
-        counted = self.execution_bytes | self.prompt_bytes
+        counted = self.execution_bytes | self.prompt_bytes | self.prefix_bytes
         outside = sum(count for name, count in counted.items() if name in OUTSIDE_PEAK)
         inside = sum(counted.values()) - outside
         return Limits(
@@ -263,7 +268,8 @@ class _Planner:
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
-            load_bytes=fixed, host_bytes=machine.process_bytes, host_load_bytes=READ_BUFFER_BYTES,
+            load_bytes=fixed, host_bytes=machine.process_bytes + request.prefix_cache_bytes,
+            host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
             held_bytes=HELD_BYTES,
@@ -282,6 +288,7 @@ class _Planner:
             "weights": resident, "fixed": limits.load_bytes, "adapters": self.adapter_bytes,
             "kv_cache": self.needs.kv_cache_bytes, "activations": self.needs.activation_bytes,
             "staging": totals.slots * totals.staged_bytes, **self.execution_bytes, **self.prompt_bytes,
+            **self.prefix_bytes,
             "cuda_context": 0 if self.machine.on_cpu else self.machine.context_bytes,
             "allocator_reserve": limits.reserve(totals.peak_bytes),
         }  # fmt: skip
@@ -289,6 +296,8 @@ class _Planner:
             "process": self.machine.process_bytes, **host_weights,
             "buffers": max(totals.buffer_bytes, totals.read_buffer_bytes),
         }  # fmt: skip
+        if request.prefix_cache_bytes:
+            host["prefix_cache"] = request.prefix_cache_bytes
         reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
         return Plan(
             request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,

@@ -25,12 +25,12 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs
+from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
 
 if TYPE_CHECKING:
-    from trimtab.runtime.model import HeldAdapter
+    from trimtab.runtime.held_adapter import HeldAdapter
 
 Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
@@ -49,6 +49,12 @@ class Row:
     finish: str | None = None
     constraint: Constraint | None = None
     error: Exception | None = None
+    # Whose kept beginnings it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
+    # have been written.
+    client: str | None = None
+    cached_tokens: int = 0
+    written: int = 0
+    reuse: prefix_cache.Reuse | None = None
 
     @property
     def answer_ids(self) -> list[int]:
@@ -82,7 +88,9 @@ class Prompt:
 
     def step(self) -> bool:
         """Put the next piece through the model; returns True when the whole prompt is through."""
-        return self.batch._prefill(self)
+        is_through = self.batch._prefill(self)
+        self.batch.prefixes.piece_done(self)
+        return is_through
 
 
 @dataclass(frozen=True)
@@ -124,6 +132,7 @@ class Batch:
         mode = self.decode or self.model.decode
         self.steps = graphs.Steps(self, mode)
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
+        self.prefixes = prefix_cache.Prefixes(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the steps that the first requests would otherwise wait for; where steps are not captured, do nothing.
@@ -139,7 +148,7 @@ class Batch:
         placeholders = hf_slots.placeholder_ids(self.model.hf_model)
         middle = int(self.model.hf_model.config.get_text_config().vocab_size) // 2
         token = next(number for number in range(middle, 0, -1) if number not in placeholders)
-        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1))
+        prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None)
         while not prompt.step():
             pass
         one = prompt.row
@@ -163,13 +172,14 @@ class Batch:
 
     def begin(
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
-        top_logprobs: int | None = None, constraint: Constraint | None = None,
+        top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "",
     ) -> Prompt:  # fmt: skip
         """Return a prompt to put through the model. Nothing is computed yet, and no row is taken.
 
         top_logprobs: how many of the likeliest tokens to report with each token (0: the token's own alone; None: none).
-        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. Errors: RequestError if prompt and
-        answer exceed the context, or for an adapter that is not loaded.
+        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. client: whose kept beginnings the prompt
+        may use and is kept for, where the model keeps any; None: nobody's, every position goes through. Errors: RequestError
+        if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         check_fits(self.model, inputs, request.max_new_tokens)
         if adapter is not None and adapter not in self.model.adapters:
@@ -177,7 +187,15 @@ class Batch:
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
             )
         sampler = hf_generate.Sampler(request, self.model.device)
-        row = Row(adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint)
+        row = Row(
+            adapter,
+            request,
+            sampler,
+            list(inputs.token_ids),
+            inputs.prompt_tokens,
+            constraint=constraint,
+            client=client,
+        )
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
 
     def _prefill(self, prompt: Prompt) -> bool:
@@ -185,15 +203,17 @@ class Batch:
             return self.prompts.step(prompt)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
+        offset = 0 if prompt.done_tokens else self.prefixes.resume(prompt)
         start = prompt.done_tokens
         # A picture or sound has to be in one piece with its tokens.
-        end = count if prompt.inputs.has_media else min(count, start + chunk)
-        if not prompt.inputs.has_media:
+        is_whole = prompt.inputs.has_media and not start
+        end = count if is_whole else min(count, start + chunk, self.prefixes.border(prompt))
+        if not is_whole:
+            positions = hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device, offset)
             tensors = {
                 "input_ids": tensors["input_ids"][:, start:end],
-                "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device),
-                **hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device),
-            }
+                "attention_mask": torch.ones(1, end, dtype=torch.long, device=self.model.device), **positions,
+            }  # fmt: skip
         self.model.route.set(prompt.row.adapter)
         hf_slots.reset_offset(self.model.hf_model)
         with torch.no_grad():
@@ -203,7 +223,7 @@ class Batch:
         prompt.done_tokens = end
         if end == count:
             prompt.logits = found.logits[0, -1].float()
-            prompt.offset = hf_slots.read_offset(self.model.hf_model) if prompt.inputs.has_media else 0
+            prompt.offset = hf_slots.read_offset(self.model.hf_model) if is_whole else offset
         return end == count
 
     def join(self, prompt: Prompt) -> Drawn:
@@ -215,7 +235,7 @@ class Batch:
         while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
             self._prefill(prompt)
         row = prompt.row
-        row.number = len(self.active)
+        row.number, row.written = len(self.active), row.prompt_tokens
         self._fill(row.number, prompt)
         self.prompts.release(prompt)
         self.active.append(row)
@@ -228,8 +248,9 @@ class Batch:
         except BaseException:
             self.leave(row)  # without a token it could not take part in a step
             raise
-        prompt.logits, prompt.cache = None, None
         self._commit(found)
+        self.prefixes.joined(prompt)
+        prompt.logits, prompt.cache = None, None
         self.tell_tokens()
         return found
 
@@ -374,6 +395,8 @@ class Batch:
 
     def _advance(self) -> None:
         assert self.context_tokens is not None
+        for row in self.active:
+            row.written += 1
         # A row that has finished and not left yet goes on writing into its last place.
         self.cache.positions[: len(self.active)].add_(1).clamp_(max=self.context_tokens - 1)
 
@@ -409,6 +432,7 @@ class Batch:
         """Take a request out; the last row takes its place."""
         if row not in self.active:
             raise RequestError("this request is not in the batch", field="row", value=row.number)
+        self.prefixes.leaving(row)
         last = self.active.pop()
         del self._top[row]
         if last is not row:

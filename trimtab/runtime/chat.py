@@ -15,6 +15,7 @@ from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import placeholder_ids
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
+from trimtab.runtime.prefix_store import Mark
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
@@ -27,12 +28,18 @@ CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward pass takes: tensors on the execution device, floats in the model's dtype. One row."""
+    """What a forward pass takes: tensors on the execution device, floats in the model's dtype. One row.
+
+    marks: which tokens stand for which picture or sound, by its content; empty where that is not known. turns: how many tokens
+    there are up to the end of each turn.
+    """
 
     tensors: Mapping[str, Tensor]
     prompt_tokens: int
     token_ids: tuple[int, ...]
     has_media: bool
+    marks: tuple[Mark, ...] = ()
+    turns: tuple[int, ...] = ()
 
     def to(self, device: torch.device) -> Inputs:
         """Return the same inputs on a device."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,13 +68,21 @@ class Form:
 
 
 def chunks_of(
-    tokens: int, sizes: Sequence[int], *, may_end_at: Callable[[int], bool] = lambda _: True
-) -> list[Chunk] | None:
+    tokens: int, sizes: Sequence[int], *, may_end_at: Callable[[int], bool] = lambda _: True, start: int = 0,
+    border: int | None = None,
+) -> list[Chunk] | None:  # fmt: skip
     """Return the chunks of a prompt: the largest size as often as it is filled, then the smallest that holds the rest.
 
-    may_end_at: whether a chunk may end before this token. None if tokens that have to be in one chunk are more than any holds.
+    may_end_at: whether a chunk may end before this token. start: how many tokens have gone through already. border: a place
+    where a chunk has to end. None if tokens that have to be in one chunk are more than any holds.
     """
-    largest, start, chunks = max(sizes), 0, []
+    if border is not None and start < border < tokens:
+        before = chunks_of(border, sizes, may_end_at=may_end_at, start=start)
+        behind = chunks_of(tokens, sizes, may_end_at=may_end_at, start=border)
+        if before is None or behind is None:
+            return None
+        return [*(replace(chunk, is_last=False) for chunk in before), *behind]
+    largest, chunks = max(sizes), []
     while tokens - start > largest:
         end = next((place for place in range(start + largest, start, -1) if may_end_at(place)), None)
         if end is None:

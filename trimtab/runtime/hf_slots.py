@@ -247,11 +247,14 @@ def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
     return (cache.positions + cache.offsets)[:count, None].expand(3, count, 1)
 
 
-def prompt_positions(hf_model: Any, start: int, end: int, device: torch.device) -> dict[str, Tensor]:
-    """Return `position_ids` of a piece of a text prompt where the family would else take them from its last request."""
+def prompt_positions(
+    hf_model: Any, start: int, end: int, device: torch.device, offset: int = 0
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return `position_ids` of a piece of text where the family would else take them from its last request. offset: what pictures
+    before the piece take off its positions."""
     if _rope_module(hf_model) is None:
         return {}
-    return {"position_ids": torch.arange(start, end, device=device).expand(3, 1, end - start)}
+    return {"position_ids": torch.arange(start + offset, end + offset, device=device).expand(3, 1, end - start)}
 
 
 def reset_offset(hf_model: Any) -> None:

@@ -10,7 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -29,15 +29,15 @@ from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import finite, hf, hf_processor, lora
+from trimtab.runtime import finite, hf, hf_processor, lora, prefix_cache
 from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
+from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.quant import repacked_bytes
-from trimtab.runtime.read import HostMemory, read_small
+from trimtab.runtime.read import read_small
 from trimtab.runtime.step_memory import extra_bytes
-from trimtab.runtime.tiers import Part, aligned
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat
@@ -45,63 +45,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.graphs import Fallback
     from trimtab.runtime.memory_shares import Share
-
-ADAPTER_DTYPE = "float32"  # PEFT's own rule: half-precision adapters are cast up when they are loaded
-
-
-@dataclass(frozen=True, eq=False)
-class HeldAdapter:
-    """An adapter in host memory, matched with one model: ready to be put on it without touching the disk.
-
-    tensors: by file and the byte where each starts there, as the file holds them. The LoRA ones are views of `memory`,
-    one piece that is page-locked for a GPU, so that putting an adapter on a model is one copy; places: where they lie.
-    dtype: the one type of all values in `memory`, None if they differ.
-    """
-
-    spec: AdapterSpec
-    tensors: Mapping[tuple[Path, int], Tensor]
-    memory: HostMemory
-    places: Mapping[tuple[Path, int], Part]
-    dtype: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, spec: AdapterSpec, tensors: Mapping[tuple[Path, int], Tensor], *, pinned: bool) -> HeldAdapter:
-        """Return the adapter with its tensors moved into one piece of memory."""
-        # What replaces a module whole is often equal to it and then dropped: it must not be kept by its neighbours.
-        saved = {
-            (entry.file, entry.start) for target in spec.targets if target.kind == "saved"
-            for entry in target.tensors.values()
-        }  # fmt: skip
-        places: dict[tuple[Path, int], Part] = {}
-        end = 0
-        for key, tensor in tensors.items():
-            if key not in saved:
-                places[key] = Part(end, tensor.numel() * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
-                end += aligned(places[key].nbytes)
-        memory = HostMemory(end, pinned=pinned)
-        moved = dict(tensors)
-        for key, place in places.items():
-            moved[key] = place.view(memory.tensor)
-            moved[key].copy_(tensors[key])
-        types = {place.dtype for place in places.values()}
-        return cls(spec, moved, memory, places, types.pop() if len(types) == 1 else None)
-
-    def starts(self) -> dict[tuple[Path, int], int]:
-        """Return at which value of `memory` each LoRA tensor begins; empty if the values are of several types."""
-        if self.dtype is None:
-            return {}
-        return {key: place.offset // self.dtype.itemsize for key, place in self.places.items()}
-
-    @cached_property
-    def host_bytes(self) -> int:
-        """What it takes in host memory."""
-        beside = (tensor.nbytes for key, tensor in self.tensors.items() if key not in self.places)
-        return int(self.memory.tensor.nbytes + sum(beside))
-
-    @cached_property
-    def device_bytes(self) -> int:
-        """What it takes on the execution device."""
-        return self.spec.nbytes(ADAPTER_DTYPE)
+    from trimtab.runtime.prefix_cache import PrefixCache
 
 
 class LoadedModel:
@@ -133,6 +77,8 @@ class LoadedModel:
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self._busy = threading.Lock()
         self._single: Batch | None = None
+        self.prefix_cache: PrefixCache | None = None
+        self._contents: dict[str, str] = {}
         self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
         self._baseline_bytes = 0
@@ -144,6 +90,8 @@ class LoadedModel:
             undo.callback(self.close)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
+                if plan.request.prefix_cache_bytes:
+                    self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
                     self._repack()
                     self.decode = "auto"
@@ -284,7 +232,11 @@ class LoadedModel:
             loaded.close()
         self._specs.clear()
         self._adapter_bytes.clear()
+        self._contents.clear()
         self._fittings.clear()
+        if self.prefix_cache is not None:
+            self.prefix_cache.close()
+            self.prefix_cache = None
         self.route.holders.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -303,6 +255,8 @@ class LoadedModel:
         finite.check_adapter(path, ((entry.tensor_name, tensors[entry.file, entry.start]) for entry in wanted.values()))
         held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
         self.fitting(held)  # now, not while rows wait
+        if self.prefix_cache is not None:
+            held.content
         return held
 
     def fitting(self, held: HeldAdapter) -> lora.Fitting:
@@ -384,6 +338,8 @@ class LoadedModel:
         )
         self._specs[name] = held.spec
         self._adapter_bytes[name] = held.device_bytes
+        if self.prefix_cache is not None:
+            self._contents[name] = held.content
 
     def unload_adapter(self, name: str) -> None:
         """Take an adapter out and give its memory back."""
@@ -391,6 +347,7 @@ class LoadedModel:
         with self._one_at_a_time("unload_adapter"):
             lora.detach(self.hf_model, name, route=self.route)
             del self._specs[name], self._adapter_bytes[name]
+            self._contents.pop(name, None)
 
     def _check_adapter(self, name: str | None) -> None:
         if name is not None and name not in self._specs:
@@ -398,6 +355,22 @@ class LoadedModel:
                 "no adapter of this name is loaded", field="adapter", value=name,
                 allowed=near_names(name, list(self._specs)) or list(self._specs),
             )  # fmt: skip
+
+    # Kept beginnings --------------------------------------------------------------------------------------------------
+
+    def keep_prefixes(self, capacity_bytes: int) -> None:
+        """Keep keys and values of prompts and answers in so much host memory, so that equal beginnings are not computed again.
+
+        What the plan has counted is kept from the start. Errors: RequestError if it is kept already, DoesNotFitError if the
+        host's budget leaves no room.
+        """
+        if self.prefix_cache is not None:
+            raise RequestError("beginnings are kept already", field="prefix_cache", value=capacity_bytes)
+        self.prefix_cache = prefix_cache.PrefixCache.within(self, capacity_bytes)
+
+    def adapter_content(self, name: str | None) -> str:
+        """Return what is equal for two loaded adapters only if they compute the same, whatever they are called; "" for none."""
+        return "" if name is None else self._contents.get(name) or f"attached {self.route.serials[name]}"
 
     # Decoding ---------------------------------------------------------------------------------------------------------
 
@@ -407,7 +380,9 @@ class LoadedModel:
         from trimtab.runtime.graphs import Fallback
 
         own = () if self._single is None else tuple(self._single.steps.fallbacks)
-        loaded = {} if self._loaded is None else self._loaded.left_out
+        loaded = {} if self._loaded is None else dict(self._loaded.left_out)
+        kept = None if self.prefix_cache is None else self.prefix_cache.why_not
+        loaded |= {} if kept is None else {"prefix cache": kept}
         return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
 
     def rows(self) -> Batch | None:

@@ -36,6 +36,7 @@ from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
+from trimtab.runtime.prefix_store import Match
 from trimtab.runtime.step_memory import extra_bytes
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ MOST_GRAPHS = 24
 
 @dataclass(eq=False)
 class _Job:
-    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began."""
+    """A prompt on its way: its chunks, and how many are through. serial: of its adapter when it began. kept: what need not go
+    through."""
 
     chunks: list[Chunk]
     media: Media | None
     offset: int
     serial: int | None
+    kept: Match
     done: int = 0
 
 
@@ -188,6 +191,7 @@ class Prompts:
             return False
         self._jobs[prompt], self._owner = job, weakref.ref(prompt)
         self._new_forward().begin(self.batch.cache.prompt_row)
+        self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True
 
     def _new_forward(self) -> hf_prefill.ChunkForward:
@@ -216,10 +220,13 @@ class Prompts:
                 self._fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
                 return None
             offset = hf_slots.read_offset(self.model.hf_model)
+        may_end_at = (lambda _: True) if media is None else media.may_end_at
+        kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
         chunks = hf_prefill.chunks_of(
-            inputs.prompt_tokens, self.sizes, may_end_at=(lambda _: True) if media is None else media.may_end_at
-        )
-        return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter))
+            inputs.prompt_tokens, self.sizes, may_end_at=may_end_at, start=kept.tokens,
+            border=self.batch.prefixes.border(prompt),
+        )  # fmt: skip
+        return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter), kept)
 
     def _serial_of(self, name: str | None) -> int | None:
         return None if name is None else self.model.route.serials.get(name)

@@ -24,7 +24,8 @@ from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Detokenizer
-from trimtab.runtime.model import HeldAdapter, LoadedModel
+from trimtab.runtime.held_adapter import HeldAdapter
+from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar

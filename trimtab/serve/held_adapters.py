@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.errors import DoesNotFitError
-from trimtab.runtime.model import HeldAdapter, LoadedModel
+from trimtab.runtime.held_adapter import HeldAdapter
+from trimtab.runtime.model import LoadedModel
 
 # What an adapter takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
 OBJECT_BYTES = 2**17

@@ -1,0 +1,478 @@
+"""How keys and values of equal beginnings are kept in host memory and copied back into a row: system prompts, tools, chats.
+
+    cache = PrefixCache(model, capacity_bytes)           # LoadedModel.prefix_cache
+    prefixes = Prefixes(batch)
+    match = prefixes.find(prompt)                        # match.tokens of the prompt are kept
+    prefixes.into_row(match, row)                        # or `into_cache`, for a prompt that transformers runs
+    prefixes.joined(prompt); prefixes.leaving(row)       # what has gone through is kept
+
+`prefix_store.py` says what is kept where; this file moves bytes. What is kept of a prompt is known by its tokens, the content
+of its adapter, pictures and sounds, and its client: names are never enough. A prompt is kept when it has gone through, an
+answer when its row leaves, so that the next turn of a chat computes what is new in it.
+
+Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
+every prompt and answer, and where a second prompt parts from an earlier one (at the end of the last turn they share: of a
+system prompt, of tools). Families whose state is not keys and values by position are refused by name (`why_not`).
+
+A prompt that resumes where one of its own chunks begins computes the same bits; elsewhere its chunks have other sizes, which
+round in another order, as chunks of any sizes do.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
+from trimtab.runtime import hf_slots
+from trimtab.runtime.hf_slots import LayerCache, SlotCache
+from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
+from trimtab.runtime.read import HostMemory
+
+if TYPE_CHECKING:
+    from trimtab.runtime.batch import Batch, Prompt, Row
+
+ALIGNED = 16
+# A page is at least so large: its index takes a few hundred bytes.
+LEAST_PAGE_BYTES = 4096
+# A snapshot that saves fewer tokens than this is not worth a chunk of its own.
+LEAST_SAVED_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One layer's keys or values in a page or snapshot: [H, places, D] from byte `offset` on."""
+
+    layer: int
+    name: str
+    shape: tuple[int, int, int]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        heads, places, width = self.shape
+        return heads * places * width * self.dtype.itemsize
+
+    def view(self, pages: Tensor, offset: int | None = None) -> Tensor:
+        """Return [n, H, places, D] of bytes [n, page]."""
+        start = self.offset if offset is None else offset
+        return pages[:, start : start + self.nbytes].view(self.dtype).unflatten(1, self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a page and a snapshot hold. blocks: the full layers' fields of one block; rings: the sliding layers'."""
+
+    blocks: tuple[_Field, ...]
+    rings: tuple[_Field, ...]
+    block_tokens: int
+
+    @classmethod
+    def of(cls, cache: SlotCache, block_tokens: int) -> Layout:
+        """Return the layout of a family whose first states have been kept."""
+        fields: dict[bool, list[_Field]] = {False: [], True: []}
+        ends = {False: 0, True: 0}
+        for number, layer in enumerate(cache.layers):
+            if not (isinstance(layer, LayerCache) and layer.is_initialized):
+                continue
+            for name, tensor in (("keys", layer.keys), ("values", layer.values)):
+                places = layer.places if layer.is_ring else block_tokens
+                shape = (int(tensor.shape[1]), places, int(tensor.shape[3]))
+                one = _Field(number, name, shape, tensor.dtype, ends[layer.is_ring])
+                fields[layer.is_ring].append(one)
+                ends[layer.is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
+        return cls(tuple(fields[False]), tuple(fields[True]), block_tokens)
+
+    @property
+    def page_bytes(self) -> int:
+        return max(_end(self.blocks), LEAST_PAGE_BYTES)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of the sliding layers' states and of a block's part; 0 where every block's end can be resumed at."""
+        return _end(self.rings) + _end(self.blocks) if self.rings else 0
+
+    @property
+    def tails(self) -> tuple[_Field, ...]:
+        """The full layers' fields in a snapshot, behind the rings: tokens behind the last whole block."""
+        start = _end(self.rings)
+        return tuple(_Field(f.layer, f.name, f.shape, f.dtype, start + f.offset) for f in self.blocks)
+
+
+def _end(fields: Sequence[_Field]) -> int:
+    return max((-(-(one.offset + one.nbytes) // ALIGNED) * ALIGNED for one in fields), default=0)
+
+
+# By layer and name, one row's or prompt's keys and values [H, places, D].
+States = Mapping[tuple[int, str], Tensor]
+
+
+class PrefixCache:
+    """Kept beginnings of one loaded model, in `capacity_bytes` of host memory. Errors: RequestError below one page.
+
+    why_not: why this family's state cannot be kept, None if it can.
+    """
+
+    def __init__(self, model: Any, capacity_bytes: int, *, block_tokens: int = BLOCK_TOKENS) -> None:
+        if capacity_bytes < LEAST_PAGE_BYTES:
+            raise RequestError(f"must be at least {LEAST_PAGE_BYTES} bytes", field="prefix_cache", value=capacity_bytes)
+        self.capacity_bytes, self.block_tokens = capacity_bytes, block_tokens
+        self.device: torch.device = model.device
+        self.why_not = hf_slots.why_not(model.hf_model)
+        self.context_tokens: int = model.context_tokens
+        self.layout: Layout | None = None
+        self.store: PrefixStore | None = None
+        # Whoever can guess tokens cannot guess keys: they are of this process alone.
+        self._secret = secrets.token_bytes(32)
+        is_gpu = self.device.type == "cuda"
+        self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
+        self._staging: Tensor | None = None
+        if is_gpu and self.why_not is None:
+            layers, dtype = model.anatomy.kv_layers, model.anatomy.dtype
+            count = staging_bytes(layers, dtype, context_tokens=self.context_tokens)
+            self._staging = torch.empty(count, dtype=torch.uint8, device=self.device)
+
+    @classmethod
+    def within(cls, model: Any, capacity_bytes: int) -> PrefixCache:
+        """Return a model's cache. Errors: DoesNotFitError if the plan's host budget leaves less."""
+        plan = model.plan
+        left = int(plan.host_budget_bytes - plan.host_peak_bytes + plan.host.get("prefix_cache", 0))
+        if capacity_bytes > left:
+            raise DoesNotFitError(
+                f"the plan leaves {gib(max(left, 0))} of host memory", block="prefix cache", device="host",
+                needed_bytes=capacity_bytes, budget_bytes=max(left, 0), hint="Plan with prefix_cache=",
+            )  # fmt: skip
+        return cls(model, capacity_bytes)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+        self.layout, self.store, self._staging = None, None, None
+
+    def scope(self, client: str, adapter_content: str) -> bytes:
+        """Return what separates clients and adapters of other content."""
+        return scope_of(self._secret, client, adapter_content)
+
+    def numbers(self) -> dict[str, int]:
+        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, and bytes held and at most."""
+        store, layout = self.store, self.layout
+        used = 0 if store is None or layout is None else store.used_pages * layout.page_bytes
+        counts = {} if store is None else vars(store.counts)
+        names = ("lookups", "hits", "hit_tokens", "added", "evicted")
+        return {name: counts.get(name, 0) for name in names} | {
+            "bytes": used, "capacity_bytes": self.capacity_bytes
+        }  # fmt: skip
+
+    def learn(self, cache: SlotCache) -> bool:
+        """Take over the layout of a family's states once they are there; returns whether it is known and a page fits."""
+        if self.layout is None:
+            layout = Layout.of(cache, self.block_tokens)
+            pages = self.capacity_bytes // layout.page_bytes
+            if not (layout.blocks or layout.rings) or not pages:
+                return False
+            snapshot = -(-layout.snapshot_bytes // layout.page_bytes)
+            self.layout = layout
+            self.store = PrefixStore(pages=pages, block_tokens=self.block_tokens, snapshot_pages=snapshot)
+        return self.store is not None
+
+    # Moving bytes -----------------------------------------------------------------------------------------------------
+
+    def save(self, key: PrefixKey, states: States, *, snapshot: bool, offset: int | None = None) -> None:
+        """Keep the states after all tokens of a key. snapshot: whether the sliding layers' are those after the last of them."""
+        assert self.store is not None and self.layout is not None
+        added = self.store.add(key, snapshot=snapshot, offset=offset)
+        try:
+            for group in self._groups(added.blocks):
+                first, flat = group[0][0], self._buffer(len(group) * self.layout.page_bytes)
+                self._copy_blocks(flat, first, len(group), states, into_states=False)
+                self._to_pages([page for _, page in group], 0, flat)
+            if added.snapshot:
+                self._move_snapshot(added.snapshot, len(key.token_ids), states, into_states=False)
+        except BaseException:
+            self.store.clear()  # pages that were promised and not filled are nobody's
+            raise
+
+    def load(self, match: Match, states: States) -> None:
+        """Copy the first match.tokens tokens' states to where `states` are."""
+        assert self.layout is not None
+        for group in self._groups(list(enumerate(match.blocks))):
+            flat = self._buffer(len(group) * self.layout.page_bytes)
+            self._from_pages([page for _, page in group], 0, flat)
+            self._copy_blocks(flat, group[0][0], len(group), states, into_states=True)
+        if match.snapshot:
+            self._move_snapshot(match.snapshot, match.tokens, states, into_states=True)
+
+    def _buffer(self, count: int) -> Tensor:
+        if self._staging is None:
+            return torch.empty(count, dtype=torch.uint8)
+        return self._staging[:count]
+
+    def _room(self) -> int:
+        return 2**62 if self._staging is None else self._staging.numel()
+
+    def _groups(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
+        """Yield consecutive blocks, as many at once as pass through the buffer."""
+        assert self.layout is not None
+        count = max(self._room() // self.layout.page_bytes, 1)
+        for first in range(0, len(blocks), count):
+            yield blocks[first : first + count]
+
+    def _copy_blocks(self, flat: Tensor, first: int, count: int, states: States, *, into_states: bool) -> None:
+        assert self.layout is not None
+        size = self.block_tokens
+        pages = flat.view(count, self.layout.page_bytes)
+        there = [field.view(pages) for field in self.layout.blocks]
+        part = slice(first * size, (first + count) * size)
+        here = [
+            states[field.layer, field.name][:, part].unflatten(1, (count, size)).transpose(0, 1)
+            for field in self.layout.blocks
+        ]
+        _copy(here, there) if into_states else _copy(there, here)
+
+    def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
+        """Move what a snapshot holds: the sliding layers' states after `tokens`, and the tokens behind the last whole block."""
+        assert self.layout is not None
+        tail = tokens % self.block_tokens
+        fields = [*self.layout.rings, *(self.layout.tails if tail else ())]
+        while fields:
+            start, group = fields[0].offset, [fields.pop(0)]
+            while fields and fields[0].offset + fields[0].nbytes - start <= self._room():
+                group.append(fields.pop(0))
+            flat = self._buffer(group[-1].offset + group[-1].nbytes - start)
+            there, here = [], []
+            for field in group:
+                view, state = field.view(flat[None], field.offset - start)[0], states[field.layer, field.name]
+                if field.offset >= _end(self.layout.rings):
+                    view, state = view[:, :tail], state[:, tokens - tail : tokens]
+                there.append(view)
+                here.append(state)
+            if into_states:
+                self._from_pages(pages, start, flat)
+                _copy(here, there)
+            else:
+                _copy(there, here)
+                self._to_pages(pages, start, flat)
+
+    def _runs(self, pages: Sequence[int], start: int, count: int) -> Iterator[tuple[slice, slice]]:
+        """Yield (bytes of the memory, bytes of a buffer) for `count` bytes from byte `start` of these pages on."""
+        assert self.layout is not None
+        size, done = self.layout.page_bytes, 0
+        while done < count:
+            number, inside = divmod(start + done, size)
+            last = number
+            while last + 1 < len(pages) and pages[last + 1] == pages[last] + 1:
+                last += 1
+            length = min((last + 1 - number) * size - inside, count - done)
+            place = pages[number] * size + inside
+            yield slice(place, place + length), slice(done, done + length)
+            done += length
+
+    def _to_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
+        for kept, part in self._runs(pages, start, flat.numel()):
+            self._memory.tensor[kept].copy_(flat[part], non_blocking=True)
+
+    def _from_pages(self, pages: Sequence[int], start: int, flat: Tensor) -> None:
+        for kept, part in self._runs(pages, start, flat.numel()):
+            flat[part].copy_(self._memory.tensor[kept], non_blocking=True)
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+# One batch -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Reuse:
+    """What a request reuses and leaves. key: of its prompt. serial: of its adapter when it began. border: where its prompt is
+    cut for a snapshot that later prompts resume at. offset: of positions behind its pictures."""
+
+    key: PrefixKey
+    serial: int | None
+    border: int | None = None
+    offset: int | None = None
+
+
+class Prefixes:
+    """What one batch reuses of its model's kept beginnings; nothing where the model keeps none."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.model = batch, batch.model
+
+    @property
+    def cache(self) -> PrefixCache | None:
+        """Where beginnings are kept, None if they are not: rings of another context have another layout."""
+        cache: PrefixCache | None = getattr(self.model, "prefix_cache", None)
+        if cache is None or cache.why_not is not None or cache.context_tokens != self.batch.context_tokens:
+            return None
+        return cache
+
+    def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
+        """Return what is kept of a prompt, at most all tokens but the last; notes where it is worth a snapshot."""
+        cache, inputs, row = self.cache, prompt.inputs, prompt.row
+        row.reuse, row.cached_tokens = None, 0
+        if cache is None or row.client is None or (inputs.has_media and not inputs.marks):
+            return Match()
+        serial = None if row.adapter is None else self.model.route.serials.get(row.adapter)
+        scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
+        row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
+        if cache.store is None:
+            return Match()
+        match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
+        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        if cache.store.snapshot_pages:
+            turns = [turn for turn in inputs.turns if match.tokens < turn <= match.shared_tokens]
+            border = max(turns, default=match.shared_tokens)
+            if border - match.tokens >= LEAST_SAVED_TOKENS and may_end_at(border):
+                reuse.border = border
+        return match
+
+    def resume(self, prompt: Prompt) -> int:
+        """Let a prompt that transformers runs begin behind what is kept of it; returns the offset of its positions there.
+
+        Pictures and sounds go through with the whole prompt: it resumes behind the last one, or not at all.
+        """
+        behind = max((mark.end for mark in prompt.inputs.marks), default=0)
+        match = self.find(prompt, may_end_at=lambda place: place >= behind)
+        needs_offset = prompt.inputs.has_media and hf_slots.has_three_axes(self.model.hf_model)
+        if not match.tokens or (needs_offset and match.offset is None):
+            prompt.row.cached_tokens = 0
+            return 0
+        prompt.cache, prompt.done_tokens = self.into_cache(match), match.tokens
+        return (match.offset or 0) if needs_offset else 0
+
+    def border(self, prompt: Prompt) -> int:
+        """Return where a prompt's next piece has to end at the latest, so that a snapshot can be taken."""
+        reuse = prompt.row.reuse
+        if reuse is None or reuse.border is None or reuse.border <= prompt.done_tokens:
+            return prompt.inputs.prompt_tokens
+        return reuse.border
+
+    def into_row(self, match: Match, row: int) -> None:
+        """Copy what is kept into a row that has been cleared."""
+        if not match.tokens:
+            return
+        cache, slots = self.cache, self.batch.cache
+        assert cache is not None and cache.layout is not None
+        for field in (*cache.layout.blocks, *cache.layout.rings):
+            layer = slots.layers[field.layer]
+            if not layer.is_initialized:
+                empty = torch.empty(1, field.shape[0], 1, field.shape[2], dtype=field.dtype, device=self.model.device)
+                layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
+        cache.load(match, self._row_states(row))
+
+    def _values_like(self, layout: Layout, field: _Field, keys: Tensor) -> Tensor:
+        for other in (*layout.blocks, *layout.rings):
+            if other.layer == field.layer and other.name == "values":
+                return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
+        return keys
+
+    def into_cache(self, match: Match) -> DynamicCache:
+        """Return transformers' cache of a prompt whose first match.tokens tokens have gone through."""
+        cache, made = self.cache, hf_slots.prompt_cache(self.model.hf_model)
+        assert cache is not None and cache.layout is not None
+        states = {
+            (field.layer, field.name): torch.zeros(
+                field.shape[0], match.tokens if field in cache.layout.blocks else field.shape[1], field.shape[2],
+                dtype=field.dtype, device=self.model.device,
+            )
+            for field in (*cache.layout.blocks, *cache.layout.rings)
+        }  # fmt: skip
+        cache.load(match, states)
+        for number, layer in enumerate(made.layers):
+            if (number, "keys") not in states:
+                continue
+            keys, values = states[number, "keys"][None], states[number, "values"][None]
+            if layer.is_sliding:
+                order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
+                keys, values = keys.index_select(2, order), values.index_select(2, order)
+                layer.cumulative_length = match.tokens
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+        return made
+
+    def _order(self, tokens: int, window: int, places: int) -> Tensor:
+        """Return the places of the last window - 1 positions in a ring, in order."""
+        first = max(tokens - (window - 1), 0)
+        return torch.arange(first, tokens, device=self.model.device) % places
+
+    # Keeping ----------------------------------------------------------------------------------------------------------
+
+    def piece_done(self, prompt: Prompt) -> None:
+        """Keep a prompt's states where it was cut for a snapshot."""
+        reuse = prompt.row.reuse
+        if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
+            return
+        reuse.border = None
+        if self.batch.prompts.holds(prompt):
+            states: States = self._row_states(self.batch.cache.prompt_row)
+        else:
+            states = self._cache_states(prompt.cache, prompt.done_tokens)
+        self._keep(prompt.row, prompt.done_tokens, states, snapshot=True, offset=None)
+
+    def joined(self, prompt: Prompt) -> None:
+        """Keep a prompt that has gone through and has its row; counts what it reused."""
+        cache, row = self.cache, prompt.row
+        if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
+            return
+        counts = cache.store.counts
+        counts.lookups += 1
+        counts.hits += bool(row.cached_tokens)
+        counts.hit_tokens += row.cached_tokens
+        row.reuse.offset = prompt.offset
+        self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=prompt.offset)
+
+    def leaving(self, row: Row) -> None:
+        """Keep the answer of a row that is about to leave, for the next turn of its chat."""
+        if row.reuse is None or row.error is not None or row.finish == "error":
+            return
+        # A row that others stepped on with after its end has lost the oldest positions of its rings.
+        is_whole = row.written <= len(row.token_ids)
+        count = min(row.written, len(row.token_ids))
+        self._keep(row, count, self._row_states(row.number), snapshot=is_whole, offset=row.reuse.offset)
+
+    def _keep(self, row: Row, count: int, states: States, *, snapshot: bool, offset: int | None) -> None:
+        cache, reuse = self.cache, row.reuse
+        if cache is None or reuse is None or not cache.learn(self.batch.cache):
+            return
+        serial = None if row.adapter is None else self.model.route.serials.get(row.adapter)
+        if serial != reuse.serial:  # another adapter has this name now
+            return
+        key = PrefixKey(reuse.key.scope, row.token_ids[:count], reuse.key.marks)
+        cache.save(key, states, snapshot=snapshot, offset=offset)
+
+    def _row_states(self, row: int) -> States:
+        return {
+            (number, name): getattr(layer, name)[row]
+            for number, layer in enumerate(self.batch.cache.layers)
+            if isinstance(layer, LayerCache) and layer.is_initialized
+            for name in ("keys", "values")
+        }
+
+    def _cache_states(self, prompt: DynamicCache, count: int) -> States:
+        """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
+        states: dict[tuple[int, str], Tensor] = {}
+        assert self.cache is not None and self.cache.layout is not None
+        rings = {field.layer: field.shape[1] for field in self.cache.layout.rings}
+        for number, layer in enumerate(prompt.layers):
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name, None)
+                if tensor is None:
+                    continue
+                states[number, name] = tensor[0]
+                if number in rings:
+                    kept = min(tensor.shape[2], rings[number])
+                    places = torch.arange(count - kept, count, device=tensor.device) % rings[number]
+                    ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
+                    states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
+        return states

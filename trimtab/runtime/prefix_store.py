@@ -1,0 +1,299 @@
+"""Which beginnings of prompts are kept, in which pages of a fixed memory, and which one goes when room is needed.
+
+    store = PrefixStore(pages=1000, block_tokens=32, snapshot_pages=21)
+    key = PrefixKey(scope, token_ids)
+    match = store.find(key, limit=len(token_ids) - 1)      # match.tokens of them need not be computed again
+    added = store.add(key, snapshot=True)                  # the caller fills the pages of added.blocks and added.snapshot
+
+Keys and values of full attention are kept in blocks of `block_tokens` tokens, one page each. A block is known by a digest of
+the scope, of all tokens before it and of its own, so that what two prompts share is kept once. A family with sliding layers
+or another state that is not one entry a token resumes only where a *snapshot* is kept: the state after exactly so many
+tokens, and the tokens behind the last whole block. A *blob* is kept by a key alone (an encoder's output).
+
+What was used longest ago goes first. Using a block uses all blocks before it, so that the oldest item never has one behind it.
+
+A scope separates what must never be shared: it is a digest of the client, of the adapter's content and of a secret of this
+process. Pure: no torch, no bytes but digests. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from trimtab.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A picture or sound whose placeholder tokens are start .. end of a prompt, by the digest of its content: the tokens
+    themselves are the same for every picture."""
+
+    start: int
+    end: int
+    digest: bytes
+
+
+def scope_of(*parts: bytes | str) -> bytes:
+    """Return the digest of what a kept beginning belongs to: no two different lists of parts have the same one."""
+    digest = hashlib.sha256()
+    for part in parts:
+        text = part.encode() if isinstance(part, str) else part
+        digest.update(len(text).to_bytes(8, "little") + text)
+    return digest.digest()
+
+
+@dataclass(frozen=True)
+class PrefixKey:
+    """What a beginning is known by: its scope, its tokens, and the content of pictures and sounds among them."""
+
+    scope: bytes
+    token_ids: Sequence[int]
+    marks: tuple[Mark, ...] = ()
+
+    def digest(self, parent: bytes, start: int, end: int, kind: bytes = b"block") -> bytes:
+        """Return the key of tokens start .. end behind those whose key is `parent`."""
+        digest = hashlib.sha256(kind + parent + array("q", self.token_ids[start:end]).tobytes())
+        for mark in self.marks:
+            if mark.start < end and mark.end > start:
+                digest.update(array("q", (mark.start, mark.end)).tobytes() + mark.digest)
+        return digest.digest()
+
+
+@dataclass(frozen=True)
+class Match:
+    """What is kept of a prompt. tokens: how many need not be computed again. blocks: pages of its whole blocks, in order.
+    snapshot: pages of the state after them, () where none is needed. shared_tokens: how many tokens are in kept blocks, which is
+    more where a snapshot is missing. offset: what was given with the item at its end."""
+
+    tokens: int = 0
+    blocks: tuple[int, ...] = ()
+    snapshot: tuple[int, ...] = ()
+    shared_tokens: int = 0
+    offset: int | None = None
+
+
+@dataclass(frozen=True)
+class Added:
+    """Pages to fill. blocks: (number of the block, its page), in order. snapshot: pages of the state after all tokens."""
+
+    blocks: tuple[tuple[int, int], ...] = ()
+    snapshot: tuple[int, ...] = ()
+
+
+@dataclass(eq=False)
+class _Item:
+    key: bytes
+    parent: _Item | None
+    pages: tuple[int, ...]
+    offset: int | None = None
+    needed_by: int = 0  # blocks and snapshots behind it
+    tail: int | None = None  # of a snapshot: tokens behind its last whole block
+    tails: Counter[int] = field(default_factory=Counter)  # of a block: how many snapshots have so many tokens behind it
+
+
+@dataclass
+class PrefixCounts:
+    """What has happened since the store began, in prompts, tokens and items."""
+
+    lookups: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+    added: int = 0
+    evicted: int = 0
+
+
+class PrefixStore:
+    """The index of `pages` pages. snapshot_pages: of one snapshot; 0 for families that resume behind any block.
+
+    Errors: RequestError for sizes below one.
+    """
+
+    def __init__(self, *, pages: int, block_tokens: int, snapshot_pages: int = 0) -> None:
+        for name, value in (("pages", pages), ("block_tokens", block_tokens)):
+            if value < 1:
+                raise RequestError("must be at least 1", field=name, value=value)
+        self.pages, self.block_tokens, self.snapshot_pages = pages, block_tokens, snapshot_pages
+        self.counts = PrefixCounts()
+        self._items: OrderedDict[bytes, _Item] = OrderedDict()  # the one used longest ago comes first
+        self._free: list[int] = []  # a heap: low numbers first, so that pages taken together often lie together
+        self._untouched = 0  # pages from here on were never used
+
+    @property
+    def used_pages(self) -> int:
+        return self._untouched - len(self._free)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    # Finding ----------------------------------------------------------------------------------------------------------
+
+    def find(self, key: PrefixKey, *, limit: int, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
+        """Return the longest kept beginning of at most `limit` tokens; what it needs counts as used now.
+
+        may_end_at: whether the beginning may end before this token.
+        """
+        path = self._path(key, limit)
+        shared = len(path) * self.block_tokens
+        if self.snapshot_pages:
+            match = self._find_snapshot(key, path, limit, may_end_at)
+        else:
+            while path and not may_end_at(len(path) * self.block_tokens):
+                path.pop()
+            match = Match(len(path) * self.block_tokens, _pages(path), offset=path[-1].offset if path else None)
+            self._use(path)
+        return Match(match.tokens, match.blocks, match.snapshot, shared, match.offset)
+
+    def _path(self, key: PrefixKey, limit: int) -> list[_Item]:
+        """Return the kept blocks of a beginning, from its first token on."""
+        path: list[_Item] = []
+        parent, size = key.scope, self.block_tokens
+        while (len(path) + 1) * size <= limit:
+            parent = key.digest(parent, len(path) * size, (len(path) + 1) * size)
+            item = self._items.get(parent)
+            if item is None:
+                break
+            path.append(item)
+        return path
+
+    def _find_snapshot(
+        self, key: PrefixKey, path: list[_Item], limit: int, may_end_at: Callable[[int], bool]
+    ) -> Match:  # fmt: skip
+        for count in range(len(path), 0, -1):
+            block, start = path[count - 1], count * self.block_tokens
+            for tail in sorted(block.tails, reverse=True):
+                if start + tail > limit or not may_end_at(start + tail):
+                    continue
+                item = self._items.get(key.digest(block.key, start, start + tail, b"snapshot"))
+                if item is not None:
+                    self._use([*path[:count], item])
+                    return Match(start + tail, _pages(path[:count]), item.pages, 0, item.offset)
+        return Match()
+
+    def _use(self, path: Sequence[_Item]) -> None:
+        for item in reversed(path):  # what others need is used last, so that it never comes before them
+            self._items.move_to_end(item.key)
+
+    # Adding -----------------------------------------------------------------------------------------------------------
+
+    def add(self, key: PrefixKey, *, snapshot: bool = False, offset: int | None = None) -> Added:
+        """Keep a beginning, as much of it as there is room for, and return the pages that the caller has to fill now.
+
+        snapshot: whether the state after all of its tokens is there to be kept. offset: what `find` gives back with what ends
+        behind all marks of the key.
+        """
+        size, count = self.block_tokens, len(key.token_ids) // self.block_tokens
+        path = self._path(key, len(key.token_ids))
+        self._use(path)
+        # Positions behind a prompt's last picture are known there and not before.
+        known_from = max((mark.end for mark in key.marks), default=0)
+        for number, item in enumerate(path):
+            if item.offset is None and (number + 1) * size >= known_from:
+                item.offset = offset
+        blocks: list[tuple[int, int]] = []
+        while len(path) < count:
+            pages = self._take(1, path)
+            if pages is None:
+                break
+            parent = path[-1] if path else None
+            number = len(path)
+            digest = key.digest(parent.key if parent else key.scope, number * size, (number + 1) * size)
+            item = _Item(digest, parent, pages, offset if (number + 1) * size >= known_from else None)
+            path.append(self._put(item))
+            blocks.append((number, pages[0]))
+        self._use(path)
+        offset = offset if len(key.token_ids) >= known_from else None
+        kept = self._add_snapshot(key, path, offset) if snapshot and path and len(path) == count else ()
+        self.counts.added += len(blocks) + bool(kept)
+        return Added(tuple(blocks), kept)
+
+    def _add_snapshot(self, key: PrefixKey, path: list[_Item], offset: int | None) -> tuple[int, ...]:
+        if not self.snapshot_pages:
+            return ()
+        block, start, end = path[-1], len(path) * self.block_tokens, len(key.token_ids)
+        digest = key.digest(block.key, start, end, b"snapshot")
+        known = self._items.get(digest)
+        if known is not None:
+            self._use([*path, known])
+            return ()
+        pages = self._take(self.snapshot_pages, path)
+        if pages is None:
+            return ()
+        item = self._put(_Item(digest, block, pages, offset, tail=end - start))
+        block.tails[end - start] += 1
+        self._use([*path, item])
+        return pages
+
+    def _put(self, item: _Item) -> _Item:
+        self._items[item.key] = item
+        if item.parent is not None:
+            item.parent.needed_by += 1
+        return item
+
+    # Blobs ------------------------------------------------------------------------------------------------------------
+
+    def find_blob(self, key: bytes) -> tuple[int, ...] | None:
+        """Return the pages of a blob, None if it is not kept."""
+        item = self._items.get(key)
+        if item is None:
+            return None
+        self._items.move_to_end(key)
+        return item.pages
+
+    def add_blob(self, key: bytes, pages: int) -> tuple[int, ...] | None:
+        """Return so many pages to fill for a blob that is not kept yet, None where there is no room."""
+        taken = self._take(pages, ()) if key not in self._items else None
+        if taken is not None:
+            self._put(_Item(key, None, taken))
+            self.counts.added += 1
+        return taken
+
+    # Room -------------------------------------------------------------------------------------------------------------
+
+    def _take(self, count: int, path: Sequence[_Item]) -> tuple[int, ...] | None:
+        """Return free pages, made free by forgetting what was used longest ago but nothing of `path`; None if there are too
+        few."""
+        kept = {id(item) for item in path}
+        held = sum(len(item.pages) for item in path)
+        if count > self.pages - held:
+            return None
+        while self.pages - self.used_pages < count:
+            oldest = next(iter(self._items.values()))
+            if id(oldest) in kept:
+                return None
+            self._forget(oldest)
+        taken = []
+        for _ in range(count):
+            if self._free:
+                taken.append(heapq.heappop(self._free))
+            else:
+                taken.append(self._untouched)
+                self._untouched += 1
+        return tuple(taken)
+
+    def _forget(self, item: _Item) -> None:
+        assert not item.needed_by, "an item that others need was used longer ago than they"
+        del self._items[item.key]
+        for page in item.pages:
+            heapq.heappush(self._free, page)
+        if item.parent is not None:
+            item.parent.needed_by -= 1
+            if item.tail is not None:
+                item.parent.tails[item.tail] -= 1
+                if not item.parent.tails[item.tail]:
+                    del item.parent.tails[item.tail]
+        self.counts.evicted += 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._items.clear()
+        self._free.clear()
+        self._untouched = 0
+
+
+def _pages(path: Sequence[_Item]) -> tuple[int, ...]:
+    return tuple(page for item in path for page in item.pages)
