@@ -4,15 +4,21 @@ another client's, another adapter's or another picture's is ever reused."""
 from __future__ import annotations
 
 import os
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 
+import trimtab
 from tests import pico
-from tests.test_prefill import differ, eager, ids, in_chunks, load
+from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
+from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_slots
-from trimtab.runtime.prefix_cache import PrefixCache
+from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefix_cache import PrefixCache, Prefixes
+from trimtab.runtime.prefix_store import Mark, PrefixKey
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # As in test_prefill.py: another order of the same sums. A token that is missing or another one's moves a score by 1e-2.
@@ -93,3 +99,275 @@ def test_the_second_turn_of_a_chat_computes_what_is_new_and_says_the_same(family
         assert reused == (27 if has_rings else 24)
         assert differ(found, alone) < TOLERANCE
         assert cache.numbers()["hits"] == 2 and cache.numbers()["hit_tokens"] == 32 + reused
+
+
+def clone(model, batch, inputs, **options):
+    """Return the scores of a prompt without the cache."""
+    kept, model.prefix_cache = model.prefix_cache, None
+    try:
+        return scores(batch, inputs, **options)[0]
+    finally:
+        model.prefix_cache = kept
+
+
+# Chunks and pieces ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma4"])
+def test_the_same_borders_give_the_same_bits(family, tmp_path):
+    """A prompt that resumes where its own chunks begin goes through the same chunks: not one bit differs."""
+    with load(family, tmp_path) as model:
+        keeping(model, block_tokens=16)
+        batch = in_chunks(model, (16,))
+        long = ids(90)
+        for count in (48, 90):  # 48 is the end of a chunk, and of a block
+            expected = clone(model, in_chunks(model, (16,)), model.prepare(long[:count]))
+            found, reused = scores(batch, model.prepare(long[:count]))
+            assert torch.equal(found, expected) and reused == (48 if count == 90 else 0)
+
+
+def test_pieces_of_transformers_own_pass_are_resumed_at_their_borders_with_the_same_bits(tmp_path, monkeypatch):
+    with load("llama", tmp_path) as model:
+        monkeypatch.setattr(type(model), "prefill_tokens", 16)
+        keeping(model, block_tokens=16)
+        expected = clone(model, eager(model), model.prepare(ids(90)))
+        batch = eager(model)
+        scores(batch, model.prepare(ids(48)))
+        found, reused = scores(batch, model.prepare(ids(90)))
+        assert reused == 48 and torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("how", BATCHES)
+@pytest.mark.parametrize("family", ["gemma3", "gemma3n", "gemma4"])
+def test_a_system_prompt_is_kept_where_a_second_prompt_parts_from_the_first(family, how, tmp_path, monkeypatch):
+    """Families with sliding layers: the second prompt leaves a snapshot at the end of what it shares, the third resumes there."""
+    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
+    with load(family, tmp_path) as model:
+        cache = keeping(model)
+        batch = BATCHES[how](model)
+        system = ids(35)
+        questions = [[*system, *range(200 + 20 * n, 212 + 20 * n)] for n in range(4)]
+        turns = (1, 29, 35, 36, 47)
+        reused = []
+        for question in questions:
+            inputs = replace(model.prepare(question), turns=turns)
+            expected = clone(model, BATCHES[how](model), inputs)
+            found, count = scores(batch, inputs)
+            assert differ(found, expected) < TOLERANCE
+            reused.append(count)
+        # Blocks of 8 tokens are shared up to 32; the last turn that ends before is the one of 29.
+        assert reused == [0, 0, 29, 29]
+        # Without turns the end of the last shared block will do.
+        other = replace(model.prepare([7, *questions[0]]), turns=())
+        for number in range(3):
+            inputs = replace(other, token_ids=(*other.token_ids[:36], *range(100 + number, 110)))
+            inputs = replace(model.prepare(list(inputs.token_ids)), turns=())
+            assert differ(scores(batch, inputs)[0], clone(model, BATCHES[how](model), inputs)) < TOLERANCE
+        assert cache.store.find(key_of(cache, inputs), limit=40).tokens == 32
+
+
+def key_of(cache, inputs, client="", content=""):
+    return PrefixKey(cache.scope(client, content), inputs.token_ids, inputs.marks)
+
+
+def test_a_short_prompt_is_not_cut_for_a_snapshot(tmp_path):
+    with load("gemma3", tmp_path) as model:
+        keeping(model)
+        batch = in_chunks(model, (8, 16))
+        for number in range(3):
+            assert scores(batch, model.prepare([*ids(35), 200 + number, 230]))[1] == 0
+
+
+# Whose it is ---------------------------------------------------------------------------------------------------------
+
+
+def test_clients_never_meet_and_who_wants_every_position_gets_it(tmp_path):
+    with load("llama", tmp_path) as model:
+        cache = keeping(model)
+        batch = eager(model)
+        inputs = model.prepare(ids(40))
+        assert [scores(batch, inputs, client=who)[1] for who in ("a", "b", "a", "b", None, "")] == [0, 0, 32, 32, 0, 0]
+        numbers = cache.numbers()
+        assert (numbers["lookups"], numbers["hits"], numbers["hit_tokens"]) == (5, 2, 64)
+        assert numbers["bytes"] == 3 * 5 * cache.layout.page_bytes  # 40 tokens, three times
+
+
+def adapters(folder, family="llama"):
+    base = pico.build(family, folder / "base")
+    for name, seed in (("one", 1), ("two", 2)):
+        pico.adapter(base, folder / name, seed=seed)
+    shutil.copytree(folder / "one", folder / "copy")
+    return base
+
+
+@pytest.mark.parametrize("how", BATCHES)
+def test_adapters_are_known_by_their_content(how, tmp_path):
+    base = adapters(tmp_path)
+    plan = trimtab.plan(
+        base, adapters={"one": tmp_path / "one", "two": tmp_path / "two"}, quant="none", dtype="float32", context=96,
+        device=DEVICE, prefix_cache="4MB",
+    )  # fmt: skip
+    with trimtab.load(plan) as model:
+        keeping(model)
+        assert len({model.adapter_content(name) for name in (None, "one", "two")}) == 3
+        model.unload_adapter("one")
+        model.unload_adapter("two")
+        model.load_adapter("one", tmp_path / "one")
+        batch, plain = BATCHES[how](model), BATCHES[how](model)
+        inputs = model.prepare(ids(40))
+        expected = {"base": clone(model, plain, inputs), "one": clone(model, plain, inputs, adapter="one")}
+        assert differ(expected["one"], expected["base"]) > 1e-3
+        assert scores(batch, inputs)[1] == 0
+        assert scores(batch, inputs, adapter="one")[1] == 0
+        found, reused = scores(batch, inputs, adapter="one")
+        assert reused == 32 and differ(found, expected["one"]) < TOLERANCE
+        # The same content under another name, and after it was taken off, is the same adapter.
+        model.unload_adapter("one")
+        model.load_adapter("copied", tmp_path / "copy")
+        found, reused = scores(batch, inputs, adapter="copied")
+        assert reused == 32 and differ(found, expected["one"]) < TOLERANCE
+        # Other content under the same name is another one.
+        model.load_adapter("one", tmp_path / "two")
+        other = clone(model, plain, inputs, adapter="one")
+        found, reused = scores(batch, inputs, adapter="one")
+        assert reused == 0 and differ(found, other) < TOLERANCE and differ(found, expected["one"]) > 1e-3
+
+
+def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_path, monkeypatch):
+    base = adapters(tmp_path)
+    plan = trimtab.plan(
+        base, adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE
+    )
+    with trimtab.load(plan) as model:
+        monkeypatch.setattr(type(model), "prefill_tokens", 16)
+        cache = keeping(model)
+        batch = eager(model)
+        prompt = batch.begin(model.prepare(ids(40)), REQUEST, adapter="one")
+        prompt.step()
+        model.unload_adapter("one")
+        model.load_adapter("one", tmp_path / "two")
+        while not prompt.step():
+            pass
+        batch.leave(batch.join(prompt).row)
+        assert cache.numbers()["added"] == 0
+
+
+# Pictures ------------------------------------------------------------------------------------------------------------
+
+
+def seen(model, family, before, *, name=b"cat", seed=0, after=0):
+    """Return a prompt with a picture whose content is known, and text behind it."""
+    inputs = picture(model, family, before)
+    tensors = dict(inputs.tensors)
+    if after:
+        for key in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"):
+            if key in tensors:
+                values = ids(after) if key == "input_ids" else [int(key == "attention_mask")] * after
+                more = torch.tensor([values], device=DEVICE, dtype=tensors[key].dtype)
+                tensors[key] = torch.cat([tensors[key], more], dim=1)
+    if seed:
+        pixels = tensors["pixel_values"]
+        tensors["pixel_values"] = torch.rand(
+            pixels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        ).to(pixels)
+    token_ids = tuple(tensors["input_ids"][0].tolist())
+    places = [place for place, token in enumerate(token_ids) if token in (pico.IMAGE, pico.AUDIO)]
+    marks = (Mark(places[0], places[-1] + 1, name),)
+    return replace(inputs, tensors=tensors, token_ids=token_ids, prompt_tokens=len(token_ids), marks=marks)
+
+
+PICTURES = ("gemma4", "gemma4_dense", "gemma3", "qwen2_5_vl", "qwen3_vl", "mistral3")
+
+
+@pytest.mark.parametrize("how", BATCHES)
+@pytest.mark.parametrize("family", PICTURES)
+def test_a_chat_about_a_picture_goes_on_where_it_was_and_another_picture_is_another_chat(family, how, tmp_path):
+    with load(family, tmp_path) as model:
+        keeping(model)
+        batch, plain = BATCHES[how](model), BATCHES[how](model)
+        first = answer(batch, seen(model, family, 9, after=9))
+        turn = seen(model, family, 9, after=30)
+        expected = clone(model, plain, turn)
+        found, reused = scores(batch, turn)
+        assert reused >= 24 and differ(found, expected) < TOLERANCE
+        assert first.cached_tokens == 0
+        # Another picture with the same tokens shares the text before it, where that is kept.
+        other = seen(model, family, 9, after=30, name=b"dog", seed=5)
+        expected = clone(model, plain, other)
+        found, reused = scores(batch, other)
+        assert reused <= 9 and differ(found, expected) < TOLERANCE
+        # Whose picture is not known is not kept at all.
+        unknown = picture(model, family, 9)
+        assert [scores(batch, unknown)[1] for _ in range(2)] == [0, 0]
+
+
+# Memory --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_memory_is_never_exceeded_and_the_oldest_chat_goes_first(tmp_path):
+    with load("gemma4", tmp_path) as model:
+        cache = keeping(model, capacity=2**18)
+        batch = in_chunks(model, (16,))
+        for number in range(12):
+            scores(batch, model.prepare([number + 3, *ids(40)]))
+            assert cache.numbers()["bytes"] <= 2**18
+        assert cache.numbers()["evicted"] > 0
+        assert scores(batch, model.prepare([3, *ids(50)]))[1] == 0
+        assert scores(batch, model.prepare([14, *ids(50)]))[1] >= 40
+        small = keeping(model, capacity=4096)
+        for _ in range(2):
+            assert scores(batch, model.prepare(ids(40)))[1] == 0
+        assert small.numbers()["bytes"] == 0
+
+
+def test_a_failed_copy_leaves_nothing_behind(tmp_path, monkeypatch):
+    with load("llama", tmp_path) as model:
+        cache = keeping(model)
+        batch = eager(model)
+        scores(batch, model.prepare(ids(20)))
+        with monkeypatch.context() as patch:
+            patch.setattr(PrefixCache, "_to_pages", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+            with pytest.raises(MemoryError):
+                scores(batch, model.prepare(ids(40)))
+        assert cache.numbers()["bytes"] == 0
+        batch.active.clear()
+        assert scores(batch, model.prepare(ids(40)))[1] == 0
+
+
+def test_what_is_kept_is_planned(tmp_path):
+    base = pico.build("llama", tmp_path)
+    options = {"quant": "none", "dtype": "float32", "context": 96, "device": DEVICE}
+    without = trimtab.plan(base, **options)
+    plan = trimtab.plan(base, **options, prefix_cache="64MiB")
+    assert plan.host["prefix_cache"] == 2**26
+    # The process itself has grown by a few pages in between.
+    assert abs(plan.host_peak_bytes - without.host_peak_bytes - 2**26) < 2**22
+    assert "prefix cache" in str(plan) and "prefix_cache" not in without.host
+    with trimtab.load(plan) as model:
+        assert model.prefix_cache.capacity_bytes == 2**26
+        with pytest.raises(RequestError, match="kept already"):
+            model.keep_prefixes(2**20)
+        cache = model.prefix_cache
+    assert cache.store is None
+    with trimtab.load(without) as model:
+        assert model.prefix_cache is None
+        with pytest.raises(DoesNotFitError, match="prefix cache"):
+            model.keep_prefixes(2**50)
+        with pytest.raises(RequestError, match="at least"):
+            model.keep_prefixes(1)
+        model.keep_prefixes(2**20)
+        assert model.prefix_cache.capacity_bytes == 2**20
+
+
+def test_a_family_with_another_state_is_named(tmp_path, monkeypatch):
+    with load("llama", tmp_path) as model:
+        monkeypatch.setattr(hf_slots, "why_not", lambda hf_model: "layer 0 keeps a LinearAttentionLayer")
+        model.keep_prefixes(2**20)
+        assert ("prefix cache", "layer 0 keeps a LinearAttentionLayer") in [(f.what, f.why) for f in model.fallbacks]
+        assert Prefixes(Batch(model, rows=1)).cache is None
+
+
+def test_rows_of_another_context_keep_nothing(tmp_path):
+    with load("gemma3", tmp_path) as model:
+        keeping(model)
+        assert Prefixes(Batch(model, rows=1, context_tokens=64)).cache is None

@@ -48,6 +48,10 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
         metavar="PATTERN",
         help="leave these modules as they are; may be repeated",
     )
+    group.add_argument(
+        "--prefix-cache", metavar="SIZE",
+        help="host memory for keys and values of beginnings that later prompts share, such as 1GiB (default: none are kept)",
+    )  # fmt: skip
     group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
@@ -93,7 +97,7 @@ PLACEMENT = {
     "gpu_memory": "gpu_memory_bytes", "host_memory": "host_memory_bytes", "quant": "quant", "dtype": "dtype",
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
-    "keep_unquantized": "keep_unquantized", "head": "head", "card": "card",
+    "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 
@@ -107,7 +111,7 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
     values: dict[str, Any] = {"model": options.model, **counted}
     for name in given_flags(options):
         value = getattr(options, name)
-        if name in ("gpu_memory", "host_memory"):
+        if name in ("gpu_memory", "host_memory", "prefix_cache"):
             value = parse_bytes(value, field_name=f"--{name.replace('_', '-')}")
         elif name == "adapter":
             value = parse_unweighted(value, field="--adapter")

@@ -12,7 +12,8 @@ from torch import Tensor
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
-from trimtab.runtime.hf_slots import placeholder_ids
+from trimtab.runtime.hf_slots import media_ids, placeholder_ids
+from trimtab.runtime.marks import marks_of, picture_digest, sound_digest, turns_of
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
 from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
 from trimtab.runtime.prefix_store import Mark
@@ -278,7 +279,11 @@ def _through_processor(
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
     check_pictures(model.hf_model.config, encoded, options.get("images", ()))
     check_frames(encoded, options.get("audio", ()), SAMPLE_RATE)
-    return _inputs(model, tokenizer, encoded, device, has_media=bool(pictures or sounds))
+    digests = (
+        [picture_digest(picture) for picture in options.get("images", ())],
+        [sound_digest(samples) for samples in options.get("audio", ())],
+    )
+    return _inputs(model, tokenizer, encoded, device, has_media=bool(pictures or sounds), digests=digests)
 
 
 def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -302,7 +307,10 @@ def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any]) -> list[Any]:
     return read
 
 
-def _inputs(model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool) -> Inputs:
+def _inputs(
+    model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torch.device, *, has_media: bool,
+    digests: tuple[Sequence[bytes], Sequence[bytes]] = ((), ()),
+) -> Inputs:  # fmt: skip
     tensors = {}
     for name, value in encoded.items():
         if isinstance(value, Tensor):
@@ -312,7 +320,10 @@ def _inputs(model: Any, tokenizer: Any, encoded: Mapping[str, Any], device: torc
     if not ids:
         raise RequestError("is empty", field="prompt")
     _check_known(model, tokenizer, ids)
-    return Inputs(tensors, len(ids), ids, has_media=has_media)
+    kinds = media_ids(model.hf_model)
+    marks = marks_of(ids, list(zip(kinds, digests, strict=True))) if has_media else ()
+    turns = turns_of(ids, model.control_tokens.ids - kinds[0] - kinds[1])
+    return Inputs(tensors, len(ids), ids, has_media, marks, turns)
 
 
 def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:

@@ -282,6 +282,14 @@ def has_three_axes(hf_model: Any) -> bool:
 
 def placeholder_ids(hf_model: Any) -> frozenset[int]:
     """Return the token ids that stand for a picture, frame or sound of the prompt."""
-    config = hf_model.config.to_dict()
-    names = (f"{what}_token_{word}" for what in ("image", "video", "audio") for word in ("id", "index"))
-    return frozenset(value for name in names if isinstance(value := config.get(name), int))
+    return frozenset().union(*media_ids(hf_model))
+
+
+def media_ids(hf_model: Any) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the token ids that stand for pictures and frames, and those that stand for sounds."""
+
+    def named(*kinds: str) -> frozenset[int]:
+        names = (f"{what}_token_{word}" for what in kinds for word in ("id", "index"))
+        return frozenset(value for name in names if isinstance(value := getattr(hf_model.config, name, None), int))
+
+    return named("image", "video"), named("audio")

@@ -256,7 +256,7 @@ class LoadedModel:
         held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
         self.fitting(held)  # now, not while rows wait
         if self.prefix_cache is not None:
-            held.content
+            _ = held.content  # hashed once, where nobody waits
         return held
 
     def fitting(self, held: HeldAdapter) -> lora.Fitting:

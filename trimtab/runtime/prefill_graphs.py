@@ -408,7 +408,8 @@ class Prompts:
             self._drop_layout()
         buffer = torch.empty_like(source)
         self.count += 1
-        layout = _Layout(f"\0prompt layout {self.count}", buffer, [one.leaf for one in places])
+        # Another batch of this model may have layouts of its own.
+        layout = _Layout(f"\0prompt layout {id(self)} {self.count}", buffer, [one.leaf for one in places])
         for one in places:
             wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
             A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)

@@ -101,7 +101,7 @@ _PLACEMENT = {
     "quant": "quant", "dtype": "dtype", "context": "context_tokens", "gpu_memory": "gpu_memory_bytes",
     "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
     "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
-    "head": "head",
+    "head": "head", "prefix_cache": "prefix_cache_bytes",
 }  # fmt: skip
 _OWN = (
     "path",
@@ -121,6 +121,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "decode": (str,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
+    "prefix_cache": (str, int),
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {
@@ -235,7 +236,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         request = replace(request, adapters={})
     else:
         values = {_PLACEMENT[key]: value for key, value in table.items() if key in _PLACEMENT}
-        for key in ("gpu_memory_bytes", "host_memory_bytes"):
+        for key in ("gpu_memory_bytes", "host_memory_bytes", "prefix_cache_bytes"):
             if key in values:
                 values[key] = parse_bytes(values[key], field_name=key.removesuffix("_bytes"))
         values["keep_unquantized"] = tuple(values.get("keep_unquantized", ()))
