@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
@@ -377,7 +376,7 @@ class Prefixes:
                 return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
         return keys
 
-    def into_cache(self, match: Match) -> DynamicCache:
+    def into_cache(self, match: Match) -> Any:
         """Return transformers' cache of a prompt whose first match.tokens tokens have gone through."""
         cache, made = self.cache, hf_slots.prompt_cache(self.model.hf_model)
         assert cache is not None and cache.layout is not None
@@ -459,7 +458,7 @@ class Prefixes:
             for name in ("keys", "values")
         }
 
-    def _cache_states(self, prompt: DynamicCache, count: int) -> States:
+    def _cache_states(self, prompt: Any, count: int) -> States:
         """Return the states of a prompt that transformers runs, its sliding layers' as rings."""
         states: dict[tuple[int, str], Tensor] = {}
         assert self.cache is not None and self.cache.layout is not None
