@@ -3,13 +3,17 @@
     python -m bench.load --save bench/results/load_cpu.json                               (the demo model, on a CPU)
     python -m bench.load --work FOLDER --size e4b --adapters 8 --device cuda --quant nf4-dq --save bench/results/load.json
                          --seconds 6 --max-tokens 32 --rates 0.5 4                        (random weights; a GPU)
+    python -m bench.load --work FOLDER --size e4b --device cuda --quant nf4-dq --text-tokens 512 --max-tokens 128 --seconds 25
+                         --skip-s 10 --share 0.7 --engines trimtab                        (512 in, 128 out, one table)
 
 Closed loop: N clients, each asks again as soon as it is answered. Open loop: requests arrive at random at a rate, whether
 the server keeps up or not. Both draw the same questions, text, pictures and sounds in turn, to every adapter. A cell lasts
 `--seconds`; what is unanswered then is cut and counted as `unfinished`, which flatters the times of a server that leaves
-many: theirs are not in the percentiles. Both servers run, and each cell of one follows the same cell of the other, so
-that what else the machine does meets both. Gaps are between pieces of text; stock's streamer holds back the word that may go
-on. Time to first text counts from before the connection is made, queueing included. Adapters of the random checkpoint are
+many: theirs are not in the percentiles. The first `--skip-s` seconds of a cell are not counted: tokens are those that came
+later, times those of requests that began later; the clients of a closed loop begin one after the other within half of them.
+Both servers run, and each cell of one follows the same cell of the other, so that what else the machine does meets both.
+Gaps are between pieces of text; stock's streamer holds back the word that may go on. Time to first text counts from before
+the connection is made, queueing included. Adapters of the random checkpoint are
 of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
 """
 
@@ -29,59 +33,77 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench import client
+from bench import client, load_bodies
 from bench.client import Asked
 from bench.served import Served
 from trimtab.demo.line import FOLDER, read_asks
 
 CLIENTS = (1, 8, 32)
 RANK = 8
+TEXTS = 512  # texts of a run, no two the same
 STOCK_ADAPTERS = ("style", "rslora-dora")
 
 
 @dataclass
 class Cell:
-    """What one load did. asked: those that ended. cut: those that the end of the cell cut, with what they had got."""
+    """What one load did. asked: those that ended. cut: those that the end of the cell cut, with what they had got. skip_s: the
+    beginning that is not counted. Both hold (when it began, in seconds of the cell, how it went)."""
 
     seconds: float
-    asked: list[Asked] = field(default_factory=list)
-    cut: list[Asked] = field(default_factory=list)
+    skip_s: float = 0.0
+    start: float = field(default_factory=time.monotonic)
+    asked: list[tuple[float, Asked]] = field(default_factory=list)
+    cut: list[tuple[float, Asked]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(self, address: str, body: dict[str, Any], end: float) -> None:
-        left_s = end - time.monotonic()
+        began = time.monotonic()
+        left_s = end - began
         if left_s <= 0:
             return
         found = client.ask(address, body, timeout_s=left_s + 0.05, on_piece=lambda _: time.monotonic() < end)
         with self.lock:
-            (self.cut if found.ended in ("left", "hang") else self.asked).append(found)
+            (self.cut if found.ended in ("left", "hang") else self.asked).append((began - self.start, found))
 
     def row(self) -> dict[str, Any]:
-        complete = [one for one in self.asked if one.ended == "complete"]
+        complete = [pair for pair in self.asked if pair[1].ended == "complete"]
         begun = complete + self.cut
-        errors = Counter(one.error or one.ended for one in self.asked if one.ended != "complete")
-        tokens = sum(one.completion_tokens for one in complete) + sum(_pieces(one) for one in self.cut)
-        first = [1000 * one.ttft_s for one in begun if one.ttft_s is not None]
+        errors = Counter(one.error or one.ended for _, one in self.asked if one.ended != "complete")
+        tokens = sum(self._tokens(at, one) for at, one in begun)
+        late = [one for at, one in begun if at >= self.skip_s]
+        first = [1000 * one.ttft_s for one in late if one.ttft_s is not None]
+        ended = [one for at, one in complete if at + one.total_s >= self.skip_s]
         return {
             "ttft_ms": client.percentiles(first, digits=1),
-            "between_ms": client.percentiles([1000 * gap for one in begun for gap in one.gaps_s], digits=2),
-            "tok_s": round(tokens / self.seconds, 1), "requests": len(complete), "unfinished": len(self.cut),
-            "errors": dict(sorted(errors.items())),
+            "between_ms": client.percentiles([1000 * gap for one in late for gap in one.gaps_s], digits=2),
+            "tok_s": round(tokens / (self.seconds - self.skip_s), 1), "requests": len(ended), "unfinished": len(self.cut),
+            "prompt_tokens": max((one.prompt_tokens for one in ended), default=0), "errors": dict(sorted(errors.items())),
         }  # fmt: skip
 
+    def _tokens(self, at: float, one: Asked) -> float:
+        """Return how many tokens of an answer came after the beginning that is not counted."""
+        if one.ttft_s is None:
+            return 0.0
+        times = list(accumulate(one.gaps_s, initial=at + one.ttft_s))
+        each = (
+            one.completion_tokens / len(times) if one.completion_tokens else 1.0
+        )  # a piece may be more than one token
+        return each * sum(time_s >= self.skip_s for time_s in times)
 
-def _pieces(asked: Asked) -> int:
-    return 0 if asked.ttft_s is None else 1 + len(asked.gaps_s)
 
-
-def closed(address: str, bodies: Sequence[dict[str, Any]], *, clients: int, seconds: float) -> Cell:
+def closed(
+    address: str, bodies: Sequence[dict[str, Any]], *, clients: int, seconds: float, skip_s: float = 0.0
+) -> Cell:  # fmt: skip
     """Return what N clients got that ask one question after the other."""
-    cell, end = Cell(seconds), time.monotonic() + seconds
+    cell = Cell(seconds, skip_s)
+    end = cell.start + seconds
 
     def run(number: int) -> None:
+        time.sleep(skip_s / 2 * number / clients)
         for body in _shuffled(bodies, number):
             if time.monotonic() >= end:
                 return
@@ -91,9 +113,12 @@ def closed(address: str, bodies: Sequence[dict[str, Any]], *, clients: int, seco
     return cell
 
 
-def opened(address: str, bodies: Sequence[dict[str, Any]], *, rate: float, seconds: float) -> Cell:
+def opened(
+    address: str, bodies: Sequence[dict[str, Any]], *, rate: float, seconds: float, skip_s: float = 0.0
+) -> Cell:  # fmt: skip
     """Return what requests got that arrive at random, `rate` a second, answered or not."""
-    cell, start = Cell(seconds), time.monotonic()
+    cell = Cell(seconds, skip_s)
+    start = cell.start
     chance, asks, at_s = random.Random(0), _shuffled(bodies, 0), 0.0
     threads = []
     while (at_s := at_s + chance.expovariate(rate)) < seconds:
@@ -141,7 +166,9 @@ def demo() -> Model:
     return Model("demo", FOLDER / "base", {name: FOLDER / "adapters" / name for name in STOCK_ADAPTERS}, 512, 1.0)
 
 
-def sized(size: str, work: Path, count: int, *, device: str) -> Model:
+def sized(
+    size: str, work: Path, count: int, *, device: str, context: int = 1024, audio_s: float = 1.0
+) -> Model:  # fmt: skip
     """Return a random checkpoint of a size with `count` adapters, made where it is not there yet."""
     from bench import checkpoints
 
@@ -156,7 +183,7 @@ def sized(size: str, work: Path, count: int, *, device: str) -> Model:
     for number, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
             _turn(first, path, number)
-    return Model(size, folder, adapters, 1024, 1.0)
+    return Model(size, folder, adapters, context, audio_s)
 
 
 def _turn(first: Path, path: Path, number: int) -> None:
@@ -211,7 +238,7 @@ def servers(model: Model, given: argparse.Namespace) -> dict[str, Callable[[], S
     shared = [str(model.folder), *adapters, "--device", given.device, "--quant", given.quant, "--dtype", given.dtype]
     ours = [
         *shared, "--name", model.name, "--context", str(model.context), "--audio-s", str(model.audio_s),
-        "--rows", str(given.rows), "--queue", "256", *given.serve,
+        *(("--rows", str(given.rows)) if given.rows else ()), "--queue", "256", *given.serve,
     ]  # fmt: skip
     return {
         "trimtab": lambda: Served(ours),
@@ -227,6 +254,13 @@ def warm(server: Served, bodies: Sequence[dict[str, Any]]) -> None:
             raise RuntimeError(f"not answered: {first}\n{server.log[-3000:]}")
 
 
+def how(server: Served) -> str:
+    """Return what a server says of the way in which it runs, empty for another engine."""
+    numbers = server.status().get("numbers", {})
+    names = ("rows", "prompt_chunks", "captures", "capture_s", "fallbacks", "counts")
+    return json.dumps({name: numbers[name] for name in names if name in numbers})
+
+
 def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
     return [
         *({"loop": "closed", "clients": count} for count in given.clients),
@@ -234,13 +268,15 @@ def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
     ]
 
 
-def measure(server: Served, bodies: Sequence[dict[str, Any]], what: dict[str, Any], seconds: float) -> dict[str, Any]:
+def measure(
+    server: Served, bodies: Sequence[dict[str, Any]], what: dict[str, Any], seconds: float, skip_s: float = 0.0
+) -> dict[str, Any]:  # fmt: skip
     """Return one cell's row, once the server has nothing more to do."""
     load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
     if what["loop"] == "closed":
-        cell = closed(server.address, bodies, clients=what["clients"], seconds=seconds)
+        cell = closed(server.address, bodies, clients=what["clients"], seconds=seconds, skip_s=skip_s)
     else:
-        cell = opened(server.address, bodies, rate=what["rate"], seconds=seconds)
+        cell = opened(server.address, bodies, rate=what["rate"], seconds=seconds, skip_s=skip_s)
     server.wait_quiet(60.0)
     return {**what, **cell.row(), "load_before": load_before}
 
@@ -264,10 +300,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])
     parser.add_argument("--dtype", default=None, help="default: float32 on a CPU, bfloat16 on a GPU")
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=None, help="default: as the server plans")
+    parser.add_argument("--context", type=int, default=1024, help="of the random checkpoint")
+    parser.add_argument(
+        "--text-tokens", type=int, help="texts of so many tokens, no two the same, instead of the demo's"
+    )
+    parser.add_argument("--mixed", action="store_true", help="with --text-tokens: a quarter pictures, a quarter sounds")
+    parser.add_argument("--skip-s", type=float, default=0.0, help="the beginning of a cell that is not counted")
+    parser.add_argument(
+        "--share", type=float, help="one more cell: requests arrive at this share of the last closed loop's rate"
+    )
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS)
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[3.0, 10.0], help="requests a second of the open loop"
+        "--rates",
+        type=float,
+        nargs="*",
+        help="requests a second of the open loop (default: 3 and 10; none with --share)",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
     parser.add_argument("--max-tokens", type=int, default=48)
@@ -282,16 +330,61 @@ def main(arguments: Sequence[str] | None = None) -> None:
         given.dtype = "float32" if given.device == "cpu" else "bfloat16"
     if given.size and not given.work:
         parser.error("--size needs --work")
-    model = sized(given.size, given.work, given.adapters, device=given.device) if given.size else demo()
-    bodies = questions(model, given.max_tokens)
+    if given.rates is None:
+        given.rates = [] if given.share else [3.0, 10.0]
+    if given.text_tokens and not given.size:
+        parser.error("--text-tokens needs --size")
+    audio_s = float(load_bodies.SOUND_S) if given.mixed else 1.0
+    model = (
+        sized(given.size, given.work, given.adapters, device=given.device, context=given.context, audio_s=audio_s)
+        if given.size
+        else demo()
+    )
+    bodies = bodies_of(model, given)
     groups = [[engine] for engine in given.engines] if given.apart else [given.engines]
     rows: list[dict[str, Any]] = []
     for group in groups:
         rows += _group(group, model, bodies, given)
     if given.save:
         settings = {name: getattr(given, name) for name in ("seconds", "max_tokens", "rows", "dtype", "apart")}
+        settings |= {name: getattr(given, name) for name in ("text_tokens", "mixed", "skip_s", "share", "context")}
         found = {"environment": environment(given.device), "settings": settings, "rows": rows}
         given.save.write_text(json.dumps(found, indent=1) + "\n")
+    print(table(rows), flush=True)
+
+
+def bodies_of(model: Model, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the questions of a run."""
+    if not given.text_tokens:
+        return questions(model, given.max_tokens)
+    make = load_bodies.mixed if given.mixed else load_bodies.texts
+    models = list(model.adapters) or [model.name]
+    count = TEXTS if not given.mixed else TEXTS // 4
+    return make(
+        load_bodies.words_of(model.folder), models, count=count, tokens=given.text_tokens, max_tokens=given.max_tokens
+    )
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the rows as a short text table."""
+    lines = [
+        f"{'engine':8} {'load':>12} {'tok/s':>8} {'ttft p50/p99 ms':>18} {'between p50/p99 ms':>20} {'done':>5} {'cut':>4} errors"
+    ]
+    for row in rows:
+        if "failed" in row:
+            lines.append(f"{row['engine']:8} failed: {row['failed'][-300:]}")
+            continue
+        load = f"{row['clients']} clients" if row["loop"] == "closed" else f"{row['rate']:.2f} a s"
+        first, between = row["ttft_ms"] or {}, row["between_ms"] or {}
+        lines.append(
+            f"{row['engine']:8} {load:>12} {row['tok_s']:>8.1f} {_pair(first):>18} {_pair(between):>20} {row['requests']:>5} "
+            f"{row['unfinished']:>4} {row['errors'] or ''}"
+        )
+    return "\n".join(lines)
+
+
+def _pair(values: dict[str, float]) -> str:
+    return f"{values.get('p50', 0):.1f} / {values.get('p99', 0):.1f}"
 
 
 def _group(
@@ -313,8 +406,17 @@ def _group(
                 print(rows[-1]["failed"], file=sys.stderr, flush=True)
         for what in cells_of(given):
             for about, server in running.values():
-                rows.append({**about, **measure(server, bodies, what, given.seconds)})
+                rows.append({**about, **measure(server, bodies, what, given.seconds, given.skip_s)})
                 print(json.dumps(rows[-1]), flush=True)
+        for about, server in running.values() if given.share else ():
+            last = [row for row in rows if row["engine"] == about["engine"] and row.get("loop") == "closed"]
+            rate = given.share * last[-1]["requests"] / (given.seconds - given.skip_s) if last else 0.0
+            if rate > 0:
+                what = {"loop": "open", "rate": round(rate, 3), "share": given.share}
+                rows.append({**about, **measure(server, bodies, what, given.seconds, given.skip_s)})
+                print(json.dumps(rows[-1]), flush=True)
+        for about, server in running.values():
+            print(f"{about['engine']}: {how(server)}", flush=True)
     return rows
 
 

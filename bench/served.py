@@ -16,7 +16,7 @@ from typing import Any
 from bench import client
 from trimtab.demo.line import ADAPTERS, FOLDER
 
-READY_S = 120.0
+READY_S = 300.0
 DEMO = [
     str(FOLDER / "base"), "--name", "demo", "--context", "512", "--audio-s", "1", "--device", "cpu",
     *(word for name in ADAPTERS for word in ("--adapter", f"{name}={FOLDER / 'adapters' / name}")),

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from bench import client, load, soak
+from bench import client, load, load_bodies, soak
 from trimtab.demo.line import FOLDER
 
 PIECES, PIECE_S = 4, 0.03
@@ -75,6 +75,38 @@ def test_a_closed_loop_asks_again_as_soon_as_it_is_answered(server):
     assert {"a", "b"} <= set(server.asked)
     # Three clients, each with a token every 30 ms at best.
     assert 0 < row["tok_s"] <= 3 / PIECE_S
+
+
+def test_the_beginning_of_a_cell_is_not_counted():
+    cell = load.Cell(4.0, 1.0)
+    early = client.Asked("complete", ttft_s=0.2, gaps_s=[0.5, 0.5, 0.5], total_s=1.7, completion_tokens=8)
+    late = client.Asked("complete", ttft_s=0.4, gaps_s=[0.5], total_s=0.9, completion_tokens=2)
+    cut = client.Asked("left", ttft_s=0.3, gaps_s=[0.25], total_s=0.6)
+    cell.asked += [(0.0, early), (2.0, late)]
+    cell.cut += [(3.4, cut)]
+    row = cell.row()
+    # Two of the first answer's four pieces, of two tokens each, came after the first second.
+    assert row["tok_s"] == pytest.approx((2 * 2 + 2 + 2) / 3.0, abs=0.05)
+    assert (row["requests"], row["unfinished"]) == (2, 1) and row["ttft_ms"]["max"] == 400.0
+    text = load.table([{"engine": "trimtab", "loop": "closed", "clients": 2, **row}])
+    assert "2 clients" in text and "400.0" in text
+
+
+def test_texts_have_a_number_of_words_and_no_two_are_the_same(tmp_path):
+    vocabulary = {"<pad>": 0, "▁the": 1} | {f"▁w{number}": number for number in range(2, 300)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}), encoding="utf-8")
+    words = load_bodies.words_of(tmp_path)
+    assert len(words) == 298 and "w17" in words
+    bodies = load_bodies.mixed(words, ["a", "b"], count=8, tokens=64, max_tokens=5)
+    kinds = [[part["type"] for part in body["messages"][0]["content"]] for body in bodies]
+    assert (
+        kinds.count(["text"]) == 4
+        and kinds.count(["image_url", "text"]) == 2
+        and kinds.count(["text", "input_audio"]) == 2
+    )
+    texts = [body["messages"][0]["content"][0]["text"] for body in bodies if len(body["messages"][0]["content"]) == 1]
+    assert len(set(texts)) == 4 and all(len(text.split()) == 64 - load_bodies.TEMPLATE_TOKENS for text in texts)
+    assert [body["model"] for body in bodies[:3]] == ["a", "b", "a"]
 
 
 def test_what_is_unanswered_at_the_end_is_cut_and_counted(server):

@@ -246,6 +246,8 @@ class _Worker:
             "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
             "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
             "adapter_host_bytes": shelf.host.nbytes,
+            "prompt_chunks": list(batch.prompts.sizes),
+            "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
             "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
             "swap_p99_s": swap_s[int(len(swap_s) * 0.99)] if swap_s else None,
