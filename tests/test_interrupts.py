@@ -136,6 +136,11 @@ def test_at_several_moments_of_every_command(command: str, after_s: float) -> No
     process.communicate()
 
 
+def test_a_wrong_command_line_of_a_real_process_is_no_interrupt() -> None:
+    done = subprocess.run([sys.executable, "-m", "trimtab", "plan"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "") and done.stderr.startswith("usage: trimtab plan")
+
+
 def test_a_second_ctrl_c_ends_what_does_not_listen() -> None:
     code = (
         "import sys, time\n"

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import trimtab
 from trimtab import interrupts, threads
-from trimtab.commands import bench, doctor, line, merging, serve, tune
+from trimtab.commands import bench, chat, doctor, line, merging, serve, tune
 from trimtab.commands.saying import print_json
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
@@ -181,7 +181,7 @@ def parser() -> argparse.ArgumentParser:
         found.set_defaults(command=function, parser=found, name_of_command=name)
         return found
 
-    for room in (line, merging, bench, tune, doctor, serve):
+    for room in (line, chat, merging, bench, tune, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

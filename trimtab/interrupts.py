@@ -33,14 +33,14 @@ def end_at_once() -> None:
 
 def raise_again() -> None:
     """Let Ctrl-C raise KeyboardInterrupt again, where `end_at_once` has changed that; a second one ends at once."""
-    if signal.getsignal(signal.SIGINT) is _end:
+    if signal.getsignal(signal.SIGINT) in (_end, _end_second):
         signal.signal(signal.SIGINT, _raise)
 
 
 def was_raised() -> bool:
     """Return whether a running command got its first Ctrl-C: other packages turn it into errors of their own (transformers 5.23
     says of a config class that its requirements are not there)."""
-    return is_command() and signal.getsignal(signal.SIGINT) is _end
+    return is_command() and signal.getsignal(signal.SIGINT) is _end_second
 
 
 def leave_stopped() -> None:
@@ -58,8 +58,13 @@ def leave_stopped() -> None:
 
 def _raise(number: int, frame: object) -> None:
     # Python loses an exception that is raised in a destructor or callback: whoever waits presses once more.
-    signal.signal(signal.SIGINT, _end)
+    signal.signal(signal.SIGINT, _end_second)
     raise KeyboardInterrupt
+
+
+def _end_second(number: int, frame: object) -> None:
+    """End as `_end` does; another function, so that it is known whether a command got a first Ctrl-C."""
+    _end(number, frame)
 
 
 def _end(number: int, frame: object) -> None:

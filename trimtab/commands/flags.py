@@ -65,9 +65,10 @@ def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any
     group.add_argument("--adapter", action="append", metavar=form, help=text, **options)
 
 
-def add_sampling(found: argparse.ArgumentParser) -> None:
+def add_sampling(found: argparse.ArgumentParser, *, longest: str = "256") -> None:
+    """Add how tokens are sampled. longest: the default of the longest answer, for people."""
     group = found.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help="the longest answer (default: 256)")
+    group.add_argument("--max-new-tokens", type=int, metavar="N", help=f"the longest answer (default: {longest})")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
     group.add_argument("--top-k", type=int, metavar="N", help="draw from the N most likely tokens")
     group.add_argument("--top-p", type=float, metavar="P", help="draw from the most likely tokens that sum to P")
@@ -90,6 +91,19 @@ def decode_of(options: argparse.Namespace) -> str:
             "says how steps are computed, as --eager does", field="--decode", value=options.decode, hint="Give one"
         )
     return "eager" if options.eager else options.decode or "auto"
+
+
+class InPlaceOf(argparse.Action):
+    """A flag that takes the place of a positional argument: with it, that one may be missing."""
+
+    def __init__(self, *arguments: Any, other: argparse.Action, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._other = other
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        # Not nargs="?": before Python 3.13 that takes nothing where a flag stands between MODEL and PROMPT.
+        self._other.required = False
+        setattr(namespace, self.dest, values)
 
 
 # What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself.
@@ -215,6 +229,46 @@ def read_json_object(given: str, flag: str, example: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError("must be a JSON object", field=flag, value=given, allowed=(example,))
     return value
+
+
+# The largest file of a prompt or system message: more than any context holds.
+TEXT_FILE_BYTES = 16 * 2**20
+
+
+def read_text(path: str, flag: str) -> str:
+    """Return the text of a file, without its last line end. Errors: RequestError if it cannot be read, is too large or not
+    UTF-8."""
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(TEXT_FILE_BYTES + 1)
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field=flag, value=path) from exc
+    return as_text(raw, flag, path)
+
+
+def as_text(raw: bytes, flag: str, path: str) -> str:
+    """Return what was read as text. Errors: RequestError."""
+    if len(raw) > TEXT_FILE_BYTES:
+        raise RequestError(f"has more than {TEXT_FILE_BYTES} bytes", field=flag, value=path)
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as exc:
+        raise RequestError(f"is not UTF-8 text ({exc.reason} at byte {exc.start})", field=flag, value=path) from exc
+    return text[:-2] if text.endswith("\r\n") else text.removesuffix("\n")
+
+
+def system_of(options: argparse.Namespace) -> str | None:
+    """Return the system message that --system or --system-file gives. Errors: RequestError if both do."""
+    if options.system_file is None:
+        return None if options.system is None else str(options.system)
+    if options.system is not None:
+        raise RequestError(
+            "gives a system message, as --system does",
+            field="--system-file",
+            value=options.system_file,
+            hint="Give one",
+        )
+    return read_text(options.system_file, "--system-file")
 
 
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:

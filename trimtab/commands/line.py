@@ -12,18 +12,25 @@ from typing import Any
 import trimtab
 from trimtab import show
 from trimtab.commands.flags import (
+    TEXT_FILE_BYTES,
+    InPlaceOf,
     adapter_to_use,
     add_decode,
     add_placement,
     add_sampling,
+    as_text,
     check_folder_of,
     decode_of,
     load_request,
     plan_or_request,
+    read_text,
     sampling_options,
-)  # fmt: skip
+    system_of,
+)
+from trimtab.commands.opening import ENDED_AT_ONCE, opened, say_fallbacks
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.wording import in_flags
+from trimtab.commands.words_apart import Style
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.options import Option
 from trimtab.request import LoadRequest
@@ -58,7 +65,10 @@ def add(command: Command) -> None:
 
     ran = command("run", run_run, "plan, load and answer one prompt")
     add_placement(ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
-    ran.add_argument("prompt", metavar="PROMPT", help="the question")
+    prompt = ran.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
+    ran.add_argument(
+        "--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the question from a file"
+    )
     ran.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
     ran.add_argument(
         "--memory", action="store_true", help="print each share of the device's memory, planned and measured"
@@ -66,6 +76,7 @@ def add(command: Command) -> None:
     ran.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
     ran.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
     ran.add_argument("--system", metavar="S", help="a system message")
+    ran.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
     ran.add_argument(
         "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
     )
@@ -161,48 +172,57 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_run(options: argparse.Namespace) -> int:
-    from trimtab.checkpoint.folder import find_folder
-    from trimtab.runtime.hf_processor import load_processor
     from trimtab.runtime.memory_shares import shares_text
 
-    answering, decode = sampling_options(options), decode_of(options)
-    if not (options.prompt.strip() or options.image or options.audio):
-        raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=options.prompt)
-    plan, adapter = _plan_to_run(options, decode)
+    answering, decode, prompt = sampling_options(options), decode_of(options), prompt_of(options)
+    if not (prompt.strip() or options.image or options.audio):
+        raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=prompt)
     question: dict[str, Any] = {
-        "image": options.image or None, "audio": options.audio or None, "system": options.system, "adapter": adapter,
+        "image": options.image or None, "audio": options.audio or None, "system": system_of(options),
     }  # fmt: skip
-    # A folder without a tokenizer is found before minutes are spent on its weights.
-    processor = load_processor(find_folder(plan.request.model))
-    with show.loading_bar(sys.stderr) as progress:
-        model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
-    model.processor = processor
-    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
+    plan, question["adapter"] = _plan_to_run(options, decode)
+    with opened(plan, decode) as model:
         if options.json:
-            answer = model.answer(options.prompt, **question, **answering)
+            answer = model.answer(prompt, **question, **answering)
             shares = [one.to_json() for one in model.memory_shares()]
-            print_json(
-                show.answer_json(answer, plan, model.memory(), adapter, model.fallbacks) | {"memory_shares": shares}
-            )
+            shown = show.answer_json(answer, plan, model.memory(), question["adapter"], model.fallbacks)
+            print_json(shown | {"memory_shares": shares})
             return 0
-        with closing(model.generate(options.prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
-            code = _stream(pieces)
-        for one in model.fallbacks:
-            print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+        with closing(model.generate(prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
+            is_empty = _stream(pieces)
+        if is_empty:
+            print(ENDED_AT_ONCE, file=sys.stderr)
+        say_fallbacks(model)
         if options.memory:
             print(shares_text(model.memory_shares()), file=sys.stderr)
-        return code
+        return 0
 
 
-def _stream(pieces: Any) -> int:
+def _stream(pieces: Any) -> bool:
+    """Print an answer as it comes. Returns whether it had no text."""
+    style, is_empty = Style(sys.stdout.isatty()), True
     try:
         for piece in pieces:
-            print(piece, end="", flush=True)
+            is_empty = is_empty and not piece.strip()
+            print(style.printable(piece), end="", flush=True)
     except KeyboardInterrupt:
         print(flush=True)
         raise
     print()
-    return 0
+    return is_empty
+
+
+def prompt_of(options: argparse.Namespace) -> str:
+    """Return the question: PROMPT, standard input for "-", or a file. Errors: RequestError for none or two of them."""
+    if options.prompt_file is not None:
+        if options.prompt is not None:
+            raise RequestError(
+                "gives the question, as PROMPT does", field="--prompt-file", value=options.prompt_file, hint="Give one"
+            )
+        return read_text(options.prompt_file, "--prompt-file")
+    if options.prompt == "-":
+        return as_text(sys.stdin.buffer.read(TEXT_FILE_BYTES + 1), "PROMPT", "-")
+    return str(options.prompt)
 
 
 def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, str | None]:

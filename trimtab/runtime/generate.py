@@ -243,25 +243,49 @@ def generate(model: Any, inputs: Inputs, request: GenerateRequest) -> Iterator[P
     return iter(Generation(model, inputs, request))
 
 
+class Timed:
+    """One answer in pieces, with its timings: iterate over it, then read `answer`.
+
+    Closing the iterator early ends the answer; `answer` then holds what came until then.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, request: GenerateRequest) -> None:
+        self._generation = Generation(model, inputs, request)
+        self._prompt_tokens = inputs.prompt_tokens
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+        self._start = self._first = self._end = 0.0
+
+    def __iter__(self) -> Iterator[Piece]:
+        self._start = self._first = self._end = time.perf_counter()
+        try:
+            with closing(iter(self._generation)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    if not self._token_ids:
+                        self._first = time.perf_counter()
+                    self._texts.append(piece.text)
+                    self._token_ids += piece.token_ids
+                    yield piece
+        finally:
+            self._end = time.perf_counter()
+
+    @property
+    def answer(self) -> Answer:
+        """The answer so far."""
+        decode_s = self._end - self._first
+        rate = (len(self._token_ids) - 1) / decode_s if len(self._token_ids) > 1 and decode_s > 0 else 0.0
+        return Answer(
+            text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
+            prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
+        )  # fmt: skip
+
+
 def generate_text(model: Any, inputs: Inputs, request: GenerateRequest) -> Answer:
     """Return the whole answer with its timings."""
-    generation = Generation(model, inputs, request)
-    start = time.perf_counter()
-    texts: list[str] = []
-    token_ids: list[int] = []
-    first = start
-    with closing(iter(generation)) as pieces:  # type: ignore[type-var]
-        for piece in pieces:
-            if not token_ids:
-                first = time.perf_counter()
-            texts.append(piece.text)
-            token_ids += piece.token_ids
-    end = time.perf_counter()
-    rate = (len(token_ids) - 1) / (end - first) if len(token_ids) > 1 and end > first else 0.0
-    return Answer(
-        text="".join(texts), token_ids=tuple(token_ids), finish_reason=generation.finish_reason,
-        prompt_tokens=inputs.prompt_tokens, ttft_s=first - start, decode_s=end - first, tokens_per_s=rate,
-    )  # fmt: skip
+    timed = Timed(model, inputs, request)
+    for _ in timed:
+        pass
+    return timed.answer
 
 
 def logits(model: Any, inputs: Inputs) -> Tensor:

@@ -7,6 +7,7 @@ libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,14 @@ RATES, MAX_CHANNELS = range(1_000, 768_001), 16
 
 def _named(source: Any) -> str:
     return str(source) if isinstance(source, (str, Path)) else type(source).__name__
+
+
+def several(value: Any) -> Sequence[Any]:
+    """Return one medium or several as a sequence; (samples, rate) is one sound."""
+    if value is None:
+        return ()
+    is_samples = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)
+    return tuple(value) if isinstance(value, (list, tuple)) and not is_samples else (value,)
 
 
 def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -30,10 +30,12 @@ from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_ch
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import finite, hf, hf_processor, lora, prefix_cache
+from trimtab.runtime.asking import Asking
 from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
+from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import read_small
@@ -48,7 +50,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.prefix_cache import PrefixCache
 
 
-class LoadedModel:
+class LoadedModel(Asking):
     """A model in the tiers of its plan. Use as a context manager; `close` gives every byte back.
 
     plan, device, dtype, context_tokens: what was asked. hf_model: transformers' module tree with our layers in place.
@@ -410,7 +412,7 @@ class LoadedModel:
         from trimtab.runtime import chat
 
         return chat.prepare(
-            self, prompt, images=_several(image), audios=_several(audio), system=system,
+            self, prompt, images=several(image), audios=several(audio), system=system,
             template_kwargs=dict(template_kwargs or {}),
         )  # fmt: skip
 
@@ -540,10 +542,3 @@ class LoadedModel:
 
 def _pairs(wanted: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[tuple[Any, Tensor]]:
     return ((entry, tensors[key]) for key, entry in wanted.items())
-
-
-def _several(value: Any) -> Sequence[Any]:
-    if value is None:
-        return ()
-    is_samples = isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], int)  # a sound and its rate
-    return tuple(value) if isinstance(value, (list, tuple)) and not is_samples else (value,)

@@ -1,0 +1,312 @@
+"""`trimtab chat`: real processes over pipes and a terminal, and each command of a session."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+import trimtab
+from trimtab import cli, demo
+from trimtab.commands import chat_input, chat_session
+from trimtab.commands.chat_session import Session
+from trimtab.commands.words_apart import Style, marked
+from trimtab.errors import RequestError
+
+BASE, STYLE = str(demo.BASE), f"style={demo.ADAPTERS['style']}"
+PLACED = ["--device", "cpu", "--context", "512", "--adapter", STYLE]
+QUESTION = "Who are you?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    plan = trimtab.plan(
+        demo.BASE, adapters={"style": str(demo.ADAPTERS["style"])}, context=256, audio_s=2.0, device="cpu", head="full"
+    )
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+def talked(model, *lines, as_json=False, is_terminal=False, **options):
+    """Run a session over lines. Returns its exit code."""
+    session = Session(model.chat(max_new_tokens=8, **options), model, as_json=as_json, is_terminal=is_terminal)
+    return session.run(chat_input.line_reader(io.StringIO("\n".join(lines) + "\n")))
+
+
+# Real processes -------------------------------------------------------------------------------------------------------
+
+
+def test_lines_of_a_pipe_are_turns(model, tmp_path):
+    lines = [QUESTION, "/adapter style", '"""Who', 'are you?"""', f"/save {tmp_path / 'talk.json'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "chat", BASE, *PLACED, "--max-new-tokens", "8", "--use", "style"],
+        input="/adapter base\n" + "\n".join(lines) + "\n", capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first = model.answer(QUESTION, max_new_tokens=8).text
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [message["role"] for message in saved["messages"]] == ["user", "assistant"] * 2
+    assert [message.get("adapter", "-") for message in saved["messages"]] == ["-", None, "-", "style"]
+    assert saved["messages"][2]["content"] == "Who\nare you?"
+    assert done.stdout == "".join(f"{message['content']}\n" for message in saved["messages"][1::2])
+    assert saved["messages"][1]["content"] == first
+
+
+def test_an_error_ends_a_piped_conversation_with_its_code(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "chat", BASE, *PLACED], input="/imgae x\n", capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "/image" in done.stderr and "Traceback" not in done.stderr
+
+
+class Terminal:
+    """A process whose three streams are a terminal of its own."""
+
+    def __init__(self, arguments, environ):
+        import fcntl
+        import pty
+        import termios
+
+        self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+
+        def own_terminal():
+            os.setsid()
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trimtab", *arguments], stdin=slave, stdout=slave, stderr=slave,
+            preexec_fn=own_terminal, env={**os.environ, "TERM": "xterm", **environ},
+        )  # fmt: skip
+        os.close(slave)
+        os.set_blocking(self.master, False)
+        self.seen = ""
+
+    def wait_for(self, pattern):
+        """Read until the pattern is seen; returns what came, without escape sequences, and forgets it."""
+        until = time.monotonic() + 120
+        while time.monotonic() < until:
+            try:
+                self.seen += os.read(self.master, 65536).decode(errors="replace")
+            except BlockingIOError:
+                time.sleep(0.02)
+            except OSError:
+                break  # the other side is closed
+            # prompt_toolkit asks where the cursor is
+            if "\x1b[6n" in self.seen:
+                self.seen = self.seen.replace("\x1b[6n", "")
+                self.send("\x1b[1;1R")
+            plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r", "", self.seen)
+            if re.search(pattern, plain):
+                self.seen = ""
+                return plain
+        raise AssertionError(f"{pattern!r} never came: {self.seen!r}")
+
+    def send(self, text):
+        os.write(self.master, text.encode())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="opens a POSIX terminal")
+def test_ctrl_c_on_a_terminal_ends_the_answer_and_not_the_program(tmp_path):
+    options = [*PLACED, "--temperature", "100", "--context", "4096"]
+    terminal = Terminal(["chat", BASE, *options], {"XDG_CACHE_HOME": str(tmp_path)})
+    try:
+        terminal.wait_for("style>")
+        for _ in range(2):  # a second Ctrl-C of a process would end it at once
+            terminal.send(f"{QUESTION}\r")
+            terminal.wait_for(r"you\?\n.*\w+ +\w+")
+            terminal.send("\x03")
+            assert "stopped" in terminal.wait_for("style>")
+        terminal.send("\x03")
+        assert "/quit or Ctrl-D leaves" in terminal.wait_for("leaves.*\n.*style>")
+        terminal.send("/adap\t")
+        terminal.wait_for("/adapter")
+        terminal.send(" base\r")
+        terminal.wait_for("answers come from base(.*\n)+.*base>")
+        terminal.send("/memory\r")
+        assert "tokens/s" in terminal.wait_for("(?s)tokens/s.*base>")
+        terminal.send("/adapter other\r")
+        terminal.wait_for("(?s)no adapter of this name is loaded.*base>")
+        terminal.send("\x1b[A\x1b[A\x1b[A\x1b[A")  # the arrow keys bring a line back
+        terminal.wait_for("Who are you")
+        terminal.send("\x15\x04")
+        assert terminal.process.wait(timeout=60) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+    history = next(tmp_path.rglob("lines"))
+    assert QUESTION in history.read_text() and history.stat().st_mode & 0o077 == 0
+
+
+def test_help_names_every_command_and_the_parser_its_flags(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["chat", "--help"])
+    assert "--no-history" in capsys.readouterr().out
+    named = {form.split()[0].removeprefix("/") for form, _ in chat_session.HELP}
+    session = Session(None, None, as_json=False, is_terminal=False)
+    assert named == {*session._commands, "quit"}
+
+
+# Each command ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_comparison_marks_the_words_that_differ(model, capsys):
+    assert talked(model, QUESTION, "/compare base style", "/compare base base Again?") == 0
+    out, err = capsys.readouterr()
+    base, styled = (model.answer(QUESTION, adapter=name, max_new_tokens=8).text for name in (None, "style"))
+    assert out.startswith(f"{base}\n--- base\n{base}\n--- style\n{styled}\n--- base\n")
+    assert "differing words: " in err and "base and base give the same answer" in err
+
+
+def test_media_go_with_the_next_message_alone(model, capsys):
+    lines = [f"/image {demo.IMAGES[0]}", f"/audio '{demo.SOUNDS[0]}'", "What is this?", "/clear", "What is this?"]
+    assert talked(model, *lines, as_json=True) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [sorted(line)[0] for line in said] == ["note", "note", "adapter", "note", "adapter"]
+    with_media, without = said[2], said[4]
+    assert without["text"] == model.answer("What is this?", max_new_tokens=8).text
+    assert with_media["prompt_tokens"] > without["prompt_tokens"]
+
+
+def test_a_system_message_can_be_set_and_removed(model, capsys):
+    assert talked(model, "/system Speak.", QUESTION, "/system off", "/again", as_json=True) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert said[1]["text"] == model.answer(QUESTION, system="Speak.", max_new_tokens=8).text
+    assert said[3]["text"] == model.answer(QUESTION, max_new_tokens=8).text
+
+
+def test_an_adapter_can_be_loaded_in_a_conversation(model, capsys):
+    assert talked(model, f"/adapter more={demo.ADAPTERS['specialist']}", QUESTION, "/reload", "/adapter", "/help") == 0
+    out, err = capsys.readouterr()
+    assert out == model.answer(QUESTION, adapter="more", max_new_tokens=8).text + "\n"
+    assert "* more" in err and "no adapter's files have changed" in err and "Ctrl-C ends an answer" in err
+    model.unload_adapter("more")
+
+
+def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
+    path = tmp_path / "talk.md"
+    assert talked(model, QUESTION, f"/save {path}", system="Be brief.") == 0
+    text = path.read_text()
+    assert text.startswith(f"# {demo.BASE}\n\n*System:* Be brief.\n\n**You**\n\n{QUESTION}\n\n**base**\n\n")
+    with pytest.raises(RequestError) as caught:
+        talked(model, f"/save {tmp_path / 'none' / 'talk.md'}")
+    assert caught.value.field == "/save"
+
+
+@pytest.mark.parametrize(
+    ("line", "field"),
+    [("/compare base", "/compare"), ("/adapter none-such", "adapter"), ("/image", "/image"), ("/image no.png", "image"),
+     ("/again", "prompt"), ("/x", "command"), ("/adapter a=/no/such", None)],
+)  # fmt: skip
+def test_a_wrong_command_is_an_error_that_a_terminal_survives(model, line, field, capsys):
+    with pytest.raises(trimtab.TrimtabError) as caught:
+        talked(model, line)
+    assert getattr(caught.value, "field", None) == field
+    assert talked(model, line, QUESTION, is_terminal=True) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() and "trimtab: " in err
+
+
+def test_a_message_may_begin_with_a_slash_and_an_empty_line_is_none(model, capsys):
+    assert talked(model, "", "//etc", as_json=True) == 0
+    (said,) = capsys.readouterr().out.splitlines()
+    assert json.loads(said)["text"] == model.answer("/etc", max_new_tokens=8).text
+
+
+def test_an_answer_without_text_says_so(model, capsys, monkeypatch):
+    ends = model.hf_model.generation_config.eos_token_id
+    first = model.answer(QUESTION, max_new_tokens=1).token_ids[0]
+    monkeypatch.setattr(model.hf_model.generation_config, "eos_token_id", [first])
+    chat = model.chat()
+    Session(chat, model, as_json=False, is_terminal=False)._take(QUESTION)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "the answer is empty: the model ended it at once\n")
+    assert chat.turns == [] and ends is not None
+
+
+def test_a_very_long_line_is_refused_and_the_next_one_read(monkeypatch):
+    monkeypatch.setattr(chat_input, "LONGEST_LINE", 10)
+    read = chat_input.line_reader(io.StringIO("x" * 35 + "\nshort\n"))
+    with pytest.raises(RequestError):
+        read("")
+    assert read("") == "short"
+    with pytest.raises(EOFError):
+        read("")
+
+
+# Terminal -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "has_files"),
+    [("/co", {"/compare", "/quit"}, False), ("/adapter ", {"style", "base"}, False), ("/compare style b", {"style", "base"}, False),
+     ("/compare a b c", set(), False), ("/image x", set(), True), ("/adapter new=x", {"base"}, True), ("hello", set(), False)],
+)  # fmt: skip
+def test_what_may_stand_at_the_end_of_a_line(line, words, has_files):
+    session = Session(None, SimpleNamespace(adapters=("style",)), as_json=False, is_terminal=True)
+    completed, files = session.completions(line)
+    assert words <= set(completed) and files == has_files and bool(words) == bool(completed)
+
+
+def test_keys_send_break_lines_and_leave():
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    with create_pipe_input() as keys:
+        read = chat_input.terminal_reader(
+            lambda line: ([], False), keep_history=False, source=keys, output=DummyOutput()
+        )
+        keys.send_text("one\x1b\rtwo\r")
+        assert read("> ") == "one\ntwo"
+        keys.send_text("\x03")
+        with pytest.raises(KeyboardInterrupt):
+            read("> ")
+        keys.send_text("\x04")
+        with pytest.raises(EOFError):
+            read("> ")
+
+
+def test_a_missing_line_editor_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    read = chat_input.terminal_reader(lambda line: ([], False), keep_history=False)
+    assert read("> ") == "hello"
+    out, err = capsys.readouterr()
+    assert out == "> " and err.startswith("prompt_toolkit cannot be imported")
+
+
+def test_the_history_keeps_its_last_lines(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(chat_input, "HISTORY_LINES", 3)
+    path = chat_input._history_file()
+    path.write_text("".join(f"\n# 2026-01-01 00:00:0{n}\n+line {n}\n" for n in range(6)))
+    chat_input._history_file()
+    from prompt_toolkit.history import FileHistory
+
+    assert list(FileHistory(str(path)).load_history_strings()) == ["line 5", "line 4", "line 3"]
+
+
+def test_control_characters_of_a_model_never_reach_a_terminal():
+    text = "a\x1b]0;title\x07b\x9bc\r\nd\te\n"
+    assert Style(True).printable(text) == "a\ufffd]0;title\ufffdb\ufffdc\nd\te\n"
+    assert Style(False).printable(text) == text
+
+
+def test_words_apart_are_counted_and_marked():
+    text = marked("the cat sat", "the dog sat down", names=("a", "b"), style=Style(False))
+    assert text == "differing words: 1 of 3, 2 of 4\na: the [cat] sat\nb: the [dog] sat [down]"
+    assert "\x1b[1;4mcat\x1b[0m" in marked("cat", "dog", names=("a", "b"), style=Style(True))
+    assert "\x1b" not in marked("\x1b[2J x", "y", names=("a", "b"), style=Style(False)).replace("\x1b[2J", "")

@@ -1,0 +1,126 @@
+"""Where the lines of a conversation come from: a terminal with editing, history and completion, or any stream of lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from trimtab.errors import RequestError
+from trimtab.machine.own_folder import own_folder
+
+HISTORY_LINES, HISTORY_FILE = 1000, "lines"
+# A line longer than this is refused: no context holds it, and a terminal would redraw it for every key.
+LONGEST_LINE = 1_000_000
+
+
+class Reader(Protocol):
+    """Reads what the user sends next. Errors: EOFError at the end, KeyboardInterrupt for Ctrl-C."""
+
+    def __call__(self, prompt: str) -> str: ...
+
+
+# (words that may stand there, whether file paths may) for a line that is being typed.
+Completions = Callable[[str], "tuple[list[str], bool]"]
+
+
+def line_reader(stream: TextIO) -> Reader:
+    """Return a reader of one message a line; a message in triple quotes spans lines."""
+
+    def read(prompt: str) -> str:
+        text = _line(stream)
+        if not text.lstrip().startswith('"""'):
+            return text
+        parts = [text.lstrip()[3:]]
+        while '"""' not in parts[-1]:
+            parts.append(_line(stream))
+        parts[-1] = parts[-1].partition('"""')[0]
+        return "\n".join(parts).strip("\n")
+
+    return read
+
+
+def _line(stream: TextIO) -> str:
+    text = stream.readline(LONGEST_LINE + 1)
+    if not text:
+        raise EOFError
+    if len(text) > LONGEST_LINE:
+        while text and not text.endswith("\n"):
+            text = stream.readline(LONGEST_LINE)
+        raise _too_long()
+    return text.rstrip("\r\n")
+
+
+def terminal_reader(
+    completions: Completions, *, keep_history: bool, source: Any = None, output: Any = None
+) -> Reader:  # fmt: skip
+    """Return a reader that edits lines, with prompt_toolkit; without that package a plain one, which is said on stderr.
+
+    Enter sends, Alt-Enter begins a line. source, output: prompt_toolkit's, for tests.
+    """
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import Completer, Completion, PathCompleter
+        from prompt_toolkit.document import Document
+        from prompt_toolkit.history import FileHistory, InMemoryHistory
+        from prompt_toolkit.key_binding import KeyBindings
+    except ImportError as exc:
+        print(f"prompt_toolkit cannot be imported ({exc}): no editing, history or completion here", file=sys.stderr)
+        return _plain_terminal
+
+    keys = KeyBindings()
+
+    @keys.add("escape", "enter")
+    def _(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    paths = PathCompleter(expanduser=True)
+
+    class Words(Completer):  # type: ignore[misc]
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Any]:
+            line = document.text_before_cursor
+            words, has_paths = completions(line)
+            last = line.rpartition(" ")[2]
+            for word in words:
+                if word.startswith(last):
+                    yield Completion(word, -len(last))
+            if has_paths:
+                yield from paths.get_completions(Document(last.rpartition("=")[2]), complete_event)
+
+    history: Any = InMemoryHistory()
+    if keep_history:
+        with suppress(OSError):
+            history = FileHistory(str(_history_file()))
+    session: Any = PromptSession(
+        history=history, completer=Words(), complete_while_typing=False, key_bindings=keys, input=source, output=output
+    )
+
+    def read(prompt: str) -> str:
+        text = str(session.prompt(prompt, prompt_continuation="  "))
+        if len(text) > LONGEST_LINE:
+            raise _too_long()
+        return text
+
+    return read
+
+
+def _too_long() -> RequestError:
+    return RequestError(f"is longer than {LONGEST_LINE} characters", field="prompt")
+
+
+def _plain_terminal(prompt: str) -> str:
+    sys.stdout.write(prompt)
+    sys.stdout.flush()
+    return line_reader(sys.stdin)(prompt)
+
+
+def _history_file() -> Path:
+    """Return the user's own file of typed lines, made if it is missing, cut to its last lines. Errors: OSError."""
+    path = own_folder("chat") / HISTORY_FILE
+    path.touch(mode=0o600)
+    entries = path.read_text(encoding="utf-8", errors="replace").split("\n# ")
+    if len(entries) > HISTORY_LINES:
+        path.write_text("\n# " + "\n# ".join(entries[-HISTORY_LINES:]), encoding="utf-8")
+    return path

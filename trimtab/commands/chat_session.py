@@ -1,0 +1,304 @@
+"""What happens to each line of a conversation: a message is answered, a line that begins with "/" is a command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trimtab import interrupts
+from trimtab.commands.chat_input import Reader
+from trimtab.commands.opening import ended_at_once
+from trimtab.commands.words_apart import Style, marked
+from trimtab.errors import RequestError, TrimtabError, gib
+from trimtab.plan.plan import write_whole
+
+if TYPE_CHECKING:
+    from trimtab.runtime.conversation import Conversation
+    from trimtab.runtime.model import LoadedModel
+
+BASE_NAMES = ("base", "none")
+LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
+HELP = (
+    ("/adapter [NAME]", "answer with this adapter from now on, `base` with none; alone, list them"),
+    ("/adapter NAME=PATH", "load one more adapter and answer with it"),
+    ("/reload [NAME]", "read adapters again whose files have changed"),
+    ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation stays as it is"),
+    ("/again [NAME]", "answer the last question again, with this adapter, in place of the last answer"),
+    ("/image FILE", "send this image with the next message"),
+    ("/audio FILE", "send this sound with the next message"),
+    ("/system [TEXT]", "set the system message; alone, show it; `/system off` removes it"),
+    ("/memory", "memory planned and in use, tokens of the context, speed of the last answer"),
+    ("/save FILE", "write the conversation: .json, or .md to read"),
+    ("/clear", "forget all turns"),
+    ("/help", "this list"),
+    ("/quit", "leave; also Ctrl-D"),
+)
+KEYS = (
+    "Enter sends, Alt-Enter begins a new line. Ctrl-C ends an answer; what came of it is kept. A message that begins with a slash\n"
+    'is sent with two: //etc. Without a terminal each line is a message, and """ ... """ holds several lines.'
+)
+
+
+class Session:
+    """A conversation on a terminal, or over plain lines. completions: of the line that is being typed (`chat_input`)."""
+
+    def __init__(self, chat: Conversation, model: LoadedModel, *, as_json: bool, is_terminal: bool) -> None:
+        self.chat, self.model = chat, model
+        self.as_json, self.is_terminal = as_json, is_terminal
+        self.style = Style(is_terminal)
+        self._images: list[str] = []
+        self._audios: list[str] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "adapter": self._adapter, "again": self._again, "audio": self._audio, "clear": self._clear,
+            "compare": self._compare, "help": self._help, "image": self._image, "memory": self._memory,
+            "reload": self._reload, "save": self._save, "system": self._system,
+        }  # fmt: skip
+
+    def run(self, read: Reader) -> int:
+        """Answer until the end. Returns the exit code. Errors: TrimtabError where nobody is there to try again."""
+        if self.is_terminal:
+            self._say(f"{self.model.plan.request.model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{LEAVE}")
+        while True:
+            try:
+                line = read(self._prompt())
+            except EOFError:
+                return 0
+            except KeyboardInterrupt:
+                if not self.is_terminal:
+                    raise
+                interrupts.raise_again()
+                self._say(LEAVE)
+                continue
+            except RequestError as exc:
+                self._refuse(exc)
+                continue
+            if line.strip() in ("/quit", "/exit", "/bye"):
+                return 0
+            try:
+                self._take(line)
+            except TrimtabError as exc:
+                self._refuse(exc)
+            except KeyboardInterrupt:
+                if not self.is_terminal:
+                    raise
+                interrupts.raise_again()
+                self._say("\nstopped")
+
+    def completions(self, line: str) -> tuple[list[str], bool]:
+        """Return the words that may stand at the end of a line, and whether a file may."""
+        words = line.split(" ")
+        if len(words) == 1:
+            return ([f"/{name}" for name in (*self._commands, "quit")] if line.startswith("/") else []), False
+        names = [*self.model.adapters, BASE_NAMES[0]]
+        known = {"/adapter": 2, "/again": 2, "/compare": 3, "/reload": 2}
+        has_names = len(words) <= known.get(words[0], 0)
+        is_path = words[0] in ("/image", "/audio", "/save") or (words[0] == "/adapter" and "=" in words[-1])
+        return (names if has_names else []), is_path and len(words) == 2
+
+    def _prompt(self) -> str:
+        waiting = "".join(f" +{Path(path).name}" for path in (*self._images, *self._audios))
+        return f"{_called(self.chat.adapter)}{waiting}> "
+
+    def _refuse(self, exc: TrimtabError) -> None:
+        if not self.is_terminal:
+            raise exc
+        print(f"trimtab: {exc}", file=sys.stderr, flush=True)
+
+    def _say(self, text: str, **fields: Any) -> None:
+        """Say what is no answer: on stderr, so that stdout holds answers alone, or as one JSON line."""
+        if self.as_json:
+            print(json.dumps({"note": text, **fields}), flush=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _take(self, line: str) -> None:
+        if not line.strip() and not (self._images or self._audios):
+            return
+        if line.startswith("/") and not line.startswith("//"):
+            name, _, rest = line[1:].partition(" ")
+            if name not in self._commands:
+                raise RequestError(
+                    "no such command", field="command", value=f"/{name}", allowed=_near(name, self._commands)
+                )
+            self._commands[name](rest.strip())
+            return
+        before = self.chat.left_out
+        pieces = self.chat.stream(line.removeprefix("/") if line.startswith("//") else line,
+                                  image=self._images, audio=self._audios)  # fmt: skip
+        self._images, self._audios = [], []
+        self._show(pieces, self.chat.adapter)
+        if self.chat.left_out > before:
+            self._say(f"the context is full: the oldest {self.chat.left_out} messages are no longer part of the prompt")
+
+    def _show(self, pieces: Iterator[str], adapter: Any) -> str:
+        """Print an answer as it comes. Returns its text."""
+        texts: list[str] = []
+        try:
+            with closing(pieces) as found:  # type: ignore[type-var]
+                for piece in found:
+                    texts.append(piece)
+                    if not self.as_json:
+                        print(self.style.printable(piece), end="", flush=True)
+        finally:
+            if not self.as_json and texts:
+                print(flush=True)
+        text, answer = "".join(texts), self.chat.last
+        assert answer is not None
+        if self.as_json:
+            values = {"text": text, "adapter": adapter, "finish_reason": answer.finish_reason,
+                      "prompt_tokens": answer.prompt_tokens, "answer_tokens": len(answer.token_ids),
+                      "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}  # fmt: skip
+            print(json.dumps(values), flush=True)
+        if not text.strip():
+            self._say(ended_at_once(len(answer.token_ids), answer.finish_reason))
+        elif answer.finish_reason == "length":
+            self._say(self.style.dim(f"[the answer was cut after {len(answer.token_ids)} tokens]"))
+        return text
+
+    # Commands ---------------------------------------------------------------------------------------------------------
+
+    def _help(self, rest: str) -> None:
+        width = max(len(form) for form, _ in HELP)
+        self._say("\n".join([*(f"{form:<{width}}  {what}" for form, what in HELP), "", KEYS]))
+
+    def _adapter(self, rest: str) -> None:
+        if not rest:
+            lines = [
+                f"{'*' if name == self.chat.adapter else ' '} {_called(name)}" for name in (None, *self.model.adapters)
+            ]
+            self._say("\n".join(lines), adapters=list(self.model.adapters))
+            return
+        name, equals, path = rest.partition("=")
+        if equals:
+            self.model.load_adapter(name, path)
+        self.chat.adapter = self._named(name)
+        self._say(f"answers come from {_called(self.chat.adapter)}")
+
+    def _named(self, name: str) -> str | None:
+        """Return an adapter's name, None for the base. Errors: RequestError if it is not loaded."""
+        if name in BASE_NAMES and name not in self.model.adapters:
+            return None
+        if name not in self.model.adapters:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=name,
+                allowed=(*self.model.adapters, BASE_NAMES[0]), hint=f"/adapter {name}=PATH loads it",
+            )  # fmt: skip
+        return name
+
+    def _compare(self, rest: str) -> None:
+        words = rest.split(None, 2)
+        if len(words) < 2:
+            raise RequestError("takes two adapters", field="/compare", allowed=("/compare A B", "/compare A B TEXT"))
+        names = [self._named(word) for word in words[:2]]
+        question = words[2] if len(words) == 3 else None
+        texts = []
+        for name in names:
+            if not self.as_json:
+                print(self.style.bold(f"--- {_called(name)}"), flush=True)
+            texts.append(self._show(self.chat.beside(question, adapter=name), name))
+        self._say(marked(*texts, names=(_called(names[0]), _called(names[1])), style=self.style))
+
+    def _again(self, rest: str) -> None:
+        adapter = self._named(rest) if rest else self.chat.adapter
+        self._show(self.chat.again(adapter=adapter), adapter)
+
+    def _image(self, rest: str) -> None:
+        from trimtab.runtime.media import read_image
+
+        width, height = read_image(_path(rest, "/image")).size
+        self._images.append(_path(rest, "/image"))
+        self._say(f"{rest}: {width} x {height}, goes with the next message")
+
+    def _audio(self, rest: str) -> None:
+        from trimtab.runtime.media import SAMPLE_RATE, read_audio
+
+        samples = read_audio(_path(rest, "/audio"))
+        self._audios.append(_path(rest, "/audio"))
+        self._say(f"{rest}: {len(samples) / SAMPLE_RATE:.1f} s, goes with the next message")
+
+    def _system(self, rest: str) -> None:
+        if rest:
+            self.chat.system = None if rest == "off" else rest
+        self._say(f"system message: {self.chat.system or 'none'}")
+
+    def _clear(self, rest: str) -> None:
+        self.chat.clear()
+        self._images, self._audios = [], []
+        self._say("all turns are forgotten")
+
+    def _reload(self, rest: str) -> None:
+        names = [rest] if rest else list(self.model.adapters)
+        changed = [name for name in names if self.model.reload_adapter(name)]
+        self._say(f"read again: {', '.join(changed)}" if changed else "no adapter's files have changed")
+
+    def _memory(self, rest: str) -> None:
+        used, plan = self.model.memory(), self.model.plan
+        lines = []
+        if self.model.device.type == "cuda":
+            from trimtab.runtime.memory_shares import shares_text
+
+            lines.append(shares_text(self.model.memory_shares()))
+        lines.append(f"host      {gib(used['host_peak_bytes'])} at peak; planned {gib(plan.host_peak_bytes)}")
+        lines.append(f"context   {self.chat.prompt_tokens} of {self.model.context_tokens} tokens")
+        lines.append(
+            f"adapters  {', '.join(self.model.adapters) or 'none'}; room for {gib(max(self.model.free_adapter_bytes(), 0))}"
+        )
+        last = self.chat.last
+        if last is not None:
+            lines.append(
+                f"last      {len(last.token_ids)} tokens, {last.tokens_per_s:.1f} tokens/s, the first after {last.ttft_s:.2f} s"
+            )
+        self._say("\n".join(lines), memory=used)
+
+    def _save(self, rest: str) -> None:
+        path = Path(_path(rest, "/save"))
+        text = self._as_markdown() if path.suffix.lower() == ".md" else json.dumps(self._as_json(), indent=1) + "\n"
+        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"), field="/save")
+        self._say(f"written: {path}, {len(self.chat.turns)} messages")
+
+    def _as_json(self) -> dict[str, Any]:
+        request = self.model.plan.request
+        return {
+            "model": request.model, "adapters": dict(request.adapters), "system": self.chat.system,
+            "options": self.chat.options,
+            "messages": [
+                {"role": turn.role, "content": turn.text, **({"media": list(turn.sources)} if turn.sources else {}),
+                 **({"adapter": turn.adapter} if turn.role == "assistant" else {})}
+                for turn in self.chat.turns
+            ],
+        }  # fmt: skip
+
+    def _as_markdown(self) -> str:
+        parts = [f"# {self.model.plan.request.model}"]
+        if self.chat.system:
+            parts.append(f"*System:* {self.chat.system}")
+        for turn in self.chat.turns:
+            who = "You" if turn.role == "user" else _called(turn.adapter)
+            media = "".join(f"\n\n`{source}`" for source in turn.sources)
+            parts.append(f"**{who}**{media}\n\n{turn.text}")
+        return "\n\n".join(parts) + "\n"
+
+
+def _called(adapter: Any) -> str:
+    return BASE_NAMES[0] if adapter is None else str(adapter)
+
+
+def _path(rest: str, command: str) -> str:
+    path = rest.strip()
+    if len(path) > 1 and path[0] == path[-1] and path[0] in "'\"":
+        path = path[1:-1]
+    if not path:
+        raise RequestError("takes a file", field=command)
+    return str(Path(path).expanduser())
+
+
+def _near(name: str, known: Any) -> tuple[str, ...]:
+    from trimtab.checkpoint.names import near_names
+
+    return tuple(f"/{one}" for one in near_names(name, list(known))) or ("/help",)

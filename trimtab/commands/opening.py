@@ -1,0 +1,40 @@
+"""How a command loads a planned model: its tokenizer first, a bar while weights are read, and what to say of slower ways."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trimtab
+from trimtab import show
+from trimtab.checkpoint.folder import find_folder
+
+ENDED_AT_ONCE = "the answer is empty: the model ended it at once"
+
+
+@contextmanager
+def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
+    """Yield the model of a plan, loaded. decode: "auto" is the plan's own way. Errors: as `trimtab.load`, CheckpointError."""
+    from trimtab.runtime.hf_processor import load_processor
+
+    # A folder without a tokenizer is found before minutes are spent on its weights.
+    processor = load_processor(find_folder(plan.request.model))
+    with show.loading_bar(sys.stderr) as progress:
+        model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
+    model.processor = processor
+    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
+        yield model
+
+
+def say_fallbacks(model: trimtab.LoadedModel) -> None:
+    """Say on stderr what runs slower than it could."""
+    for one in model.fallbacks:
+        print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
+
+
+def ended_at_once(answer_tokens: int, finish_reason: str) -> str:
+    """Return what to say of an answer without text, by its tokens and why it ended."""
+    if answer_tokens <= 1 and finish_reason == "stop":
+        return ENDED_AT_ONCE
+    return f"the answer has no text: {answer_tokens} tokens, ended by {finish_reason!r}"

@@ -1,0 +1,179 @@
+"""A conversation with a loaded model: turns that are kept, each answered by the adapter of its moment.
+
+    chat = model.chat(system="Answer briefly.", adapter="medical")
+    for piece in chat.stream("What is on this image?", image="xray.png"): ...
+    chat.send("And on the left?").text
+
+Images and sounds are read when a message is sent, and are part of every later prompt. Once the conversation is longer than the
+planned context, `when_full` decides: "error" refuses the message, "drop" leaves the oldest turns out of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest, check_choice
+from trimtab.runtime import chat
+from trimtab.runtime.generate import Answer, Timed
+from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image, several
+
+WHEN_FULL = ("error", "drop")
+# An answer without a limit of its own gets what is left of the context, and turns are dropped for at least this much of it.
+LEAST_ANSWER_TOKENS = 256
+LEAST_ANSWER_SHARE = 4  # of the context, one in so many
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One message. adapter: the adapter of an answer, None for the base. sources: what the images and sounds were read from."""
+
+    role: str
+    text: str
+    images: tuple[Any, ...] = ()
+    audios: tuple[Any, ...] = ()
+    adapter: Any = None
+    sources: tuple[str, ...] = ()
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as a chat template takes it: images, text, sounds."""
+        parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
+        parts += [{"type": "text", "text": self.text}] if self.text else []
+        parts += [{"type": "audio", "audio": audio} for audio in self.audios]
+        return {"role": self.role, "content": parts}
+
+    @property
+    def audio_s(self) -> float:
+        return sum(len(samples) for samples, rate in self.audios) / SAMPLE_RATE
+
+
+class Conversation:
+    """Turns with one model. adapter, options: for answers that do not say otherwise; both may be changed between turns.
+
+    turns: questions and answers in order. left_out: how many of the oldest are no longer part of the prompt. last: the answer
+    given last, with its timings. An answer without text leaves no turns.
+    """
+
+    def __init__(
+        self, model: Any, *, system: str | None = None, adapter: Any = None, when_full: str = "error", **options: Any
+    ) -> None:
+        check_choice(when_full, WHEN_FULL, field_name="when_full")
+        GenerateRequest(**options)
+        self._model, self._when_full = model, when_full
+        self.system, self.adapter, self.options = system, adapter, options
+        self.turns: list[Turn] = []
+        self.left_out = 0
+        self.prompt_tokens = 0
+        self.last: Answer | None = None
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The conversation as chat messages, system message first."""
+        return self._messages(self.turns)
+
+    def send(self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any) -> Answer:
+        """Return the answer to the next message. adapter, options: for this answer alone. Errors: as `stream`."""
+        for _ in self.stream(text, image=image, audio=audio, adapter=adapter, **options):
+            pass
+        assert self.last is not None
+        return self.last
+
+    def stream(
+        self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any
+    ) -> Iterator[str]:
+        """Yield the answer to the next message in pieces; closing the iterator ends the answer and keeps what came.
+
+        Errors: RequestError for a message that is wrong, or too long; the conversation is then as before.
+        """
+        turn = self._read(text, several(image), several(audio))
+        return self._answer([*self.turns, turn], adapter, options, keep=True)
+
+    def again(self, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+        """Yield a new answer to the last question in place of the old one. Errors: RequestError if there is no question."""
+        return self._answer(self._up_to_last_question(), adapter, options, keep=True)
+
+    def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
+        """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None."""
+        turns = self._up_to_last_question() if text is None else [*self.turns, self._read(text, (), ())]
+        return self._answer(turns, adapter, options, keep=False)
+
+    def clear(self) -> None:
+        """Forget all turns; system message, adapter and options stay."""
+        self.turns, self.left_out, self.prompt_tokens = [], 0, 0
+
+    def _up_to_last_question(self) -> list[Turn]:
+        turns = list(self.turns)
+        while turns and turns[-1].role != "user":
+            turns.pop()
+        if not turns:
+            raise RequestError("no question was asked yet", field="prompt")
+        return turns
+
+    def _read(self, text: str, images: Sequence[Any], audios: Sequence[Any]) -> Turn:
+        if not isinstance(text, str):
+            raise RequestError("a message is text", field="prompt", value=type(text).__name__)
+        if not (text.strip() or images or audios):
+            raise RequestError("is empty: there is nothing to answer", field="prompt", value=text)
+        limit_s = float(self._model.plan.request.audio_s)
+        read = [(read_audio(audio, max_s=limit_s), SAMPLE_RATE) for audio in audios]
+        sources = tuple(source if isinstance(source, str) else type(source).__name__ for source in (*images, *audios))
+        return Turn("user", text, tuple(read_image(image) for image in images), tuple(read), sources=sources)
+
+    def _messages(self, turns: Sequence[Turn]) -> list[dict[str, Any]]:
+        first = [] if not self.system else [{"role": "system", "content": self.system}]
+        return [*first, *(turn.message() for turn in turns)]
+
+    def _fitted(self, turns: list[Turn], limit: int | None) -> tuple[chat.Inputs, int, int]:
+        """Return the prompt, the longest answer and how many of the oldest turns it leaves out. Errors: RequestError."""
+        model = self._model
+        left_out = min(self.left_out, len(turns) - 1)
+        least = limit or min(LEAST_ANSWER_TOKENS, max(1, model.context_tokens // LEAST_ANSWER_SHARE))
+        while True:
+            kept = turns[left_out:]
+            following = self._next_question(turns, left_out)
+            may_drop = self._when_full == "drop" and following is not None
+            if may_drop and not self._has_room_for_media(kept):
+                left_out = following or 0
+                continue
+            inputs = model.prepare(self._messages(kept))
+            room = model.context_tokens - inputs.prompt_tokens
+            if room < least and may_drop:
+                left_out = following or 0
+                continue
+            chat.check_fits(model, inputs, limit or 1)
+            return inputs, limit or room, left_out
+
+    def _next_question(self, turns: Sequence[Turn], start: int) -> int | None:
+        """Return where the question after the first one from `start` on is, None if there is no other."""
+        return next((place for place in range(start + 1, len(turns)) if turns[place].role == "user"), None)
+
+    def _has_room_for_media(self, turns: Sequence[Turn]) -> bool:
+        request = self._model.plan.request
+        images, audio_s = sum(len(turn.images) for turn in turns), sum(turn.audio_s for turn in turns)
+        return images <= request.images and audio_s <= request.audio_s
+
+    def _answer(self, turns: list[Turn], adapter: Any, options: Mapping[str, Any], *, keep: bool) -> Iterator[str]:
+        used = self.adapter if adapter is ... else adapter
+        merged = {**self.options, **options}
+        limit = GenerateRequest(**merged).max_new_tokens if "max_new_tokens" in merged else None
+        self._model._check_adapter(used)
+        inputs, limit, left_out = self._fitted(turns, limit)
+        request = GenerateRequest(**{**merged, "max_new_tokens": limit})
+        timed = Timed(self._model, inputs, request)
+        return self._pieces(timed, turns, used, left_out, keep=keep)
+
+    def _pieces(self, timed: Timed, turns: list[Turn], adapter: Any, left_out: int, *, keep: bool) -> Iterator[str]:
+        try:
+            with self._model._answering(adapter), closing(iter(timed)) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    if piece.text:
+                        yield piece.text
+        finally:
+            answer = self.last = timed.answer
+            if keep and answer.text.strip():
+                self.turns = [*turns, Turn("assistant", answer.text, adapter=adapter)]
+                self.left_out = left_out
+                self.prompt_tokens = answer.prompt_tokens + len(answer.token_ids)
