@@ -78,7 +78,7 @@ def terminal_reader(
 
     paths = PathCompleter(expanduser=True)
 
-    class Words(Completer):  # type: ignore[misc]
+    class Words(Completer):
         def get_completions(self, document: Any, complete_event: Any) -> Iterator[Any]:
             line = document.text_before_cursor
             words, has_paths = completions(line)
