@@ -19,6 +19,7 @@ from tests import pico
 from tests.adapters import pair
 from tests.adapters import write_adapter as write_by_hand
 from tests.test_environment import read_only_environment
+from trimtab.doctor import peft_dispatch, preflight_second
 from trimtab.doctor import preflight as module
 from trimtab.doctor.environment import Environment, Package, read_environment
 from trimtab.doctor.preflight import Preflight, preflight, preflight_text
@@ -77,9 +78,15 @@ def _shape(model: str, items: tuple, quant: str, dtype: str) -> ModelShape:
     return read_shape(model, dict(items), quant=quant, dtype=dtype)
 
 
+@cache
+def _planned(text: str) -> dict:
+    return peft_dispatch.plan_of(json.loads(text))
+
+
 @pytest.fixture(autouse=True)
-def shapes_are_read_once(monkeypatch):
-    """Building an empty model of real size takes a second; the same question has the same answer."""
+def questions_are_answered_once(monkeypatch):
+    """A model of real size takes a second to build, a process three to start; the same question has the same answer."""
+    monkeypatch.setattr(preflight_second, "run_peft", lambda request, python: _planned(json.dumps(request)))
     monkeypatch.setattr(
         module, "read_shape",
         lambda model, device_map, *, quant, dtype, python: _shape(str(model), tuple(device_map.items()), quant, dtype),

@@ -20,8 +20,7 @@ from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight_answer import TOWERS, Answer, Asking, adapter_name, answer_for
 from trimtab.doctor.preflight_findings import SEVERITIES, Facts, Foreseen, find_bug, foresee, is_met
 from trimtab.doctor.preflight_map import MapReading, check_map, read_map
-from trimtab.doctor.preflight_replan import Device
-from trimtab.doctor.preflight_second import SecondPlan, arithmetic_text, second_plan
+from trimtab.doctor.preflight_second import Device, SecondPlan, arithmetic_text, second_plan
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
 from trimtab.errors import gib
 from trimtab.plan.cost import Rates
@@ -99,8 +98,9 @@ def preflight(
     reading = read_map(shape, asked_map)
     adapter_reading = None if adapter is None else read_adapter_for(adapter, shape)
     free = _free(machine, environment)
-    spec = None if adapter_reading is None else adapter_reading.spec
-    second = None if adapter_reading is None else second_plan(shape, reading, spec, free)
+    second = None
+    if adapter_reading is not None:
+        second = second_plan(shape, reading, adapter_reading, free, model=model, dtype=dtype, python=python)
     facts = Facts(
         shape, reading, adapter_reading, second, environment.versions, os.path.isdir(model), not machine.on_cpu
     )
@@ -189,7 +189,7 @@ def _adapter_json(found: AdapterReading) -> dict[str, Any]:
 
 def _second_json(found: SecondPlan) -> dict[str, Any]:
     values = asdict(found)
-    values["steps"] = [asdict(step) for step in found.steps]
+    values["steps"] = list(found.steps)
     values["required"] = {str(device): nbytes for device, nbytes in (found.required or {}).items()}
     values["offloaded_quantized"] = list(found.offloaded_quantized)
     return values

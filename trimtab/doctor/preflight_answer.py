@@ -18,7 +18,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_shape import ModelShape, device_of
-from trimtab.doctor.preflight_tree import quantized_paths, stock_bytes, stock_kept
+from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_kept
 from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.plan import Plan, make_plan
 from trimtab.plan.cost import Rates

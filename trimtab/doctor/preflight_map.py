@@ -13,7 +13,7 @@ from typing import Any
 
 from trimtab.checkpoint.names import near_names
 from trimtab.doctor.preflight_shape import ModelShape, device_of
-from trimtab.doctor.preflight_tree import quantized_paths, stock_bytes, stock_kept, weight_bytes
+from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_kept, weight_bytes
 from trimtab.errors import RequestError
 
 OFF = ("cpu", "disk")

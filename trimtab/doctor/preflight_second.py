@@ -1,23 +1,37 @@
 """Whether PEFT plans placement a second time for this map, from which memory, and which map comes out.
 
-The free memory that it would see is reckoned, line by line: what is free now, less the base and the adapter that are on
-the device by then. It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other
-programs take from it. The rule itself is `preflight_replan.py`. Imports no torch.
+The map is that of the installed PEFT and accelerate (`peft_dispatch.py`, in a process of its own). The free memory that
+they would see is calculated here, line by line: what is free now, less the base and the adapter that are on the device by
+then. It is an upper bound: torch's cache (a map with "" moves the whole model through the GPU) and other programs take
+from it. Imports no torch.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from trimtab.checkpoint.adapter import AdapterSpec
+from trimtab.checkpoint.adapter_keys import PEFT_HEAD
 from trimtab.checkpoint.anatomy import DTYPE_BYTES
+from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_map import OFF, MapReading
-from trimtab.doctor.preflight_replan import ONE_GPU_SHARE, Device, Inferred, Step, balanced_budgets, infer_map
 from trimtab.doctor.preflight_shape import ModelShape, device_of
-from trimtab.doctor.preflight_tree import LORA_BYTES, ROOT, stock_bytes, wrapped_tree
+from trimtab.doctor.preflight_stock import stock_bytes
 from trimtab.errors import gib
+from trimtab.process import DONE, Outcome, run_inside
+
+Device = int | str
+ROOT = PEFT_HEAD.rstrip(".")
+LORA_BYTES = 4  # PEFT keeps adapters in float32
+TIMEOUT_S = 300.0
+_PUT = re.compile(r"Putting .* on (\S+)\.")
+_NO_ROOM = re.compile(r"Not enough space on (\S+) to put (\S+) .* size (\d+)\)\.")
 
 
 @dataclass(frozen=True)
@@ -32,17 +46,17 @@ class Line:
 class SecondPlan:
     """PEFT's own plan.
 
-    runs: whether it is made at all; why: the condition. device_map: what comes out, in the wrapped model's names.
-    required: what accelerate's log line would say for a device that took nothing. free_bytes: of the first GPU as the
-    plan would see it. moved_to_main_bytes, moved_off_bytes: what changes sides against the user's map.
-    offloaded_quantized: quantized linears that it takes off the accelerator. all_on_cpu: everything is on the CPU.
-    disk_keys: what it puts on disk, in the wrapped model's names.
+    runs: whether it is made at all; why: the condition, or why there is none. steps: what accelerate prints while it
+    plans. device_map: the result, in the wrapped model's names. required: what accelerate's log line says for a device
+    that took nothing. free_bytes: of the first GPU as the plan would see it. moved_to_main_bytes, moved_off_bytes: what
+    changes sides against the user's map. offloaded_quantized: quantized linears that it takes off the accelerator.
+    all_on_cpu: everything is on the CPU. disk_keys: what it puts on disk, in the wrapped model's names.
     """
 
     runs: bool
     why: str
     lines: tuple[Line, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[str, ...] = ()
     device_map: Mapping[str, Device] | None = None
     required: Mapping[Device, int] | None = None
     required_words: tuple[str, ...] = ()
@@ -56,27 +70,52 @@ class SecondPlan:
     is_split: bool = False
 
 
+@dataclass(frozen=True)
+class _Inferred:
+    """accelerate's answer, as `peft_dispatch.plan_of` gives it."""
+
+    device_map: dict[str, Device]
+    budgets: dict[Device, float]
+    required: dict[Device, float]
+    total_bytes: float
+    largest: tuple[str, float]
+    steps: tuple[str, ...]
+
+
 def second_plan(
-    shape: ModelShape, reading: MapReading, spec: AdapterSpec | None, free: Mapping[Device, int]
-) -> SecondPlan:
-    """Return PEFT's plan for the first adapter on a base loaded with this map.
+    shape: ModelShape, reading: MapReading, adapter: AdapterReading, free: Mapping[Device, int], *,
+    model: str | os.PathLike[str], dtype: str, python: str | os.PathLike[str] | None = None,
+) -> SecondPlan:  # fmt: skip
+    """Return the plan that PEFT of an interpreter (None: this one) makes for the first adapter on a base with this map.
 
     free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu".
     """
     if not reading.is_split:
         return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so the map is left alone")
-    tree = wrapped_tree(shape, reading.quantized, spec)
-    lines, left = _free_then(reading, spec, free)
-    budgets = balanced_budgets(tree.root, left, shape.no_split, tree.ties)
-    found = infer_map(tree.root, budgets, shape.no_split, tree.ties)
-    after = _devices_after(reading, found, spec)
+    lines, left = _free_then(reading, adapter.spec, free)
+    told = run_peft(
+        {
+            "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
+            "adapter": os.fspath(Path(adapter.path).absolute()), "targets": adapter.plain_targets,
+            "device_map": reading.devices, "quantized": sorted(reading.quantized), "quant": shape.quant,
+            "free": [[device, nbytes] for device, nbytes in left.items()],
+        },
+        python,
+    )  # fmt: skip
+    if not told["runs"]:
+        return SecondPlan(runs=False, why=told["why"])
+    found = _Inferred(
+        dict(told["map"]), dict(told["budgets"]), {_device(name): nbytes for name, nbytes in told["required"]},
+        told["total_bytes"], tuple(told["largest"]), tuple(told["steps"]),
+    )  # fmt: skip
+    after = _devices_after(reading, found, adapter.spec)
     moved = _moved(shape, reading, after)
-    gpus = [device for device in budgets if isinstance(device, int)]
+    gpus = [device for device in found.budgets if isinstance(device, int)]
     offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
     devices = set(map(str, found.device_map.values()))
     return SecondPlan(
         runs=True, why=f"the base has modules on the CPU or disk ({', '.join(reading.keys_on(*OFF)[:4])})",
-        lines=(*lines, *_budget_lines(found, budgets, gpus)), steps=found.steps, device_map=found.device_map,
+        lines=(*lines, *_budget_lines(found, left, gpus)), steps=found.steps, device_map=found.device_map,
         required={device: int(nbytes) for device, nbytes in found.required.items()},
         required_words=tuple(_required(found, device) for device in found.required),
         free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(found.total_bytes),
@@ -84,6 +123,25 @@ def second_plan(
         all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
         disk_keys=tuple(path for path, device in found.device_map.items() if device == "disk"),
     )  # fmt: skip
+
+
+def run_peft(request: Mapping[str, Any], python: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return what `peft_dispatch.plan_of` says in a process of its own, without a GPU."""
+    outcome = run_inside(
+        "trimtab.doctor.peft_dispatch", request, python=python, timeout_s=TIMEOUT_S,
+        environment={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+    if outcome.ended == DONE and outcome.lines:
+        return outcome.lines[0]
+    return {"runs": False, "why": f"PEFT could not be run there: {_last_line(outcome)}"}
+
+
+def _last_line(outcome: Outcome) -> str:
+    return (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
+
+
+def _device(text: str) -> Device:
+    return int(text) if text.isdecimal() else text
 
 
 def _free_then(
@@ -112,30 +170,35 @@ def _adapter_bytes(reading: MapReading, spec: AdapterSpec | None) -> Counter[str
     return found
 
 
-def _budget_lines(found: Inferred, budgets: Mapping[Device, int | float], gpus: list[int]) -> list[Line]:
+def _budget_lines(found: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
     lines = []
     for device in gpus:
-        share = f"x {ONE_GPU_SHARE}, accelerate's share of one GPU" if len(gpus) == 1 else "accelerate's equal share"
-        lines.append(Line(f"GPU {device}: budget ({share})", int(budgets[device])))
+        budget = int(found.budgets[device])
+        share = f", {budget / left[device]:.0%} of what is free" if left.get(device) else ""
+        lines.append(Line(f"GPU {device}: budget that accelerate takes{share}", budget))
         if device == gpus[0]:
             path, nbytes = found.largest
             lines.append(
                 Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes))
             )
-            lines.append(Line("= room for what is placed there", int(budgets[device] - nbytes)))
+            lines.append(Line("= room for what is placed there", int(found.budgets[device] - nbytes)))
     lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(found.total_bytes)))
     return lines
 
 
-def _required(found: Inferred, device: Device) -> str:
-    """Return what the number of accelerate's log line is made of."""
-    step = next(step for step in found.steps if step.device == device and step.action == "next device")
-    nbytes, size = int(found.required[device]), int(step.size_bytes)
+def _required(found: _Inferred, device: Device) -> str:
+    """Return what the number of accelerate's log line is made of: the first thing that it tried and the largest layer."""
+    nbytes = int(found.required[device])
+    refused = [match.groups() for match in map(_NO_ROOM.match, found.steps) if match and match.group(1) == str(device)]
+    if not refused:
+        return f"{device}: {nbytes} bytes required"
+    path = refused[-1][1]
+    size = max(int(nbytes) for _, tried, nbytes in refused if tried == path)  # with what is tied to it, if anything is
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
     kept = f"{rest} for the largest layer ({_own(found.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (
-        f"{device}: {nbytes} bytes required = {size} for {_own(step.path)}, the first thing that was tried, + {kept}. It "
-        "says what one placement would need, not how much memory is missing"
+        f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first thing that was tried, + {kept}. It says "
+        "what one placement would need, not how much memory is missing"
     )
 
 
@@ -143,7 +206,7 @@ def _own(path: str) -> str:
     return path.removeprefix(f"{ROOT}.")
 
 
-def _devices_after(reading: MapReading, found: Inferred, spec: AdapterSpec | None) -> dict[str, str]:
+def _devices_after(reading: MapReading, found: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
     """Return tensor_path -> device by the second plan; tensors that it forgets stay where they are (not dispatched)."""
     lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
     after = {}
@@ -167,10 +230,10 @@ def _moved(shape: ModelShape, reading: MapReading, after: Mapping[str, str]) -> 
 def arithmetic_text(second: SecondPlan) -> str:
     """Return the lines of the arithmetic, the map and the log line explained."""
     if not second.runs:
-        return f"PEFT does not plan again: {second.why}"
+        return f"No second plan by PEFT: {second.why}"
     lines = [f"PEFT plans again: {second.why}"]
     lines += [f"  {line.text:78} {line.bytes:>16,} B  {gib(line.bytes):>11}" for line in second.lines]
-    placed = Counter(step.device for step in second.steps if step.action == "put")
+    placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
     lines += [f"  {count} modules put on {device}" for device, count in placed.items()]
     lines += [f"  {words}" for words in second.required_words]
     shown = list((second.device_map or {}).items())
