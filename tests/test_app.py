@@ -58,6 +58,9 @@ def error_of(response, status):
     return error
 
 
+NOT_CACHED = {"prompt_tokens_details": {"cached_tokens": 0}}
+
+
 def events_of(response):
     """Return (event name or None, data) of a stream."""
     found = []
@@ -79,7 +82,7 @@ def test_a_chat_is_answered_in_openais_shape():
         {"index": 0, "message": {"role": "assistant", "content": "Hello there", "refusal": None}, "logprobs": None,
          "finish_reason": "stop"}
     ]  # fmt: skip
-    assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
+    assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9, **NOT_CACHED}
     assert pool.jobs[0].prompt == [{"role": "user", "content": "Hello"}] and pool.jobs[0].adapter is None
     assert pool.left == [pool.jobs[0].id]
 
@@ -108,7 +111,7 @@ def test_choices_have_seeds_of_their_own_and_share_the_prompts_tokens():
     found = chat(client(pool), n=3, seed=5).json()
     assert [choice["index"] for choice in found["choices"]] == [0, 1, 2]
     assert [job.request.seed for job in pool.jobs] == [5, 6, 7]
-    assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13}
+    assert found["usage"] == {"prompt_tokens": 7, "completion_tokens": 6, "total_tokens": 13, **NOT_CACHED}
 
 
 def test_logprobs_come_in_openais_shape_and_have_no_infinity():
@@ -133,9 +136,37 @@ def test_a_completion_is_answered_in_openais_shape():
     choice = found["choices"][0]
     assert choice["text"] == "Hello there" and choice["finish_reason"] == "stop"
     assert choice["logprobs"]["tokens"] == ["Hello", " there"] and choice["logprobs"]["text_offset"] == [0, 5]
-    assert found["usage"] == {"prompt_tokens": 14, "completion_tokens": 8, "total_tokens": 22}
+    assert found["usage"] == {"prompt_tokens": 14, "completion_tokens": 8, "total_tokens": 22, **NOT_CACHED}
     assert [job.prompt for job in pool.jobs] == [{"text": "one"}] * 2 + [{"text": "two"}] * 2
     assert {job.adapter for job in pool.jobs} == {"style"}
+
+
+def test_tokens_whose_states_were_kept_are_told_once_a_prompt():
+    usage = {"prompt_tokens": 7, "completion_tokens": 2, "cached_tokens": 5}
+    pool = MockPool(lambda job: [Event(job.id, "done", finish="stop", usage=usage)])
+    found = chat(client(pool), n=2).json()["usage"]
+    assert found["prompt_tokens_details"] == {"cached_tokens": 5} and found["prompt_tokens"] == 7
+
+
+def test_a_key_has_kept_beginnings_of_its_own_unless_they_are_shared():
+    def post(found, key):
+        asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+        return found.post("/v1/chat/completions", json=asked, headers={"authorization": f"Bearer {key}"})
+
+    def clients_of(keys, **options):
+        pool = MockPool()
+        found = client(pool, api_keys=("one", "two"), admin_keys=("three",), **options)
+        for key in keys:
+            assert post(found, key).status_code == 200
+        return [job.client for job in pool.jobs]
+
+    one, two, again, three = clients_of(("one", "two", "one ", "three"))
+    assert one == again and len({one, two, three, ""}) == 4
+    assert not any(key in "".join((one, two, three)) for key in ("one", "two", "three"))
+    assert clients_of(("one", "two"), share_prefixes=True) == ["", ""]
+    pool = MockPool()
+    post(client(pool), "whatever")
+    assert pool.jobs[0].client == ""  # without keys there is one client: this machine
 
 
 def test_a_streamed_completion_ends_with_its_reason():

@@ -8,10 +8,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
 
-USAGE = {"prompt_tokens": 10, "completion_tokens": 4}
+USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "cached_tokens": 6}
 MODEL = {
     "name": "demo", "state": "ready", "restarts": 2, "tier_bytes": {"resident": 5, "stream": 6},
     "numbers": {"waiting": 3, "running": 4, "swaps": 7, "resident": ["a"], "kv_bytes": 8,
+                "prefix_cache": {"lookups": 12, "hits": 13, "hit_tokens": 14, "bytes": 15, "capacity_bytes": 16, "evicted": 17},
                 "memory": {"gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11}},
 }  # fmt: skip
 
@@ -51,6 +52,7 @@ def test_requests_tokens_and_times_are_counted_for_each_adapter():
     assert found["trimtab_requests_total", label(model="demo", adapter="", ended="cancelled")] == 1
     assert found["trimtab_tokens_total", label(model="demo", adapter="style", kind="completion")] == 8
     assert found["trimtab_tokens_total", label(model="demo", adapter="style", kind="prompt")] == 20
+    assert found["trimtab_tokens_total", label(model="demo", adapter="style", kind="cached")] == 12
     assert found["trimtab_time_to_first_token_seconds_count", label(model="demo", adapter="style")] == 2
     assert found["trimtab_time_between_pieces_seconds_count", label(model="demo", adapter="style")] == 2
 
@@ -67,6 +69,8 @@ def test_a_models_state_is_shown():
     expected = {
         "queue_length": 3, "running": 4, "worker_restarts": 2, "adapter_swaps": 7, "resident_adapters": 1, "worker_ready": 1,
         "kv_cache_bytes": 8, "gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11,
+        "prefix_cache_lookups": 12, "prefix_cache_hits": 13, "prefix_cache_hit_tokens": 14, "prefix_cache_bytes": 15,
+        "prefix_cache_capacity_bytes": 16, "prefix_cache_evicted": 17,
     }  # fmt: skip
     assert {name: found[f"trimtab_{name}", label(model="demo")] for name in expected} == expected
     assert found["trimtab_tier_bytes", label(model="demo", tier="stream")] == 6

@@ -13,12 +13,17 @@ import torch
 import trimtab
 from tests import pico
 from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
+from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_slots
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefill_graphs import Prompts
 from trimtab.runtime.prefix_cache import PrefixCache, Prefixes
 from trimtab.runtime.prefix_store import Mark, PrefixKey
+from trimtab.serve.engine import LoadedEngine
+from trimtab.serve.job import Job
+from trimtab.serve.scheduler import Scheduler
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # As in test_prefill.py: another order of the same sums. A token that is missing or another one's moves a score by 1e-2.
@@ -371,3 +376,93 @@ def test_rows_of_another_context_keep_nothing(tmp_path):
     with load("gemma3", tmp_path) as model:
         keeping(model)
         assert Prefixes(Batch(model, rows=1, context_tokens=64)).cache is None
+
+
+# The server ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def served():
+    paths = {name: DEMO / "adapters" / name for name in ("style", "specialist")}
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", dtype="float32", adapters={"style": paths["style"]}, context=384, audio_s=1.0,
+        device=DEVICE, batch=2, prefix_cache="64MB",
+    )  # fmt: skip
+    with trimtab.load(plan) as model:
+        yield model, paths
+
+
+CHAT = [
+    {"role": "system", "content": "You are a painter who loves red and blue and green and yellow things very much."},
+    {"role": "user", "content": "Tell me about red and blue and green and yellow things, one after the other."},
+]
+
+
+@pytest.fixture
+def cuts_soon(monkeypatch):
+    monkeypatch.setattr("trimtab.runtime.prefix_cache.LEAST_SAVED_TOKENS", 16)
+
+
+def told(engine, *jobs):
+    """Answer jobs one after the other; returns (text, usage) of each."""
+    found = []
+    for job in jobs:
+        events = []
+        scheduler = Scheduler(engine, events.append)
+        scheduler.submit(job)
+        while scheduler.turn():
+            pass
+        assert events[-1].kind == "done", events[-1].error
+        found.append(("".join(event.text for event in events), events[-1].usage))
+    return found
+
+
+def test_clients_of_a_server_have_beginnings_of_their_own_and_adapters_too(served, cuts_soon):
+    model, paths = served
+    keeping(model, capacity=2**26)
+    engine = LoadedEngine(model, rows=2, resident_limit=1)
+    engine.shelf.add("specialist", paths["specialist"])
+
+    def ask(name, messages=CHAT, **options):
+        return Job(name, messages, GenerateRequest(max_new_tokens=24), **options)
+
+    # The model has sliding layers: the second prompt leaves a snapshot where the third resumes.
+    first, second, third = told(engine, *(ask(name, client="a") for name in "123"))
+    ((other, usage),) = told(engine, ask("other", client="b"))
+    assert first[0] == second[0] == third[0] == other
+    assert first[1]["cached_tokens"] == second[1]["cached_tokens"] == usage["cached_tokens"] == 0
+    assert third[1]["cached_tokens"] in model.prepare(CHAT).turns and third[1]["cached_tokens"] > 16
+    # The next turn resumes behind the answer, or, where the template writes it otherwise than it was said, before it.
+    turn = [*CHAT, {"role": "assistant", "content": first[0]}, {"role": "user", "content": "And what is blue?"}]
+    ((text, usage),) = told(engine, ask("4", turn, client="a"))
+    assert usage["cached_tokens"] >= first[1]["prompt_tokens"]
+    kept, model.prefix_cache = model.prefix_cache, None
+    ((alone, none),) = told(engine, ask("5", turn, client="a"))
+    model.prefix_cache = kept
+    assert text == alone and none["cached_tokens"] == 0
+    # One place for adapters: each comes back with another serial and the same content.
+    names = ("style", "specialist") * 3
+    answers = told(engine, *(ask(name, adapter=name, client="a") for name in names))
+    assert [bool(usage["cached_tokens"]) for _, usage in answers] == [False] * 4 + [True] * 2
+    assert {text for text, _ in answers[::2]}.isdisjoint(text for text, _ in answers[1::2])
+    assert len({text for text, _ in answers}) == 2 and engine.shelf.swaps >= 5
+    for name in engine.shelf.resident:
+        model.unload_adapter(name)
+
+
+def test_pictures_of_a_server_are_known_by_their_pixels(served, cuts_soon):
+    model, _ = served
+    keeping(model, capacity=2**26)
+    engine = LoadedEngine(model, rows=2)
+    engine.batch.prompts = Prompts(engine.batch, "static", (16, 64))
+
+    def ask(name, number):
+        picture = (DEMO / "images" / f"image_{number}.png").read_bytes()
+        parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What do you see?"}]
+        return Job(name, [CHAT[0], {"role": "user", "content": parts}], GenerateRequest(max_new_tokens=24))
+
+    answers = told(engine, ask("1", 1), ask("2", 2), ask("3", 1), ask("4", 2))
+    cached = [usage["cached_tokens"] for _, usage in answers]
+    assert answers[0][0] == answers[2][0] != answers[1][0] == answers[3][0]
+    # The first picture is another one: the second prompt shares the system prompt and leaves a snapshot there.
+    assert cached[:2] == [0, 0] and 29 <= cached[2] == cached[3] <= 32

@@ -72,6 +72,10 @@ def add(command: Command) -> None:
         "--limit", action="append", metavar="NAME=N",
         help="the largest of what a client may send, such as image_pixels=4000000; may be repeated",
     )  # fmt: skip
+    group.add_argument(
+        "--share-prefix-cache", action="store_true",
+        help="clients of different API keys use each other's kept beginnings; who measures times learns what others have asked",
+    )  # fmt: skip
     group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
     group.add_argument("--timeout", type=float, metavar="S", help="the longest that one answer may take, in seconds")
     group.add_argument("--grace", type=float, default=30.0, metavar="S", help="time to finish at the end (default: 30)")
@@ -212,7 +216,8 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
         queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
-        timeout_s=options.timeout, page=not options.no_page, lenient=options.lenient, limits=Limits.of(limits),
+        timeout_s=options.timeout, page=not options.no_page, lenient=options.lenient,
+        share_prefixes=options.share_prefix_cache, limits=Limits.of(limits),
     )  # fmt: skip
 
 

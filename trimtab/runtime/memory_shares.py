@@ -55,7 +55,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
         "adapters": (planned("adapters"), _adapter_bytes(model)),
         "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.copies_bytes),
         "kv cache": (planned("kv_cache"), 0 if batch is None else batch.cache.nbytes()),
-        "staging": (planned("staging"), _staging_bytes(model)),
+        "staging": (planned("staging", "prefix_staging"), _staging_bytes(model)),
     }
     shares = [Share(name=name, planned_bytes=left, measured_bytes=right) for name, (left, right) in held.items()]
     if not cuda:
@@ -129,7 +129,9 @@ def _adapter_bytes(model: LoadedModel) -> int:
 
 
 def _staging_bytes(model: LoadedModel) -> int:
-    return 0 if model.streamer is None else sum(int(slot.buffer.nbytes) for slot in model.streamer.slots)
+    slots = () if model.streamer is None else model.streamer.slots
+    kept = 0 if model.prefix_cache is None else model.prefix_cache.staging_bytes
+    return kept + sum(int(slot.buffer.nbytes) for slot in slots)
 
 
 def _held(tensors: Iterable[Tensor], device: torch.device) -> int:

@@ -156,6 +156,11 @@ class PrefixCache:
         self._memory.close()
         self.layout, self.store, self._staging = None, None, None
 
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffer on the device that copies pass."""
+        return 0 if self._staging is None else self._staging.numel()
+
     def scope(self, client: str, adapter_content: str) -> bytes:
         """Return what separates clients and adapters of other content."""
         return scope_of(self._secret, client, adapter_content)

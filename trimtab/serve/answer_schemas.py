@@ -84,7 +84,14 @@ _ERROR = {
 
 SCHEMAS: Mapping[str, Schema] = {
     "Error": _object({"error": _object(_ERROR)}),
-    "Usage": _object({"prompt_tokens": COUNT, "completion_tokens": COUNT, "total_tokens": COUNT}),
+    "Usage": _object(
+        {
+            "prompt_tokens": COUNT,
+            "completion_tokens": COUNT,
+            "total_tokens": COUNT,
+            "prompt_tokens_details": _object({"cached_tokens": COUNT}),
+        }
+    ),  # fmt: skip
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),
     "ChatCompletion": _answer(

@@ -26,7 +26,7 @@ from trimtab.errors import TrimtabError
 from trimtab.serve import asking, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
-from trimtab.serve.door import Door
+from trimtab.serve.door import Door, client_of
 from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
@@ -252,6 +252,7 @@ class _Api:
         make = partial(
             asking.jobs_of, asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
+            client=client_of(request.headers.get("authorization", ""), self.settings),
         )  # fmt: skip
         # A schema may take a moment to look through.
         jobs = await self.reader.run(0, make) if getattr(asked, "response_format", None) else make()

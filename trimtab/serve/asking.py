@@ -21,7 +21,7 @@ TOKEN_CHARACTERS = 256
 
 def jobs_of(
     asked: ChatRequest | CompletionRequest, prompts: Sequence[Any], *, adapter: str | None, context_tokens: int,
-    limits: Limits, deadline_s: float | None,
+    limits: Limits, deadline_s: float | None, client: str = "",
 ) -> list[Job]:  # fmt: skip
     """Return a job for each choice of each prompt, a prompt's choices side by side. Errors: RequestError."""
     if len(prompts) * asked.n > limits.n:
@@ -36,7 +36,7 @@ def jobs_of(
     return [
         Job(
             uuid.uuid4().hex, prompt, request, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
-            fills_context=fills_context(asked),
+            fills_context=fills_context(asked), client=client,
         )
         for prompt in prompts
         for request in requests

@@ -80,6 +80,17 @@ class Door:
         return path in OPEN_PATHS or path == "/" or path.startswith("/page/")
 
 
+def client_of(authorization: str, settings: Settings) -> str:
+    """Return whose kept beginnings a request may use: those of its key, and everybody's where there are no keys or they are shared.
+
+    authorization: the header of a request that was let in. Nobody can time what others have asked: a beginning is found only by
+    the key that it was kept for.
+    """
+    if not settings.api_keys or settings.share_prefixes:
+        return ""
+    return _digest(b"client " + authorization.encode("latin-1").partition(b" ")[2].strip()).hex()
+
+
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
     """Whether an Authorization header has one of the keys. keys: digests."""
     kind, _, key = given.partition(b" ")

@@ -229,7 +229,9 @@ class LoadedEngine:
             job = replace(job, request=request)
         constraint = self._constraint(job)
         inputs = inputs.to(self.model.device)
-        prompt = self.batch.begin(inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint)
+        prompt = self.batch.begin(
+            inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint, client=job.client
+        )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
         detokenizer = Detokenizer(self._tokenizer, job.request.stop)
         return Answer(job, prompt, prompt.row, detokenizer, time.monotonic())
@@ -389,6 +391,7 @@ class LoadedEngine:
         assert answer.first_token is not None
         return {
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
+            "cached_tokens": answer.row.cached_tokens,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
         }  # fmt: skip
 

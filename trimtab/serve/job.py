@@ -20,6 +20,7 @@ class Job:
     a text (completed as it is) or token ids. adapter: None is the base. deadline_s: seconds from arrival until the answer
     has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
     fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
+    client: whose kept beginnings it may use, and is kept for; jobs of one client share them.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text.
     """
 
@@ -31,6 +32,7 @@ class Job:
     deadline_s: float | None = None
     top_logprobs: int | None = None
     fills_context: bool = False
+    client: str = ""
     schema: Mapping[str, Any] | None = None
 
 

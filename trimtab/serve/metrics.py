@@ -16,6 +16,12 @@ from trimtab.serve.job import Event
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 RECENT = 50
+# What `PrefixCache.numbers` says.
+PREFIX_CACHE = {
+    "lookups": "Prompts that were looked up", "hits": "Prompts whose beginning was kept", "bytes": "Bytes of kept beginnings",
+    "hit_tokens": "Tokens that did not go through the model again", "capacity_bytes": "Most bytes of kept beginnings",
+    "evicted": "Blocks and snapshots that made room for others",
+}  # fmt: skip
 # Of what `LoadedModel.memory` measures.
 MEMORY = (
     "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
@@ -53,6 +59,7 @@ class Metrics:
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
                 ("gpu_process_is_estimate", "1 where the driver does not tell that figure"),
                 ("gpu_planned_bytes", "Bytes that the plan counts for the worker on the device"),
+                *((f"prefix_cache_{key}", text) for key, text in PREFIX_CACHE.items()),
             )
         }  # fmt: skip
         self.share_bytes = Gauge(
@@ -75,17 +82,20 @@ class Metrics:
         for labels in [labels for labels in self._endings if labels[1] == adapter and model in (None, labels[0])]:
             for how in self._endings.pop(labels):
                 self.requests.remove(*labels, how)
-            for kind in ("prompt", "completion"):
+            for kind in ("prompt", "cached", "completion"):
                 self.tokens.remove(*labels, kind)
             for found in (self.ttft, self.between):
                 with suppress(KeyError):  # no text was ever sent
                     found.remove(*labels)
 
-    def ended(self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int) -> None:
-        """Count one request."""
+    def ended(
+        self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0
+    ) -> None:
+        """Count one request. cached_tokens: those of its prompt that were kept already."""
         self._endings.setdefault(labels, set()).add(how)
         self.requests.labels(*labels, how).inc()
         self.tokens.labels(*labels, "prompt").inc(prompt_tokens)
+        self.tokens.labels(*labels, "cached").inc(cached_tokens)
         self.tokens.labels(*labels, "completion").inc(completion_tokens)
 
     def recent(self) -> list[dict[str, Any]]:
@@ -107,6 +117,7 @@ class Metrics:
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
             **{key: memory.get(key, 0) for key in MEMORY},
+            **{f"prefix_cache_{key}": (numbers.get("prefix_cache") or {}).get(key, 0) for key in PREFIX_CACHE},
         }  # fmt: skip
         for key, value in values.items():
             self.gauges[key].labels(name).set(value)
@@ -131,6 +142,7 @@ class Seen:
     last: float | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     is_over: bool = False
 
     def event(self, event: Event) -> None:
@@ -147,6 +159,7 @@ class Seen:
         elif event.kind == "done":
             self.prompt_tokens += event.usage["prompt_tokens"]
             self.completion_tokens += event.usage["completion_tokens"]
+            self.cached_tokens += event.usage.get("cached_tokens", 0)
 
     def end(self, how: str) -> None:
         """Take note of its end, once: "done", "cancelled" or the class of the error."""
@@ -155,11 +168,12 @@ class Seen:
         self.is_over = True
         seconds = time.monotonic() - self.arrived
         labels = (self.model, self.adapter)
-        self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens)
+        self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens, self.cached_tokens)
         decode_s = seconds - (self.first_s or 0.0)
         self.metrics._recent.append({
             "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,
-            "ttft_s": self.first_s, "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens,
+            "ttft_s": self.first_s, "prompt_tokens": self.prompt_tokens, "cached_tokens": self.cached_tokens,
+            "completion_tokens": self.completion_tokens,
             "tok_s": (self.completion_tokens - self.choices) / decode_s
             if self.completion_tokens > self.choices and decode_s > 0 else None,
         })  # fmt: skip

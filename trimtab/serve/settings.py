@@ -94,8 +94,9 @@ class Settings:
     allow_fetch: host names that pictures may be fetched from (none by default). cors_origins: other sites whose pages may
     call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
     the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
-    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page. lenient: take
-    fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
+    long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
+    share_prefixes: whether clients of different keys use each other's kept beginnings, which tells who measures times what
+    others have asked. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
     """
 
     host: str = "127.0.0.1"
@@ -110,6 +111,7 @@ class Settings:
     grace_s: float = 30.0
     timeout_s: float | None = None
     page: bool = True
+    share_prefixes: bool = False
     lenient: bool = False
     limits: Limits = Limits()
 

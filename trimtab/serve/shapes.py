@@ -21,7 +21,7 @@ class Shape:
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[Any]] = {}
         self.finishes: dict[int, str] = {}
-        self.prompt_tokens = self.completion_tokens = 0
+        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
         """Return the chunks before the first event."""
@@ -38,6 +38,7 @@ class Shape:
             self.finishes[index] = event.finish or "stop"
             if index % self.asked.n == 0:  # choices of one prompt share it
                 self.prompt_tokens += event.usage["prompt_tokens"]
+                self.cached_tokens += event.usage.get("cached_tokens", 0)
             self.completion_tokens += event.usage["completion_tokens"]
             return self._made(index, self.delta(Event(event.job_id, "text"), 0, is_last=True), self.finishes[index])
         return None
@@ -52,10 +53,11 @@ class Shape:
     def choice(self, index: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
         return {
-            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total
+            "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }  # fmt: skip
 
     def usage_chunk(self) -> dict[str, Any]:
