@@ -91,7 +91,7 @@ SCHEMAS: Mapping[str, Schema] = {
             "total_tokens": COUNT,
             "prompt_tokens_details": _object({"cached_tokens": COUNT}),
         }
-    ),  # fmt: skip
+    ),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),
     "ChatCompletion": _answer(
