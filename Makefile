@@ -10,6 +10,7 @@ NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | 
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
 FUZZ := schemathesis-4.32.5
+AXE := axe-core-4.14.1
 
 .PHONY: demo test test-oldest test-upstream test-slow test-ray test-page test-gpu lint format bench clean
 
@@ -41,8 +42,12 @@ test-ray: $(NEWEST)
 	test -x .venv-ray/bin/python || ($(PYTHON) -m venv .venv-ray && .venv-ray/bin/python -m pip install --quiet -r locks/newest.txt "ray[serve]==2.60.0")
 	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/ray
 
-# The page in a headless Chromium of the system (apt-get install chromium); skipped with a reason where there is none.
+# The page in a headless Chromium of the system (apt-get install chromium), and every state of it looked through by axe-core
+# (from npm, for this alone). What is not there is skipped with a reason.
 test-page: $(NEWEST)
+	test -e .npm-page/made-from-$(AXE) || (rm -rf .npm-page && mkdir .npm-page && \
+		npm install --silent --no-audit --no-fund --ignore-scripts --prefix .npm-page $(subst axe-core-,axe-core@,$(AXE)) && \
+		touch .npm-page/made-from-$(AXE)) || echo "no npm or no network: the page is not looked through by axe-core"
 	$(ENV) .venv/bin/python -m pytest -q -m slow tests/page || [ $$? -eq 5 ]  # 5: nothing to run here
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
@@ -62,7 +67,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .npm-page .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

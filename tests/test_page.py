@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,7 +16,11 @@ from trimtab.serve.settings import Settings
 
 ROOT = Path(__file__).parent.parent
 VOID = {"meta", "link", "input", "br", "hr", "img"}
-SCRIPTS = sorted(name for name in page.ASSETS if name.endswith(".js"))
+# What is ours: the other script is compared with what its project published.
+SCRIPTS = sorted(name for name in page.ASSETS if name.endswith(".js") and name != page.VENDORED)
+OURS = sorted(set(page.ASSETS) - {page.VENDORED, "markdown-it.LICENSE.txt"})
+SHEETS = ("page.css", "chat.css")
+MARKDOWN_IT_SHA256 = "d5432491790141da046b1197353705db03264f40b5727f3b4b591f5aba193e30"  # of 15.0.3
 
 
 def client(**settings):
@@ -137,7 +142,7 @@ def test_the_page_has_nothing_that_the_policy_would_refuse(index):
             assert attributes["src"].startswith("/page/")
 
 
-@pytest.mark.parametrize("name", sorted(page.ASSETS))
+@pytest.mark.parametrize("name", OURS)
 def test_nothing_comes_from_elsewhere(name):
     found = re.findall(
         r"(?:https?:)?//[a-z0-9.-]+\.[a-z]{2,}[^\s\"']*", text_of(name).replace("http://www.w3.org/2000/svg", "")
@@ -154,8 +159,25 @@ def test_data_never_becomes_html_or_code(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_key_is_kept_in_the_tab_alone(name):
     stored = re.findall(r"localStorage\.setItem\(\s*([^,]+),", text_of(name))
-    assert set(stored) <= {'"trimtab-theme"'}
+    # KEPT is the name of the options and of the open drawers.
+    assert set(stored) <= {'"trimtab-theme"', "KEPT"}
     assert "document.cookie" not in text_of(name)
+
+
+def test_the_reader_of_markdown_is_what_its_project_published():
+    assert hashlib.sha256((page.FOLDER / page.VENDORED).read_bytes()).hexdigest() == MARKDOWN_IT_SHA256
+    licence = text_of("markdown-it.LICENSE.txt")
+    assert "markdown-it 15.0.3" in licence
+    # The packages that are bundled in it have theirs.
+    for name in ("entities", "linkify-it", "mdurl", "punycode.js", "uc.micro"):
+        assert f"== {name}@" in licence
+    assert licence.count("Permission is hereby granted") >= 4
+
+
+def test_the_reader_of_markdown_takes_no_html():
+    script = text_of("markdown.js")
+    assert "html: false" in script
+    assert "innerHTML" not in script and ".render(" not in script
 
 
 # The parts fit together -----------------------------------------------------------------------------------------------
@@ -175,14 +197,15 @@ def test_every_id_that_a_script_uses_is_in_the_page(name, index):
 
 def test_ids_in_lists_are_in_the_page_too(index):
     # Where a script goes over ids, they stand in a list of texts before `byId(id)`.
-    lists = re.findall(r"for \(const (?:id|\[\w+, \w+\]) of \[(.+?)\]\) \{", text_of("play.js") + text_of("page.js"))
+    lists = re.findall(r"for \(const (?:id|name|\[\w+, \w+\]) of \[(.+?)\]\) \{", "".join(map(text_of, SCRIPTS)))
+    lists += re.findall(r"const (?:NUMBERS|TEXTS|CHECKS) = \[(.+?)\]", text_of("options.js"))
     named = {word for found in lists for word in re.findall(r'"([a-z]+(?:-[a-z]+)+)"', found)}
-    assert {"top-p", "max-tokens", "add-image", "state-text"} <= named
+    assert {"top-p", "max-tokens", "state-text", "load-dialog"} <= named
     assert named <= set(index.ids)
 
 
 def test_every_style_of_a_script_is_in_the_sheet():
-    sheet = text_of("page.css")
+    sheet = "".join(map(text_of, SHEETS))
     for name in SCRIPTS:
         for classes in re.findall(r'class: "([a-z -]+)"', text_of(name)):
             for one in classes.split():
@@ -191,7 +214,9 @@ def test_every_style_of_a_script_is_in_the_sheet():
 
 def test_every_imported_name_is_exported():
     for name in SCRIPTS:
-        for names, source in re.findall(r'import \{([^}]+)\} from "\./([^"]+)"', text_of(name)):
+        used = re.findall(r'import (?:\{([^}]+)\}|\* as \w+) from "\./([^"]+)"', text_of(name))
+        assert all(source in page.ASSETS for _, source in used)
+        for names, source in [one for one in used if one[0]]:
             exported = set(re.findall(r"export (?:async )?(?:function\*?|class|const|let) (\w+)", text_of(source)))
             assert {one.strip() for one in names.split(",")} <= exported
 
@@ -205,6 +230,14 @@ def test_every_control_has_a_label(index):
     named = [attributes["aria-labelledby"] for _, attributes in index.tags if "aria-labelledby" in attributes]
     assert set(described) | set(named) <= set(index.ids)
     assert labelled <= set(index.ids)
+
+
+def test_every_drawing_that_is_used_is_in_the_page(index):
+    text = "".join(map(text_of, [*SCRIPTS, page.INDEX]))
+    used = set(re.findall(r'icon\("(\w+)"\)|tool\("(\w+)"|#i-(\w+)"', text))
+    names = {name for found in used for name in found if name} | {"done", "close"}
+    assert len(names) > 15
+    assert {f"i-{name}" for name in names} <= set(index.ids)
 
 
 def test_patterns_and_styles_of_the_picture_match(index):

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "trimtab" / "demo"
 KEPT, OTHERS = "style", ("rslora-dora", "specialist")
 READY_S = 120
+ADMIN = "-admin"  # what the admin key has behind the client's
 
 
 def main(port: int, keys: tuple[str, ...]) -> None:
@@ -39,7 +40,8 @@ def main(port: int, keys: tuple[str, ...]) -> None:
     )  # fmt: skip
     adapters = {name: str(DEMO / "adapters" / name) for name in (KEPT, *OTHERS)}
     served = ServedModel(name="gemma-demo", request=request, adapters=adapters, kept=(KEPT,), rows=4, resident_limit=2)
-    settings = Settings(port=port, api_keys=keys, adapter_root=DEMO / "adapters")
+    admin = tuple(key + ADMIN for key in keys)
+    settings = Settings(port=port, api_keys=keys, admin_keys=admin, adapter_root=DEMO / "adapters")
     pool = Pool([served], settings)
     app = make_app(pool, settings, Metrics(), extra=[*page_routes(settings), *verify_routes(pool, folders=pool.folders)],
                    folders=pool.folders)  # fmt: skip

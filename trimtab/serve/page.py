@@ -20,15 +20,19 @@ from trimtab.serve.settings import Settings
 
 FOLDER = Path(__file__).with_name("page")
 INDEX = "index.html"
+# Another project's work, byte for byte as it is published; its licence lies beside it.
+VENDORED = "markdown-it.js"
 # Every file that is sent, and as what; a file that is not here is not there.
 ASSETS = {
     INDEX: "text/html; charset=utf-8",
-    "page.css": "text/css; charset=utf-8",
+    "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("api.js", "dom.js", "media.js", "page.js", "picture.js", "play.js", "recorder.js", "theme.js"),
+        ("api.js", "chances.js", "chat.js", "chats.js", "differ.js", "dom.js", "markdown.js", "media.js", "options.js", "page.js",
+         "panel.js", "picture.js", "recorder.js", "store.js", "sure.js", "theme.js", "turns.js", VENDORED),
         "text/javascript; charset=utf-8",
     ),
+    "markdown-it.LICENSE.txt": "text/plain; charset=utf-8",
 }  # fmt: skip
 POLICY = "; ".join((
     "default-src 'none'", "script-src 'self'", "style-src 'self'", "img-src 'self' blob:", "media-src blob:",

@@ -421,7 +421,11 @@ def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
         held = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
         for name in COUNTED:
             held[name] += block[name]
-    request = {name: plan["request"][name] for name in ("quant", "context_tokens", "batch")}
+    request = {
+        name: plan["request"][name]
+        for name in ("quant", "context_tokens", "batch", "images")
+        if name in plan["request"]
+    }
     return {**{name: plan[name] for name in SHOWN}, "placements": list(placed.values()), "request": request}
 
 

@@ -22,6 +22,16 @@ function fill(element, attributes, children) {
   return element;
 }
 
+/** Return one of the drawings that the page keeps under `i-NAME`. */
+export function icon(name) {
+  return draw("svg", { class: "icon", "aria-hidden": "true", focusable: "false" }, draw("use", { href: `#i-${name}` }));
+}
+
+/** Return a small button of a drawing and a name that is read out. */
+export function tool(name, label, onclick, more = {}) {
+  return make("button", { type: "button", class: "quiet-button", "aria-label": label, title: label, onclick, ...more }, icon(name));
+}
+
 export function tell(element, text) {
   element.textContent = text;
   element.hidden = !text;

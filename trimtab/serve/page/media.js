@@ -1,16 +1,15 @@
-// Pictures and sounds on their way to the model: chosen, dropped, pasted or recorded, in a form that the server takes.
+// Images and sounds on their way to the model: chosen, dropped, pasted or recorded, in a form that the server takes.
 
-import { byId, bytes, make, seconds } from "./dom.js";
+import { byId, bytes, make, seconds, tool } from "./dom.js";
 
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 const RATE = 16000;
 const MAX_RECORDING_S = 120;
 
-/** One thing to send: {kind: "image" or "sound", name, url (for showing), part (in OpenAI's shape)}. */
+/** One thing to send, as a chat keeps it: {kind: "image" or "sound", name, format, blob}. */
 async function imageOf(file) {
   const blob = IMAGE_TYPES.includes(file.type) ? file : await asPng(file);
-  const part = { type: "image_url", image_url: { url: `data:${blob.type};base64,${await base64(blob)}` } };
-  return { kind: "image", name: file.name || "picture", size: blob.size, url: URL.createObjectURL(blob), part };
+  return { kind: "image", name: file.name || "image", format: blob.type, blob: new Blob([blob], { type: blob.type }) };
 }
 
 async function asPng(file) {
@@ -27,9 +26,16 @@ async function soundOf(file) {
   // What the server reads itself goes as it is; anything else this browser can play becomes wav first.
   const format = head.startsWith("RIFF") && head.endsWith("WAVE") ? "wav" : head.startsWith("fLaC") ? "flac" : null;
   const blob = format ? file : await asWav(await file.arrayBuffer());
-  const part = { type: "input_audio", input_audio: { data: await base64(blob), format: format ?? "wav" } };
-  const shown = new Blob([blob], { type: `audio/${format ?? "wav"}` });
-  return { kind: "sound", name: file.name || "recording.wav", size: blob.size, url: URL.createObjectURL(shown), part };
+  const held = new Blob([blob], { type: `audio/${format ?? "wav"}` });
+  return { kind: "sound", name: file.name || "recording.wav", format: format ?? "wav", blob: held };
+}
+
+/** Return a kept image or sound in the shape of OpenAI's message parts. */
+export async function partOf({ kind, format, blob }) {
+  const data = await base64(blob);
+  return kind === "image"
+    ? { type: "image_url", image_url: { url: `data:${format};base64,${data}` } }
+    : { type: "input_audio", input_audio: { data, format } };
 }
 
 async function asWav(encoded) {
@@ -71,11 +77,18 @@ function base64(blob) {
   });
 }
 
-/** What is attached to the question. takes(): which kinds the model takes. fail(text): tells the reader. */
+const urls = new WeakMap(); // blob -> its address in this tab
+
+function urlOf(blob) {
+  if (!urls.has(blob)) urls.set(blob, URL.createObjectURL(blob));
+  return urls.get(blob);
+}
+
+/** What is attached to the message. takes(): which kinds the model takes. fail(text): tells the reader. */
 export class Attachments {
   constructor(takes, fail) {
     this.items = [];
-    this.reading = Promise.resolve(); // what is asked waits for it
+    this.reading = Promise.resolve(); // what is sent waits for it
     this.takes = takes;
     this.fail = fail;
     this.list = byId("attached");
@@ -92,7 +105,7 @@ export class Attachments {
       const kind = file.type.startsWith("image/") ? "image"
         : file.type.startsWith("audio/") || /\.(wav|flac)$/i.test(file.name) ? "sound" : null;
       if (kind === null) {
-        this.fail(`${file.name}: neither a picture nor a sound`);
+        this.fail(`${file.name}: neither an image nor a sound`);
       } else if (!this.takes().includes(kind === "sound" ? "audio" : "image")) {
         this.fail(`${file.name || "This"}: the model takes no ${kind}s`);
       } else {
@@ -106,7 +119,7 @@ export class Attachments {
     this.show();
   }
 
-  /** Return everything and begin anew; what was taken stays playable. */
+  /** Return everything and begin anew. */
   take() {
     const taken = this.items;
     this.items = [];
@@ -116,24 +129,23 @@ export class Attachments {
 
   show() {
     this.list.replaceChildren(...this.items.map((item, place) => make(
-      "li", {}, shown(item), make("span", { class: "name" }, `${item.name}, ${bytes(item.size)}`),
-      make("button", { type: "button", class: "plain", "aria-label": `Remove ${item.name}`, onclick: () => this.remove(place) }, "Remove"),
+      "li", {}, shown(item), make("span", { class: "name" }, `${item.name}, ${bytes(item.blob.size)}`),
+      tool("close", `Remove ${item.name}`, () => this.remove(place)),
     )));
   }
 
   remove(place) {
-    URL.revokeObjectURL(this.items[place].url);
     this.items.splice(place, 1);
     this.show();
     (this.list.querySelectorAll("button")[Math.max(0, place - 1)] ?? byId("question")).focus();
   }
 }
 
-/** Return an attachment as something to look at or listen to. */
+/** Return a kept image or sound as something to look at or listen to. */
 export function shown(item) {
   return item.kind === "image"
-    ? make("img", { src: item.url, alt: item.name })
-    : make("audio", { src: item.url, controls: true, preload: "metadata", "aria-label": item.name });
+    ? make("img", { src: urlOf(item.blob), alt: item.name })
+    : make("audio", { src: urlOf(item.blob), controls: true, preload: "metadata", "aria-label": item.name });
 }
 
 /** The microphone: a button that records until it is pressed again. done(file): gets a wav of 16 kHz. */
@@ -173,17 +185,19 @@ export class Recorder {
     const began = performance.now();
     const clock = setInterval(() => {
       const passed = (performance.now() - began) / 1000;
-      this.text.textContent = `Stop recording (${passed.toFixed(0)} s)`;
+      this.text.textContent = `Stop recording, ${passed.toFixed(0)} s`;
       if (passed > MAX_RECORDING_S) this.stopping?.();
     }, 250);
     this.button.setAttribute("aria-pressed", "true");
     this.text.textContent = "Stop recording";
+    this.text.classList.remove("unseen");
     this.stopping = async () => {
       this.stopping = null;
       clearInterval(clock);
       microphone.getTracks().forEach((track) => track.stop());
       this.button.setAttribute("aria-pressed", "false");
-      this.text.textContent = "Record";
+      this.text.textContent = "Record a sound";
+      this.text.classList.add("unseen");
       const rate = context.sampleRate;
       await context.close();
       if (pieces.length) this.done(await resampled(pieces, rate));

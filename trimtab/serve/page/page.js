@@ -1,19 +1,26 @@
 // The page: asks the server every second how it is, and shows it.
 
-import { get, hasKey, onKeyWanted, opens, post, stream, useKey } from "./api.js";
-import { byId, counted, draw, make, offer, rate, renew, seconds, tell } from "./dom.js";
-import { drawPicture } from "./picture.js";
-import { startPlayground, wordsOf } from "./play.js";
+import { get, hasKey, onKeyWanted, opens, useKey } from "./api.js";
+import { startChat } from "./chat.js";
+import { startChats, startDrawers } from "./chats.js";
+import { byId, counted, make, offer, rate, renew, seconds, tell } from "./dom.js";
+import { startOptions } from "./options.js";
+import { showAdapters, startPanel } from "./panel.js";
+import { drawPicture, drawSlim } from "./picture.js";
+import { nameOf } from "./turns.js";
 
 const EVERY_MS = 1000;
 const STATES = {
-  stopped: "asleep, starts with the next question", loading: "loading", ready: "ready", restarting: "restarting",
+  stopped: "asleep, starts with the next message", loading: "loading", ready: "ready", restarting: "restarting",
   failed: "failed", gone: "the server does not answer",
 };
 const ENDED = { done: "done", cancelled: "client left" };
 
-let status = null;
-const follow = startPlayground(shownModel);
+let status = null, showChats = () => {};
+startOptions();
+const chat = startChat(shownModel, () => showChats());
+showChats = startChats(() => chat);
+startDrawers();
 
 function shownModel() {
   if (!status) return null;
@@ -39,6 +46,7 @@ async function keepPolling() {
 }
 
 function show() {
+  if (!status) return;
   const models = status.models;
   byId("model-many").hidden = models.length < 2;
   byId("model-one").textContent = models.length === 1 ? models[0].name : "";
@@ -51,10 +59,11 @@ function show() {
   showLoading(model);
   showNote(model);
   drawPicture(model);
+  drawSlim(model);
   showVoices(models, model);
   showAdapters(model);
   showRequests(status.requests ?? []);
-  follow(model);
+  chat.follow(model);
 }
 
 function loadWords(model) {
@@ -103,7 +112,7 @@ function showNote(model) {
   if (byId("load-note").textContent !== words) byId("load-note").textContent = words;
 }
 
-// Adapters -------------------------------------------------------------------------------------------------------------
+// Voices ---------------------------------------------------------------------------------------------------------------
 
 function showVoices(models, model) {
   const voices = ({ name, adapters }) => [[name, `${name} (base)`], ...adapters.map((one) => [`${name}:${one}`, one])];
@@ -112,117 +121,27 @@ function showVoices(models, model) {
   const second = byId("voice-b"), isNew = !second.options.length;
   offer(second, groups);
   if (isNew && second.options.length > 1) second.selectedIndex = 1;
-  offer(byId("verify-adapter"), [[null, [["", "the base alone"], ...model.adapters.map((one) => [one, one])]]]);
+  showWelcome(model, voices(model));
 }
 
-function showAdapters(model) {
-  const { resident = [], kept = [], swaps = 0, swap_p50_s: swap } = model.numbers ?? {};
-  const isLoaded = model.state === "ready";
-  const named = model.named ?? [];
-  const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded, named.includes(name)]);
-  const list = byId("adapters");
-  byId("adapters-note").textContent = swaps ? `${counted(swaps, "swap")}, ${seconds(swap)} each` : "";
-  renew(list, [model.name, shown], () => {
-    const rows = shown.map(([name, isResident, isKept, , isNamed]) => make(
-      "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept, isLoaded),
-      isNamed ? null : make("button", {
-        type: "button", class: "plain", "data-held": name, "aria-label": `Unload ${name}`, onclick: () => unload(model.name, name),
-      }, "Unload"),
-    ));
-    list.replaceChildren(...(rows.length ? rows : [make("li", { class: "quiet" }, "None; the base answers alone.")]));
-  });
+/** What stands in an empty conversation: who answers here, one press away. */
+function showWelcome(model, voices) {
+  const kinds = { image: "images", audio: "sounds" };
+  const taken = model.takes.filter((kind) => kinds[kind]).map((kind) => kinds[kind]);
+  const words = `${model.name} reads text${taken.length ? `, ${taken.join(" and ")}` : ""}. ${
+    model.adapters.length ? `${counted(model.adapters.length, "adapter")} can answer in its place, or beside it.` : ""}`;
+  if (byId("welcome-text").textContent !== words) byId("welcome-text").textContent = words;
+  const chosen = byId("voice-a").value;
+  renew(byId("welcome-voices"), [voices, chosen], () => byId("welcome-voices").replaceChildren(...voices.map(([value]) => make("li", {}, make("button", {
+    type: "button", class: "voice-chip", "data-held": value, "aria-pressed": String(value === chosen), onclick: () => {
+      byId("voice-a").value = value;
+      showWelcome(model, voices);
+      byId("question").focus();
+    },
+  }, nameOf(value))))));
 }
 
-function whereOf(isResident, isKept, isLoaded) {
-  const place = isResident ? "on the model" : isLoaded ? "in host memory" : "not loaded";
-  const words = place + (isKept ? ", kept there" : "");
-  return make(
-    "span", { class: "where", "data-where": isResident ? "model" : "host" },
-    draw("svg", { viewBox: "0 0 12 12", "aria-hidden": "true", focusable: "false" }, draw("circle", { cx: 6, cy: 6, r: 4.5 })),
-    words,
-  );
-}
-
-async function changeAdapters(work, said) {
-  tell(byId("adapters-error"), "");
-  byId("adapters-said").textContent = "";
-  try {
-    await work();
-    byId("adapters-said").textContent = said;
-    await poll();
-    return true;
-  } catch (error) {
-    tell(byId("adapters-error"), wordsOf(error));
-    return false;
-  }
-}
-
-function unload(model, name) {
-  if (!confirm(`Unload ${name}? Requests that name it fail until it is loaded again.`)) return false;
-  return changeAdapters(() => post("/v1/unload_lora_adapter", { model, lora_name: name }), `${name} is unloaded`);
-}
-
-byId("load-adapter").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const name = byId("adapter-name"), path = byId("adapter-path"), send = byId("load-adapter-send");
-  send.disabled = true;
-  const body = { model: shownModel()?.name, lora_name: name.value, lora_path: path.value };
-  if (await changeAdapters(() => post("/v1/load_lora_adapter", body), `${body.lora_name} is loaded`)) {
-    name.value = path.value = "";
-  }
-  send.disabled = false;
-  if (document.activeElement === document.body) name.focus({ preventScroll: true });
-});
-
-// Parity ---------------------------------------------------------------------------------------------------------------
-
-let verifying = null;
-
-byId("verify-stop").addEventListener("click", () => verifying?.abort());
-byId("verify").addEventListener("submit", async (event) => {
-  event.preventDefault();
-  const send = byId("verify-send"), stop = byId("verify-stop"), said = byId("verify-said");
-  verifying = new AbortController();
-  send.disabled = true;
-  stop.disabled = false;
-  stop.focus();
-  tell(byId("verify-error"), "");
-  byId("verdict").replaceChildren();
-  said.textContent = "starting";
-  const body = { model: shownModel()?.name, adapter: byId("verify-adapter").value || null, against: byId("verify-against").value };
-  try {
-    for await (const line of stream("/api/verify", body, verifying.signal)) {
-      if (line.report) {
-        said.textContent = "";
-        byId("verdict").replaceChildren(...verdictOf(line.report));
-      } else {
-        said.textContent = line.say;
-      }
-    }
-  } catch (error) {
-    said.textContent = error.name === "AbortError" ? "stopped" : "";
-    if (error.name !== "AbortError") tell(byId("verify-error"), wordsOf(error));
-  }
-  verifying = null;
-  const hadFocus = document.activeElement === stop;
-  send.disabled = false;
-  stop.disabled = true;
-  if (hadFocus) send.focus({ preventScroll: true });
-});
-
-function verdictOf(report) {
-  const words = report.ok ? `As it should be: ${report.verdict}` : `Wrong: ${report.verdict}`;
-  const head = make("tr", {}, ...report.head.map((name) => make("th", { scope: "col" }, name)));
-  const rows = report.rows.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell))));
-  return [
-    make("p", { class: "verdict", role: "status" }, `${report.ok ? "✓" : "✗"} ${words}`),
-    make("p", { class: "quiet" }, `${report.subject} held against ${report.reference}, ${counted(rows.length, "prompt")}`),
-    ...(report.findings.length ? [make("ul", { class: "findings" }, ...report.findings.map((text) => make("li", {}, text)))] : []),
-    make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Parity, prompt by prompt" },
-      make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows))),
-    ...report.floor.map((text) => make("p", { class: "hint" }, text)),
-  ];
-}
+byId("voice-a").addEventListener("change", show);
 
 // Last requests --------------------------------------------------------------------------------------------------------
 
@@ -286,22 +205,24 @@ byId("theme").addEventListener("click", () => {
   } catch {
     // Then it lasts as long as the page.
   }
-  byId("theme").textContent = `Theme: ${next}`;
+  byId("theme-text").textContent = `Theme: ${next}`;
 });
-byId("theme").textContent = `Theme: ${themeOf()}`;
+byId("theme-text").textContent = `Theme: ${themeOf()}`;
 
 // Start ----------------------------------------------------------------------------------------------------------------
-
-async function readServer() {
-  const about = await get("/page/about.json");
-  byId("version").textContent = about.version;
-  byId("load-adapter").hidden = !about.loads_adapters;
-  byId("adapters-closed").hidden = about.loads_adapters;
-}
 
 byId("base-url").textContent = `${location.origin}/v1`;
 byId("model").addEventListener("change", show);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
+byId("memory").addEventListener("click", () => {
+  byId("load-dialog").showModal();
+  show();
+});
+byId("load-close").addEventListener("click", () => byId("load-dialog").close());
+// A dialog that can be left is also left by a press beside it.
+for (const name of ["load-dialog", "options-dialog", "sure"]) {
+  byId(name).addEventListener("click", ({ target }) => { if (target === byId(name)) byId(name).close(); });
+}
 new ResizeObserver(() => { const model = shownModel(); if (model) drawPicture(model); }).observe(byId("bars"));
-readServer().catch(() => {});
+startPanel(shownModel, poll).catch(() => {});
 keepPolling();

@@ -67,12 +67,47 @@ export function drawPicture(model) {
   }
   const bars = barsOf(model.plan);
   const live = liveMarks(model);
+  if (!host.clientWidth) return; // in a dialog that is closed
   const width = Math.max(240, Math.floor(host.clientWidth));
   renew(host, [bars, live, width, model.state], () => {
     host.replaceChildren(...bars.map((bar) => figureOf(bar, live[bar.device] ?? [], width, model.state)));
   });
   drawLegend(bars);
   drawTable(bars);
+}
+
+/** Draw the slim bar of the device that computes, and say how full it is. */
+export function drawSlim(model) {
+  const svg = byId("memory-bar"), text = byId("memory-text");
+  const bar = model.plan ? barsOf(model.plan)[0] : null;
+  const marks = bar ? liveMarks(model)[bar.device] : [];
+  const isLoaded = model.state === "ready";
+  renew(svg, [bar, marks, isLoaded], () => {
+    if (bar === null) {
+      svg.replaceChildren();
+      text.textContent = "Memory";
+      return;
+    }
+    const loaded = sum(bar.segments), budget = bar.budget_bytes;
+    const whole = Math.max(loaded, budget ?? 0, ...marks.map(([, count]) => count)) * 1.02;
+    const place = (count) => (100 * count) / whole;
+    const kinds = [["weights", ["resident", "gather", "stream", "host", "disk"]], ["adapters", ["adapters"]], ["rest", ["kv_cache", "activations", "other"]]];
+    let left = 0;
+    const parts = kinds.map(([kind, fills]) => {
+      const wide = place(sum(bar.segments.filter(({ fill }) => fills.includes(fill))));
+      left += wide;
+      return draw("rect", { class: `slim-${kind}`, x: left - wide, y: 1, width: wide, height: 8 });
+    });
+    const used = marks.map(([, count]) => draw("rect", {
+      class: count > (budget ?? Infinity) ? "slim-mark over" : "slim-mark", x: place(count) - 0.6, y: 0, width: 1.2, height: 10,
+    }));
+    const line = budget === null ? [] : [draw("rect", { class: "slim-line", x: place(budget) - 0.6, y: 0, width: 1.2, height: 10 })];
+    svg.replaceChildren(draw("rect", { class: "slim-trough", x: 0, y: 1, width: 100, height: 8 }), ...(isLoaded ? parts : []), ...used, ...line);
+    const now = marks.find(([what]) => what === "in use now");
+    text.textContent = isLoaded
+      ? `${bar.name} ${bytes(now ? now[1] : loaded)}${budget === null ? "" : ` of ${bytes(budget)}`}`
+      : `${bar.name}: nothing loaded`;
+  });
 }
 
 function liveMarks(model) {
@@ -85,12 +120,20 @@ function liveMarks(model) {
   return marks;
 }
 
+/** Return how a bar is drawn: {isFolded, scale (pixels a byte), line (the load line's place, null for none)}.
+ *  Everything that was in use has its true place, also beyond the plan's end and beyond the budget. */
+export function scaleOf(loaded, budget, marks, width) {
+  const used = Math.max(loaded, ...marks, 1);
+  const isFolded = budget !== null && used < FOLD_BELOW * budget;
+  const whole = Math.max(used, budget ?? 0) * 1.04;
+  const scale = isFolded ? (width * FOLDED_SHARE) / used : width / (budget === null ? used : whole);
+  const line = budget === null ? null : Math.round(isFolded ? width * 0.96 : budget * scale);
+  return { isFolded, scale, line };
+}
+
 function figureOf(bar, marks, width, state) {
   const loaded = sum(bar.segments), budget = bar.budget_bytes;
-  const isFolded = budget !== null && loaded < FOLD_BELOW * budget;
-  const whole = budget === null ? loaded : Math.max(loaded, budget) * 1.04;
-  const scale = isFolded ? (width * FOLDED_SHARE) / (loaded || 1) : width / (whole || 1);
-  const line = budget === null ? null : Math.round(isFolded ? width * 0.96 : budget * scale);
+  const { isFolded, scale, line } = scaleOf(loaded, budget, marks.map(([, count]) => count), width);
   const isOver = budget !== null && loaded > budget;
   const head = make("p", { class: "bar-head" }, make("span", {}, make("strong", {}, bar.name), ` ${bytes(loaded)} planned`));
   if (budget !== null) {
@@ -107,7 +150,8 @@ function figureOf(bar, marks, width, state) {
     picture.append(segmentOf(segment, left, wide));
     left += wide;
   }
-  if (isFolded) picture.append(foldAt((left + line) / 2));
+  const end = Math.max(left, ...marks.map(([, count]) => count * scale));
+  if (isFolded) picture.append(foldAt((end + line) / 2));
   if (line !== null) {
     picture.append(
       draw("path", { class: "load-line", d: `M${line} ${TOP - 6}V${TOP + DEPTH + 8}` }),
@@ -115,11 +159,19 @@ function figureOf(bar, marks, width, state) {
       draw("path", { class: "load-line", d: `M${line - 10} ${TOP - 10}h20` }),
     );
   }
-  for (const [, count] of marks) {
-    const at = Math.min(width - 6, count * scale);
-    picture.append(draw("path", { class: "now", d: `M${at} ${TOP + DEPTH + 2}l5 9h-10z` }));
+  for (const [what, count] of marks) {
+    const at = count * scale, isBeyond = count > loaded;
+    // What was used beyond the plan's end is drawn up to where it came.
+    if (isBeyond) {
+      picture.append(draw("rect", { class: "beyond", x: left, y: TOP + DEPTH - 5, width: Math.max(1, at - left), height: 5 }));
+    }
+    picture.append(draw("path", { class: isBeyond ? "now over" : "now", "data-mark": what, d: `M${at} ${TOP + DEPTH + 2}l5 9h-10z` }));
   }
-  const said = marks.map(([what, count]) => `${what} ${bytes(count)}`).join(", ");
+  const said = marks.map(([what, count]) => {
+    const beyond = budget !== null && count > budget ? `, ${bytes(count - budget)} over the budget`
+      : count > loaded ? `, ${bytes(count - loaded)} more than planned` : "";
+    return `${what} ${bytes(count)}${beyond}`;
+  }).join("; ");
   const note = [said && `▲ ${said}`, isFolded && "drawn larger, folded before the load line"].filter(Boolean).join("; ");
   const isLoading = state === "loading" || state === "restarting";
   return make(

@@ -1,0 +1,445 @@
+// The conversation: what is sent, to one adapter or to two side by side, how answers come, and what is kept of them.
+
+import { stream } from "./api.js";
+import { tokensOf } from "./chances.js";
+import { byId, counted, make, rate, seconds, tell } from "./dom.js";
+import { Attachments, Recorder, partOf } from "./media.js";
+import * as options from "./options.js";
+import * as store from "./store.js";
+import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
+
+const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
+const SPOKEN_EVERY_MS = 1500, KEPT_EVERY_MS = 2000, NEAR_END_PX = 80;
+const TITLE_LETTERS = 60;
+
+/** model(): the status of the model that is shown, or null. onKept(chat): called when a chat was kept. */
+export function startChat(model, onKept) {
+  const question = byId("question"), form = byId("ask"), scroller = byId("scroller");
+  const fail = (text) => tell(byId("ask-error"), text);
+  const attachments = new Attachments(() => model()?.takes ?? [], fail);
+  const recorder = new Recorder((file) => attachments.add([file]), fail);
+  let chat = fresh(), views = [], running = null, isPreparing = false, keptAt = 0, isAtEnd = true, wish = [], shownVoices = "";
+
+  const acts = {
+    edit: (turn, text) => resend(turn, text),
+    again: (turn, slot) => {
+      slot.versions.push(versionFor(versionOf(slot).voice));
+      slot.at = slot.versions.length - 1;
+      return answer(turn, [slot]);
+    },
+    compare: (turn, voice) => {
+      turn.slots.push({ at: 0, versions: [versionFor(voice)] });
+      return answer(turn, [turn.slots.at(-1)]);
+    },
+    pick: () => keep(),
+    voices: () => [...byId("voice-a").options].map(({ value }) => value),
+  };
+
+  // What the reader does --------------------------------------------------------------------------------------------
+
+  keepDraft(question);
+  question.addEventListener("input", () => grow(question));
+  grow(question);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  question.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      form.requestSubmit();
+    } else if (event.key === "ArrowUp" && !question.value && views.length && !running) {
+      event.preventDefault();
+      views.at(-1).edit();
+    }
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running && !document.querySelector("dialog[open]")) running.abort();
+  });
+  byId("stop").addEventListener("click", () => running?.abort());
+  byId("beside").addEventListener("click", () => setBeside(byId("beside").getAttribute("aria-pressed") !== "true"));
+  takeFiles(form, attachments);
+  scroller.addEventListener("scroll", () => {
+    isAtEnd = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < NEAR_END_PX;
+    byId("to-end").hidden = isAtEnd;
+  });
+  byId("to-end").addEventListener("click", () => {
+    toEnd(true);
+    question.focus({ preventScroll: true });
+  });
+
+  /** Choose the voices of the chat that was opened, as soon as the server has named its own. */
+  function takeVoices() {
+    if (!byId("voice-a").options.length) return;
+    ["voice-a", "voice-b"].forEach((id, at) => wish[at] && choose(id, wish[at]));
+    wish = [];
+  }
+
+  function setBeside(isOn) {
+    byId("beside").setAttribute("aria-pressed", String(isOn));
+    byId("voice-b-field").hidden = !isOn;
+  }
+
+  async function send() {
+    if (running || isPreparing) return;
+    isPreparing = true;
+    await attachments.reading;
+    isPreparing = false;
+    const text = question.value.trim();
+    fail("");
+    if (!text && !attachments.items.length) {
+      question.focus();
+      return;
+    }
+    const media = attachments.take();
+    question.value = "";
+    question.dispatchEvent(new Event("input"));
+    await begin(text, media);
+  }
+
+  /** Send a message again, changed; what came after it goes. */
+  async function resend(turn, text) {
+    if (running) return;
+    chat.turns.length = chat.turns.indexOf(turn);
+    show();
+    await begin(text, turn.media);
+  }
+
+  async function begin(text, media) {
+    const voices = [byId("voice-a").value];
+    if (byId("beside").getAttribute("aria-pressed") === "true") voices.push(byId("voice-b").value);
+    const turn = { text, media, slots: voices.map((voice) => ({ at: 0, versions: [versionFor(voice)] })) };
+    if (!chat.turns.length) chat.title = titleOf(text, media);
+    chat.turns.push(turn);
+    isAtEnd = true;
+    await answer(turn, turn.slots);
+  }
+
+  // How it is answered ----------------------------------------------------------------------------------------------
+
+  async function answer(turn, slots) {
+    const at = chat.turns.indexOf(turn), mine = chat;
+    if (views[at]) views[at].showAnswers();
+    show();
+    running = new AbortController();
+    const { signal } = running;
+    setRunning(true);
+    const view = views[at], speaker = new Speaker(slots.length > 1);
+    await keep();
+    await Promise.all(slots.map(async (slot) => {
+      const answerView = view.answers[turn.slots.indexOf(slot)], version = versionOf(slot);
+      const { messages, leftOut } = await messagesOf(mine.turns.slice(0, at + 1), version.voice, model());
+      await run(version, options.bodyOf(version.voice, messages), signal, {
+        grow: () => {
+          if (mine !== chat) return;
+          answerView.grow();
+          toEnd();
+          if (performance.now() - keptAt > KEPT_EVERY_MS) keep();
+        },
+        say: (piece) => speaker.say(version.voice, piece),
+      });
+      if (leftOut) version.facts += `; ${leftOut}`;
+      speaker.end(version.voice, version.how ?? "answer complete");
+      answerView.end();
+    }));
+    running = null;
+    view.showBetween();
+    setRunning(false);
+    toEnd();
+    await keep(mine);
+  }
+
+  function setRunning(isRunning) {
+    const send = byId("send"), stop = byId("stop"), focused = document.activeElement;
+    send.hidden = isRunning;
+    stop.hidden = !isRunning;
+    for (const one of byId("turns").querySelectorAll("[data-idle]")) one.disabled = isRunning;
+    if (isRunning && (focused === send || focused === document.body)) stop.focus({ preventScroll: true });
+    if (!isRunning && (focused === stop || document.activeElement === document.body)) question.focus({ preventScroll: true });
+  }
+
+  async function keep(what = chat) {
+    keptAt = performance.now();
+    if (!what.turns.length || what.isGone) return;
+    what.at = Date.now();
+    try {
+      await store.keep(what);
+      sessionKeep(CURRENT, chat.id);
+    } catch {
+      fail("The browser has no room left: this chat is not kept");
+    }
+    onKept(what);
+  }
+
+  // What is seen ----------------------------------------------------------------------------------------------------
+
+  function show() {
+    byId("welcome").hidden = chat.turns.length > 0;
+    byId("save-chat").hidden = !chat.turns.length;
+    views = chat.turns.map((turn) => views.find((view) => view.turn === turn) ?? new TurnView(turn, acts));
+    views.forEach((view, at) => view.setLast(at === views.length - 1));
+    const wanted = views.map(({ element }) => element), shown = [...byId("turns").children];
+    shown.filter((element) => !wanted.includes(element)).forEach((element) => element.remove());
+    wanted.filter((element) => !element.isConnected).forEach((element) => byId("turns").append(element));
+    toEnd();
+  }
+
+  function toEnd(isForced = false) {
+    if (isAtEnd || isForced) scroller.scrollTop = scroller.scrollHeight;
+  }
+
+  /** Show another chat, or a new one for null. What is being answered is stopped. */
+  async function open(id) {
+    running?.abort();
+    const found = id === null ? null : await store.read(id);
+    chat = found ?? fresh();
+    for (const { slots } of chat.turns) {
+      for (const { versions } of slots) versions.filter(({ isBusy }) => isBusy).forEach(interrupt);
+    }
+    sessionKeep(CURRENT, chat.id);
+    isAtEnd = true;
+    fail("");
+    show();
+    const last = chat.turns.at(-1);
+    if (last) {
+      // The next message goes where the last one went, as far as that is still there.
+      wish = last.slots.map((slot) => versionOf(slot).voice);
+      setBeside(wish.length > 1);
+      takeVoices();
+    }
+    onKept(chat);
+    if (matchMedia("(pointer: fine)").matches) question.focus({ preventScroll: true });
+  }
+
+  byId("save-chat").addEventListener("click", () => {
+    const url = URL.createObjectURL(new Blob([textOf(chat)], { type: "text/markdown" }));
+    make("a", { href: url, download: `${chat.title.replaceAll(/[^\p{L}\p{N} _-]/gu, "").trim() || "chat"}.md` }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  });
+
+  show();
+  const before = sessionRead(CURRENT);
+  if (before) open(before);
+
+  return {
+    open,
+    current: () => chat.id,
+    /** Forget a chat, or all of them for null; a new one is shown if it is the one that is seen. */
+    async forget(id) {
+      if (id === null || id === chat.id) {
+        chat.isGone = true;
+        running?.abort();
+      }
+      await (id === null ? store.forgetAll() : store.forget(id));
+      if (chat.isGone) await open(null);
+    },
+    /** Follow what the model takes. */
+    follow(status) {
+      takeVoices();
+      const takesAny = status.takes.some((kind) => kind !== "text");
+      byId("attach").disabled = !takesAny;
+      byId("record").disabled = recorder.isMissing || !status.takes.includes("audio");
+      const voices = acts.voices().join();
+      if (voices === shownVoices || running) return;
+      shownVoices = voices;
+      views.at(-1)?.setLast(true);
+    },
+  };
+}
+
+// Messages ---------------------------------------------------------------------------------------------------------------
+
+/** Return the messages that a voice gets: every turn with its own answer, or the one beside it where it has none. */
+async function messagesOf(turns, voice, model) {
+  const most = model?.plan?.request.images ?? Infinity;
+  const last = turns.at(-1);
+  const whole = turns.filter((turn) => turn === last || answerOf(turn, voice));
+  // The plan has room for so many images of one prompt: the newest are sent.
+  const images = whole.flatMap(({ media }) => media.filter(({ kind }) => kind === "image"));
+  const dropped = new Set(images.slice(0, Math.max(0, images.length - Math.max(most, last.media.filter(({ kind }) => kind === "image").length))));
+  const sounds = whole.flatMap(({ media }) => media.filter(({ kind }) => kind === "sound"));
+  for (const sound of sounds) if (!last.media.includes(sound) && last.media.some(({ kind }) => kind === "sound")) dropped.add(sound);
+  const messages = [];
+  for (const turn of whole) {
+    const parts = await Promise.all(turn.media.filter((item) => !dropped.has(item)).map(partOf));
+    const text = turn.text || (parts.length ? "" : `[${turn.media.map(({ name }) => name).join(", ")}]`);
+    messages.push({ role: "user", content: parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text });
+    if (turn !== last) messages.push({ role: "assistant", content: answerOf(turn, voice).text });
+  }
+  const leftOut = dropped.size ? `${counted(dropped.size, "earlier attachment")} left out: the plan has no room for more in one prompt` : "";
+  return { messages, leftOut };
+}
+
+function answerOf({ slots }, voice) {
+  const slot = slots.find((one) => versionOf(one).voice === voice) ?? slots[0], version = versionOf(slot);
+  return version.text ? version : null;
+}
+
+const versionFor = (voice) => ({
+  voice, text: "", thinking: "", tokens: [], facts: "waiting", how: null, error: null, isBusy: true, isJson: byId("json").checked,
+});
+
+function interrupt(version) {
+  Object.assign(version, { isBusy: false, how: "interrupted", facts: "interrupted" });
+}
+
+/** Send a request and put into a version what comes. */
+async function run(version, body, signal, { grow, say }) {
+  const began = performance.now();
+  let first = null, usage = null, finish = null, frame = null;
+  const soon = () => {
+    frame ??= requestAnimationFrame(() => {
+      frame = null;
+      if (version.isBusy) grow();
+    });
+  };
+  soon();
+  try {
+    for await (const chunk of stream("/v1/chat/completions", body, signal)) {
+      usage = chunk.usage ?? usage;
+      const choice = chunk.choices?.[0];
+      finish = choice?.finish_reason ?? finish;
+      version.tokens.push(...tokensOf(choice?.logprobs));
+      version.thinking += choice?.delta?.reasoning_content ?? "";
+      const piece = choice?.delta?.content;
+      if (!piece) continue;
+      if (first === null) {
+        first = performance.now();
+        version.facts = `first token after ${seconds((first - began) / 1000)}`;
+      }
+      version.text += piece;
+      say(piece);
+      soon();
+    }
+    version.how = finish === "length" ? "cut at its length" : null;
+  } catch (error) {
+    version.how = error.name === "AbortError" ? "stopped" : "failed";
+    if (version.how === "failed") version.error = wordsOf(error);
+  }
+  if (version.isJson && version.how === null) version.text = indented(version.text);
+  version.facts = factsOf({ began, first, usage, how: version.how, isEmpty: !version.text && version.how === null });
+  grow();
+  version.isBusy = false;
+}
+
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+function factsOf({ began, first, usage, how, isEmpty }) {
+  const now = performance.now();
+  const facts = how ? [how] : [];
+  if (isEmpty) facts.push("the answer is empty: the model ended it at once");
+  if (first !== null) facts.push(`first token after ${seconds((first - began) / 1000)}`);
+  if (usage && usage.completion_tokens > 1 && first !== null && now > first) {
+    facts.push(`${rate(((usage.completion_tokens - 1) * 1000) / (now - first))} tok/s`);
+  }
+  if (usage) facts.push(`${usage.prompt_tokens} + ${counted(usage.completion_tokens, "token")}`);
+  facts.push(seconds((now - began) / 1000));
+  return facts.join(", ");
+}
+
+/** Return an error in words, with every problem it lists. */
+export function wordsOf(error) {
+  return [error.message, ...(error.problems ?? []).filter((text) => !error.message.includes(text))].join("\n");
+}
+
+// Small things -----------------------------------------------------------------------------------------------------------
+
+const fresh = () => ({ id: newId(), title: "New chat", at: Date.now(), turns: [] });
+
+// crypto.randomUUID is for secure contexts alone.
+const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((value) => value.toString(16).padStart(2, "0")).join("");
+
+function titleOf(text, media) {
+  const words = text.replaceAll(/\s+/g, " ") || media.map(({ name }) => name).join(", ");
+  return words.length > TITLE_LETTERS ? `${words.slice(0, TITLE_LETTERS - 1)}…` : words;
+}
+
+function choose(id, value) {
+  const select = byId(id);
+  if ([...select.options].some((option) => option.value === value)) select.value = value;
+}
+
+function sessionKeep(name, value) {
+  try {
+    sessionStorage.setItem(name, value);
+  } catch {
+    // A browser that keeps nothing begins anew.
+  }
+}
+
+function sessionRead(name) {
+  try {
+    return sessionStorage.getItem(name);
+  } catch {
+    return null;
+  }
+}
+
+function keepDraft(question) {
+  question.value = sessionRead(DRAFT) ?? "";
+  question.addEventListener("input", () => sessionKeep(DRAFT, question.value));
+}
+
+function grow(question) {
+  question.style.height = "auto";
+  question.style.height = `${question.scrollHeight}px`;
+}
+
+function takeFiles(form, attachments) {
+  byId("attach").addEventListener("click", () => byId("file").click());
+  byId("file").addEventListener("change", async (event) => {
+    await attachments.add([...event.target.files]);
+    event.target.value = "";
+    byId("question").focus();
+  });
+  byId("question").addEventListener("paste", (event) => {
+    const files = [...(event.clipboardData?.files ?? [])];
+    if (!files.length) return;
+    event.preventDefault();
+    attachments.add(files);
+  });
+  // The whole window takes what is dropped: beside the form it would otherwise replace the page.
+  window.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    if (event.dataTransfer?.types.includes("Files")) form.classList.add("is-over");
+  });
+  window.addEventListener("dragleave", (event) => { if (!event.relatedTarget) form.classList.remove("is-over"); });
+  window.addEventListener("drop", (event) => {
+    event.preventDefault();
+    form.classList.remove("is-over");
+    if (event.dataTransfer?.files.length) attachments.add([...event.dataTransfer.files]);
+  });
+}
+
+/** What a screen reader hears of answers that grow: a sentence or so at a time, and one voice after the other. */
+class Speaker {
+  constructor(isTwo) {
+    this.isTwo = isTwo;
+    this.waiting = new Map();
+    this.region = byId("spoken");
+    this.region.textContent = "";
+    this.timer = null;
+  }
+
+  say(voice, piece) {
+    this.waiting.set(voice, (this.waiting.get(voice) ?? "") + piece);
+    this.timer ??= setTimeout(() => this.speak(), SPOKEN_EVERY_MS);
+  }
+
+  end(voice, how) {
+    this.say(voice, ` (${how})`);
+  }
+
+  speak() {
+    this.timer = null;
+    const heard = [...this.waiting].map(([voice, text]) => (this.isTwo ? `${nameOf(voice)}: ${text}` : text));
+    this.waiting.clear();
+    this.region.textContent = heard.join(". ");
+  }
+}

@@ -1,0 +1,72 @@
+// What is sent beside the messages: set once, kept in this browser.
+
+import { byId } from "./dom.js";
+
+const KEPT = "trimtab-options";
+const NUMBERS = ["temperature", "top-p", "max-tokens", "seed"], TEXTS = ["system"], CHECKS = ["chances", "json"];
+const FIRST = { temperature: "0" };
+const TOP = 5; // alternatives of each token
+
+/** Take up what was kept, and keep what changes. */
+export function startOptions() {
+  let kept = {};
+  try {
+    kept = JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+  } catch {
+    // Nothing is kept here, or it is not ours.
+  }
+  set(kept);
+  byId("options").addEventListener("input", () => {
+    keep();
+    summarize();
+  });
+  byId("options-open").addEventListener("click", () => byId("options-dialog").showModal());
+  byId("options-reset").addEventListener("click", () => {
+    set({});
+    keep();
+  });
+}
+
+function set(values) {
+  for (const id of [...NUMBERS, ...TEXTS]) byId(id).value = values[id] ?? FIRST[id] ?? "";
+  for (const id of CHECKS) byId(id).checked = values[id] === true;
+  summarize();
+}
+
+function keep() {
+  const values = Object.fromEntries([
+    ...[...NUMBERS, ...TEXTS].map((id) => [id, byId(id).value]), ...CHECKS.map((id) => [id, byId(id).checked]),
+  ]);
+  try {
+    localStorage.setItem(KEPT, JSON.stringify(values));
+  } catch {
+    // Then they last as long as the page.
+  }
+}
+
+/** Say beside the button what is not as it is at first. */
+function summarize() {
+  const parts = [];
+  if (byId("temperature").value !== FIRST.temperature) parts.push(`temperature ${byId("temperature").value || "1"}`);
+  for (const [id, word] of [["top-p", "top p"], ["max-tokens", "max tokens"], ["seed", "seed"]]) {
+    if (byId(id).value) parts.push(`${word} ${byId(id).value}`);
+  }
+  if (byId("chances").checked) parts.push("probabilities");
+  if (byId("json").checked) parts.push("JSON");
+  if (byId("system").value.trim()) parts.push("system message");
+  byId("options-summary").textContent = parts.join(", ");
+}
+
+/** Return the body of a request for a chat. */
+export function bodyOf(voice, messages) {
+  const number = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
+  const system = byId("system").value.trim();
+  return {
+    model: voice,
+    messages: system ? [{ role: "system", content: system }, ...messages] : messages,
+    temperature: number("temperature"), top_p: number("top-p"), max_tokens: number("max-tokens"), seed: number("seed"),
+    ...(byId("chances").checked ? { logprobs: true, top_logprobs: TOP } : {}),
+    response_format: byId("json").checked ? { type: "json_object" } : undefined,
+    stream: true, stream_options: { include_usage: true },
+  };
+}

@@ -1,0 +1,83 @@
+// Chats, kept in this browser alone (IndexedDB): a list of heads {id, title, at}, and each chat whole, its images and sounds too.
+
+const NAME = "trimtab", HEADS = "heads", CHATS = "chats";
+
+let opening = null;
+const inMemory = { heads: new Map(), chats: new Map() }; // where a browser keeps nothing
+
+export let isLasting = true;
+
+function database() {
+  opening ??= new Promise((done) => {
+    let request;
+    const fail = () => {
+      isLasting = false;
+      done(null);
+    };
+    try {
+      request = indexedDB.open(NAME, 1);
+    } catch {
+      fail();
+      return;
+    }
+    request.onupgradeneeded = () => {
+      for (const store of [HEADS, CHATS]) request.result.createObjectStore(store, { keyPath: "id" });
+    };
+    request.onsuccess = () => done(request.result);
+    request.onerror = request.onblocked = fail;
+  });
+  return opening;
+}
+
+async function within(mode, work, fallback) {
+  const held = await database();
+  if (held === null) return fallback(inMemory);
+  const transaction = held.transaction([HEADS, CHATS], mode);
+  const request = work((store) => transaction.objectStore(store));
+  return new Promise((done, failed) => {
+    transaction.oncomplete = () => done(request?.result);
+    transaction.onerror = transaction.onabort = () => failed(transaction.error ?? new Error("not kept"));
+  });
+}
+
+/** Return every chat's head, the newest first. */
+export async function heads() {
+  const found = await within("readonly", (store) => store(HEADS).getAll(), ({ heads: all }) => [...all.values()]);
+  return found.sort((a, b) => b.at - a.at);
+}
+
+export function read(id) {
+  return within("readonly", (store) => store(CHATS).get(id), ({ chats }) => chats.get(id));
+}
+
+/** Keep a chat. Errors: what the browser says when its room is used up. */
+export function keep(chat) {
+  const head = { id: chat.id, title: chat.title, at: chat.at };
+  return within("readwrite", (store) => {
+    store(HEADS).put(head);
+    return store(CHATS).put(chat);
+  }, ({ heads: all, chats }) => {
+    all.set(chat.id, head);
+    chats.set(chat.id, structuredClone(chat));
+  });
+}
+
+export function forget(id) {
+  return within("readwrite", (store) => {
+    store(HEADS).delete(id);
+    return store(CHATS).delete(id);
+  }, ({ heads: all, chats }) => {
+    all.delete(id);
+    chats.delete(id);
+  });
+}
+
+export function forgetAll() {
+  return within("readwrite", (store) => {
+    store(HEADS).clear();
+    return store(CHATS).clear();
+  }, ({ heads: all, chats }) => {
+    all.clear();
+    chats.clear();
+  });
+}

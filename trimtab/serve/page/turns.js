@@ -1,0 +1,239 @@
+// How a conversation looks: each message of the reader, and the answers to it, alone or side by side.
+
+import { chanceView, hideTip } from "./chances.js";
+import { markDifferences, unmark } from "./differ.js";
+import { counted, make, tool } from "./dom.js";
+import { codeOf, copyButton, showMarkdown } from "./markdown.js";
+import { shown } from "./media.js";
+
+/** Return a voice as readers call it: the adapter's name, or the model's. */
+export function nameOf(voice) {
+  const at = voice.indexOf(":");
+  return at < 0 ? `${voice} (base)` : voice.slice(at + 1);
+}
+
+export const versionOf = (slot) => slot.versions[slot.at];
+
+/** One turn. acts: {edit(turn, text), again(turn, slot), compare(turn, voice), pick(turn), voices()}: what its buttons do. */
+export class TurnView {
+  constructor(turn, acts) {
+    this.turn = turn;
+    this.acts = acts;
+    this.question = make("div", { class: "asked" });
+    this.pairs = make("div", { class: "pairs" });
+    this.between = make("div", { class: "between" });
+    this.element = make("section", { class: "turn", "aria-label": "Message and answer" }, this.question, this.between, this.pairs);
+    this.answers = [];
+    this.marks = true;
+    this.showQuestion();
+    this.showAnswers();
+  }
+
+  showQuestion() {
+    const { text, media } = this.turn;
+    this.question.replaceChildren(
+      ...(media.length ? [make("div", { class: "media" }, ...media.map(shown))] : []),
+      ...(text ? [make("p", { class: "bubble" }, text)] : []),
+      make("div", { class: "tools" },
+        tool("edit", "Edit this message", () => this.edit(), { "data-idle": true }),
+        text ? copyButton(() => text, "Copy this message") : null),
+    );
+  }
+
+  /** Put a box in the place of the message. */
+  edit() {
+    const box = make("textarea", { class: "edited", rows: 3, "aria-label": "Edited message" });
+    box.value = this.turn.text;
+    const isLast = this.isLast;
+    const cancel = () => {
+      this.showQuestion();
+      this.question.querySelector("button")?.focus();
+    };
+    const form = make(
+      "form", { class: "editor" }, box,
+      isLast ? null : make("p", { class: "hint" }, "Sending it removes the messages after it."),
+      make("div", { class: "row end" },
+        make("button", { type: "button", onclick: cancel }, "Cancel"),
+        make("button", { type: "submit", class: "main" }, "Send")),
+    );
+    const send = () => (box.value.trim() || this.turn.media.length) && this.acts.edit(this.turn, box.value.trim());
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      send();
+    });
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        cancel();
+      } else if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        send();
+      }
+    });
+    this.question.replaceChildren(form);
+    box.focus();
+  }
+
+  showAnswers() {
+    this.answers = this.turn.slots.map((slot) => new AnswerView(this, slot));
+    this.element.classList.toggle("is-pair", this.answers.length > 1);
+    this.pairs.replaceChildren(...this.answers.map(({ element }) => element));
+    this.showBetween();
+  }
+
+  /** What stands over two answers: how many words they do not share, once both are there. */
+  showBetween() {
+    const [first, second] = this.answers;
+    this.between.replaceChildren();
+    if (!second || first.version.isBusy || second.version.isBusy) return;
+    for (const { body } of this.answers) unmark(body);
+    if (this.answers.some(({ hasChances }) => hasChances)) return;
+    const found = this.marks ? markDifferences(first.body, second.body) : null;
+    const words = !this.marks ? "Differences are not marked"
+      : found === null ? "Too long to compare word by word"
+        : found[0] + found[1] === 0 ? "Both answers are the same"
+          : `Differing words: ${found[0]} and ${found[1]}`;
+    this.between.append(
+      make("p", { class: "hint" }, words),
+      make("button", {
+        type: "button", class: "quiet-button", "aria-pressed": String(this.marks), onclick: () => {
+          this.marks = !this.marks;
+          this.showBetween();
+          this.between.querySelector("button")?.focus();
+        },
+      }, "Mark differences"),
+    );
+  }
+
+  /** Show what only the last turn has, or take it away. */
+  setLast(isLast) {
+    this.isLast = isLast;
+    for (const answer of this.answers) answer.showTools();
+  }
+}
+
+/** One answer: its name, text, facts and buttons. */
+export class AnswerView {
+  constructor(turnView, slot) {
+    this.turnView = turnView;
+    this.slot = slot;
+    this.hasChances = false;
+    this.name = make("h2", { class: "voice-name" });
+    this.thinking = make("details", { class: "thinking" }, make("summary", {}, "Thinking"), make("p", {}));
+    this.body = make("div", { class: "text" });
+    this.facts = make("p", { class: "facts" });
+    this.trouble = make("p", { class: "error", role: "alert" });
+    this.tools = make("div", { class: "tools" });
+    this.element = make("article", { class: "answer" }, this.name, this.thinking, this.body, this.trouble,
+      make("div", { class: "answer-foot" }, this.tools, this.facts));
+    this.show();
+  }
+
+  get version() {
+    return versionOf(this.slot);
+  }
+
+  show() {
+    const { version } = this;
+    this.name.textContent = nameOf(version.voice);
+    this.element.setAttribute("aria-label", `Answer of ${nameOf(version.voice)}`);
+    this.body.replaceChildren();
+    this.body.blocks = null;
+    this.grow();
+    this.end();
+  }
+
+  /** Show what has come so far. */
+  grow() {
+    const { version } = this;
+    this.element.setAttribute("aria-busy", String(version.isBusy));
+    this.thinking.hidden = !version.thinking;
+    this.thinking.querySelector("p").textContent = version.thinking;
+    if (this.hasChances && version.tokens.length) {
+      this.body.replaceChildren(chanceView(version.tokens));
+    } else if (version.isJson && version.text) {
+      this.body.replaceChildren(codeOf(version.text, "json"));
+    } else {
+      showMarkdown(this.body, version.text);
+    }
+    this.facts.textContent = version.facts;
+  }
+
+  end() {
+    const { version } = this;
+    this.element.setAttribute("aria-busy", String(version.isBusy));
+    this.facts.textContent = version.facts;
+    this.trouble.textContent = version.error ?? "";
+    this.trouble.hidden = !version.error;
+    this.showTools();
+  }
+
+  showTools() {
+    const { version, slot, turnView } = this, { turn, acts } = turnView;
+    const parts = [];
+    if (slot.versions.length > 1) {
+      parts.push(make("span", { class: "versions" },
+        tool("left", "Earlier version", () => this.turnTo(slot.at - 1), { disabled: slot.at === 0, "data-held": "left" }),
+        make("span", {}, `${slot.at + 1} of ${slot.versions.length}`),
+        tool("right", "Later version", () => this.turnTo(slot.at + 1), { disabled: slot.at === slot.versions.length - 1, "data-held": "right" })));
+    }
+    if (!version.isBusy) {
+      if (version.text) parts.push(copyButton(() => version.text, "Copy this answer"));
+      if (version.tokens.length) {
+        parts.push(tool("chances", "Token probabilities", () => this.turnChances(), { "aria-pressed": String(this.hasChances), "data-held": "chances" }));
+      }
+      if (turnView.isLast) {
+        parts.push(tool("again", `Regenerate with ${nameOf(version.voice)}`, () => acts.again(turn, slot), { "data-idle": true }));
+        if (turn.slots.length === 1) parts.push(this.compareSelect());
+      }
+    }
+    this.tools.replaceChildren(...parts);
+  }
+
+  /** A list that answers the same message beside this one. */
+  compareSelect() {
+    const { turn, acts } = this.turnView;
+    const others = acts.voices().filter((voice) => voice !== this.version.voice);
+    if (!others.length) return null;
+    const select = make("select", { class: "compare", "aria-label": "Compare with another adapter", "data-idle": true },
+      make("option", { value: "" }, "Compare with"), ...others.map((voice) => make("option", { value: voice }, nameOf(voice))));
+    select.addEventListener("change", () => select.value && acts.compare(turn, select.value));
+    return select;
+  }
+
+  turnChances() {
+    this.hasChances = !this.hasChances;
+    hideTip();
+    this.body.replaceChildren();
+    this.body.blocks = null;
+    this.grow();
+    this.showTools();
+    this.tools.querySelector("[data-held=chances]")?.focus();
+    this.turnView.showBetween();
+  }
+
+  turnTo(at) {
+    const wasLeft = at < this.slot.at;
+    this.slot.at = at;
+    this.hasChances = false;
+    this.show();
+    this.turnView.showBetween();
+    this.turnView.acts.pick(this.turnView.turn);
+    const [first, second] = wasLeft ? ["left", "right"] : ["right", "left"];
+    const held = (side) => this.tools.querySelector(`[data-held=${side}]:not(:disabled)`);
+    (held(first) ?? held(second))?.focus();
+  }
+}
+
+/** Return what a chat says as a Markdown text. */
+export function textOf(chat) {
+  const lines = [`# ${chat.title}`, ""];
+  for (const { text, media, slots } of chat.turns) {
+    lines.push("## Message", "", ...media.map(({ kind, name }) => `[${kind}: ${name}]`), text, "");
+    for (const slot of slots) {
+      const { voice, text: said, facts } = versionOf(slot);
+      lines.push(`## ${nameOf(voice)}`, "", said, "", `<!-- ${facts}; version ${slot.at + 1} of ${counted(slot.versions.length, "version")} -->`, "");
+    }
+  }
+  return lines.join("\n");
+}
