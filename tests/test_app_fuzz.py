@@ -26,8 +26,14 @@ VALID = {
         "model": "demo", "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["a"], "max_tokens": 4,
         "logprobs": True, "top_logprobs": 2, "stream": False, "user": "me",
         "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}},
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {}}}}}],
+        "tool_choice": "auto", "parallel_tool_calls": False, "chat_template_kwargs": {"enable_thinking": True},
+        "presence_penalty": 0.5, "logit_bias": {"7": 1.5},
         "messages": [
             {"role": "system", "content": "be brief"},
+            {"role": "assistant", "content": None, "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "12"},
             {"role": "user", "content": [
                 {"type": "text", "text": "?"}, {"type": "image_url", "image_url": {"url": PICTURE}},
                 {"type": "input_audio", "input_audio": {"data": WAV, "format": "wav"}},

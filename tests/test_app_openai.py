@@ -355,6 +355,35 @@ def test_the_examples_in_the_docs_run(address, capsys):
     assert capsys.readouterr().out and found["answer"].choices[0].message.content
 
 
+def test_the_examples_of_tools_run(address, capsys):
+    text = (ROOT / "docs" / "tools.md").read_text("utf-8")
+    code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
+    code = code.replace("http://127.0.0.1:8000", address).replace('"none"', repr(KEY))
+    found = {}
+    exec(compile(code, "tools", "exec"), found)
+    said = capsys.readouterr().out.splitlines()
+    assert (
+        said[0].startswith("tool_calls get_weather {'city': ") and said[-1].count("not supported: enable_thinking") >= 1
+    )
+    assert said[2] == "0 get_weather " and set(json.loads(found["call"].function.arguments)) == {"city"}
+
+
+def test_openais_own_helper_reads_the_calls(client):
+    class GetWeather(BaseModel):
+        """The weather of a town."""
+
+        city: Literal["Paris", "Rome"]
+        days: int
+
+    tool = openai.pydantic_function_tool(GetWeather)
+    found = client.chat.completions.parse(
+        model="style", messages=user("How is the weather?"), tools=[tool], tool_choice="required", temperature=0, max_tokens=100,
+        parallel_tool_calls=False,
+    )  # fmt: skip
+    (call,) = found.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, GetWeather) and found.choices[0].finish_reason == "tool_calls"
+
+
 # Refusals -------------------------------------------------------------------------------------------------------------
 
 
@@ -366,7 +395,8 @@ def test_a_wrong_key_is_the_clients_own_error(address):
 def test_what_is_refused_names_its_field(client):
     for fields, param in (
         ({"extra_body": {"guidance": 1}}, "guidance"), ({"temperature": 3}, "temperature"), ({"n": 99}, "n"),
-        ({"max_tokens": 100_000}, "max_tokens"), ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"max_tokens": 100_000}, "max_tokens"),
+        ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError) as caught:
             client.chat.completions.create(model="demo", messages=user("Hello"), **fields)

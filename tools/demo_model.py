@@ -35,13 +35,43 @@ LAYER_TYPES = ["full_attention" if (layer + 1) % 4 == 0 else "sliding_attention"
 SHARD_BYTES = "7MB"
 
 # Our own words for the form of Gemma 4's template: one marker per medium, trimmed text, a turn per message.
-CHAT_TEMPLATE = """{{- bos_token -}}
+CHAT_TEMPLATE = """{%- macro argument(value) -%}
+    {%- if value is string -%}
+        {{- '<|"|>' + value + '<|"|>' -}}
+    {%- elif value is mapping -%}
+        {{- '{' -}}
+        {%- for key, item in value | dictsort -%}
+            {{- key + ':' -}}{{- argument(item) -}}{{- ',' if not loop.last -}}
+        {%- endfor -%}
+        {{- '}' -}}
+    {%- elif value is sequence -%}
+        {{- '[' -}}
+        {%- for item in value -%}{{- argument(item) -}}{{- ',' if not loop.last -}}{%- endfor -%}
+        {{- ']' -}}
+    {%- else -%}
+        {{- value | tojson -}}
+    {%- endif -%}
+{%- endmacro -%}
+{{- bos_token -}}
+{%- if tools -%}
+    {{- '<|turn>system\\n' -}}
+    {%- for tool in tools -%}
+        {{- '<|tool>declaration:' + tool['function']['name'] + argument(tool['function']) + '<tool|>' -}}
+    {%- endfor -%}
+    {{- '<turn|>\\n' -}}
+{%- endif -%}
 {%- for message in messages -%}
     {%- set role = 'model' if message['role'] == 'assistant' else message['role'] -%}
-    {%- if role not in ['system', 'user', 'model'] -%}
-        {{- raise_exception('This model knows the roles system, user and assistant, not ' + role) -}}
+    {%- if role not in ['system', 'user', 'model', 'tool'] -%}
+        {{- raise_exception('This model knows the roles system, user, assistant and tool, not ' + role) -}}
     {%- endif -%}
     {{- '<|turn>' + role + '\\n' -}}
+    {%- if role == 'tool' -%}
+        {{- '<|tool_response>' -}}
+    {%- endif -%}
+    {%- for call in message['tool_calls'] or [] -%}
+        {{- '<|tool_call>call:' + call['function']['name'] + argument(call['function']['arguments']) + '<tool_call|>' -}}
+    {%- endfor -%}
     {%- if message['content'] is string -%}
         {{- message['content'] | trim -}}
     {%- else -%}
@@ -56,6 +86,9 @@ CHAT_TEMPLATE = """{{- bos_token -}}
                 {{- '<|video|>' -}}
             {%- endif -%}
         {%- endfor -%}
+    {%- endif -%}
+    {%- if role == 'tool' -%}
+        {{- '<tool_response|>' -}}
     {%- endif -%}
     {{- '<turn|>\\n' -}}
 {%- endfor -%}

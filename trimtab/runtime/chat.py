@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.runtime.answer_forms import AnswerForm, form_of
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
@@ -21,7 +22,7 @@ from trimtab.runtime.prefix_store import Mark
 ROLES = ("system", "user", "assistant", "developer", "tool")
 PART_TYPES = ("text", "image", "audio")
 # What a message may have beside its role and content, for the templates that write it.
-MESSAGE_KEYS = ("name",)
+MESSAGE_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
 # How hints begin and read that only who plans can follow.
 PLAN_HINT = "Plan with "
 CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger context="
@@ -49,21 +50,23 @@ class Inputs:
 
 def prepare(
     model: Any, prompt: Any, *, images: Sequence[Any] = (), audios: Sequence[Any] = (), system: str | None = None,
-    template_kwargs: Mapping[str, Any] | None = None, device: torch.device | None = None,
+    template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] = (),
+    device: torch.device | None = None,
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
     A text with pictures and sounds becomes one user message: pictures, text, sounds, the order that Gemma 4's processor
     documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
     characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
-    device: where the tensors are put, None is the model's.
+    tools: what the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the tensors
+    are put, None is the model's.
     Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
     known form; CheckpointError if the folder has no processor.
     """
     if is_token_ids(prompt):
-        if images or audios or system or template_kwargs:
+        if images or audios or system or template_kwargs or tools:
             raise RequestError(
-                "token ids are taken as they are; media, system and template do not apply", field="prompt"
+                "token ids are taken as they are; media, system, tools and template do not apply", field="prompt"
             )
         return _from_ids(model, prompt, device)
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
@@ -73,8 +76,10 @@ def prepare(
     _check_planned(model, "image", len(pictures), "images", "pictures")
     processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
-        return _text_only(model, processor, messages, prompt, system, template_kwargs, device)
-    return _through_processor(model, processor, messages, pictures, sounds, prompt, system, template_kwargs, device)
+        return _text_only(model, processor, messages, prompt, system, template_kwargs, tools, device)
+    return _through_processor(
+        model, processor, messages, pictures, sounds, prompt, system, template_kwargs, tools, device
+    )
 
 
 def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
@@ -129,6 +134,8 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
     if not isinstance(item, Mapping) or item.get("role") not in ROLES:
         raise RequestError(f"message {place} has no known role", field="prompt", allowed=ROLES)
     content = item.get("content")
+    if content is None and item.get("tool_calls"):
+        content = ""
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, (list, tuple)):
         raise RequestError(f"message {place} has no content", field="prompt")
@@ -155,6 +162,11 @@ def _text(value: Any) -> str:
     except UnicodeEncodeError as exc:
         raise RequestError("holds half of a surrogate pair, which is no character", field="prompt") from exc
     return text
+
+
+def answer_form(processor: Any, *, with_tools: bool = False) -> AnswerForm:
+    """Return how a checkpoint's answers write calls and thoughts."""
+    return form_of(_template(processor, getattr(processor, "tokenizer", processor)), with_tools=with_tools)
 
 
 def control_tokens(processor: Any) -> ControlTokens:
@@ -195,48 +207,63 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _rendered(
-    model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None
-) -> PromptText:
+    model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]],
+) -> PromptText:  # fmt: skip
     import jinja2
 
-    def render(changed: Sequence[Mapping[str, Any]]) -> str:
+    if tools and "tools" not in form_of(owner.chat_template, with_tools=True).reads:
+        raise RequestError("not supported: tools (the checkpoint's chat template has no place for them)", field="tools")
+
+    def render(changed: Sequence[Mapping[str, Any]], changed_tools: Sequence[Mapping[str, Any]] = ()) -> str:
         options = dict(template_kwargs or {})
+        if changed_tools:
+            options["tools"] = list(changed_tools)
         return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
 
     try:
-        prompt: PromptText = model.control_tokens.render(render, messages)
-        if any("name" in message for message in messages):
-            _check_names(render, messages)
+        prompt: PromptText = model.control_tokens.render(render, messages, tools)
+        if any("name" in message for message in messages if message["role"] != "tool"):
+            _check_names(render, messages, tools)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
         raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
     return prompt
 
 
-def _check_names(render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]) -> None:
+def _check_names(
+    render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> None:
     """Raise RequestError if the template writes no names: a client that sends one relies on it."""
-    without = [{key: value for key, value in message.items() if key != "name"} for message in messages]
-    if render(messages) == render(without):
+    without = [
+        {key: value for key, value in message.items() if key != "name" or message["role"] == "tool"}
+        for message in messages
+    ]
+    if render(messages, tools) == render(without, tools):
         raise RequestError("not supported: name (the checkpoint's chat template writes none)", field="name")
 
 
 def _text_only(
     model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
-    template_kwargs: Mapping[str, Any] | None, device: torch.device,
+    template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
 ) -> Inputs:  # fmt: skip
     if not getattr(tokenizer, "chat_template", None):
-        text = _plain(prompt, system, template_kwargs)
+        text = _plain(prompt, system, template_kwargs, tools)
         encoded = tokenizer(text, return_tensors="pt", add_special_tokens=_adds_special(tokenizer, text))
         return _inputs(model, tokenizer, encoded, device, has_media=False)
 
     def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
-    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs)
+    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools)
     encoded = model.control_tokens.encode(encode, rendered, adds_special=False)
     return _inputs(model, tokenizer, encoded, device, has_media=False)
 
 
-def _plain(prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None) -> str:
+def _plain(
+    prompt: Any, system: str | None, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]]
+) -> str:
+    if tools:
+        raise RequestError("not supported: tools (the checkpoint has no chat template)", field="tools")
     if system is not None or template_kwargs or not isinstance(prompt, str):
         field = "system" if system is not None else "prompt"
         raise RequestError("this checkpoint has no chat template; give plain text alone", field=field)
@@ -250,16 +277,16 @@ def _adds_special(tokenizer: Any, text: str) -> bool:
 
 def _through_processor(
     model: Any, processor: Any, messages: list[dict[str, Any]], pictures: list[Any], sounds: list[Any], prompt: Any,
-    system: str | None, template_kwargs: Mapping[str, Any] | None, device: torch.device,
+    system: str | None, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
 ) -> Inputs:  # fmt: skip
     tokenizer = getattr(processor, "tokenizer", processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if getattr(owner, "chat_template", None):
-        rendered = _rendered(model, owner, messages, template_kwargs)
+        rendered = _rendered(model, owner, messages, template_kwargs, tools)
     elif pictures or sounds:
         raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
     else:
-        rendered = PromptText(_plain(prompt, system, template_kwargs))
+        rendered = PromptText(_plain(prompt, system, template_kwargs, tools))
     adds_special = _adds_special(tokenizer, rendered.text)
     options: dict[str, Any] = {"return_tensors": "pt", "add_special_tokens": adds_special}
     if pictures:

@@ -100,25 +100,32 @@ class ControlTokens:
     # Rendering --------------------------------------------------------------------------------------------------------
 
     def render(
-        self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]]
+        self, render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> PromptText:
         """Return what the template makes of the messages, with the control tokens that their texts brought in.
 
-        render: the template. Errors: RequestError as it raises them, and for texts that hold every private character.
+        render: the template, called with the messages, and with the tools if there are any. Errors: RequestError as it raises
+        them, and for texts that hold every private character.
         """
-        raw = render(messages)
-        harmless = render(_mapped(messages, lambda text: _NO_LETTER.sub("x", text))) if self._is_normalized else None
-        texts = list(_texts(messages))
+
+        def changed(change: Callable[[str], str]) -> str:
+            given = (_mapped(messages, change), _changed(tools, change)) if tools else (_mapped(messages, change),)
+            return render(*given)
+
+        raw = changed(str)
+        harmless = changed(lambda text: _NO_LETTER.sub("x", text)) if self._is_normalized else None
+        texts = [*_texts(messages), *_strings(tools)]
         if not any(sign in text for text in texts for sign in self._signs):
             return PromptText(raw, (), harmless)
         stand_ins = _unused(texts, len(self._signs) + 2)
         hidden = dict(zip(map(ord, self._signs), stand_ins, strict=False))
         shown = {ord(stand_in): chr(code) for code, stand_in in hidden.items()}
-        marked = render(_mapped(messages, lambda text: text.translate(hidden)))
+        marked = changed(lambda text: text.translate(hidden))
         plain = marked.translate(shown)
         if plain != raw:
-            # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out.
-            is_user = self._read_by_template(render, messages, raw, stand_ins[-2:])
+            # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out, or writes
+            # what users wrote in another way, as JSON's quotes.
+            is_user = self._read_by_template(changed, raw, stand_ins[-2:])
             spans = [] if is_user is None else [span for span in self.matches(raw) if any(is_user[slice(*span)])]
             if is_user is not None and self._written(_without(raw, spans)) == self._written(marked):
                 return PromptText(raw, tuple(spans), harmless)
@@ -127,9 +134,8 @@ class ControlTokens:
         return PromptText(plain, tuple(spans), harmless)
 
     def _read_by_template(
-        self, render: Callable[[Sequence[Mapping[str, Any]]], str], messages: Sequence[Mapping[str, Any]], raw: str,
-        marks: Sequence[str],
-    ) -> list[bool] | None:  # fmt: skip
+        self, changed: Callable[[Callable[[str], str]], str], raw: str, marks: Sequence[str]
+    ) -> list[bool] | None:
         """Return for each character of the prompt whether it is of a control token that a user wrote, with the tokens left
         visible to the template; None if that cannot be told."""
         first, last = marks
@@ -143,7 +149,7 @@ class ControlTokens:
             return "".join([*out, text[end:]])
 
         flags, inside = [], False
-        marked = render(_mapped(messages, mark))
+        marked = changed(mark)
         for char in marked:
             if char in marks:
                 inside = char == first
@@ -196,13 +202,42 @@ def _signs(text: str) -> str:
     return signs or text
 
 
+# What of a message is a user's beside its content.
+_USER_KEYS = ("name", "tool_calls", "tool_call_id", "reasoning_content")
+
+
 def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for message in messages:
-        yield from (message[key] for key in message.keys() & {"name"})
+        for key in _USER_KEYS:
+            yield from _strings(message.get(key))
         if isinstance(message["content"], str):
             yield message["content"]
         else:
             yield from (part["text"] for part in message["content"] if part["type"] == "text")
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every text of plain values, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from _strings(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _strings(item)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return plain values with every text changed, names of fields too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _changed(item, change) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_changed(item, change) for item in value]
+    return value
 
 
 def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str]) -> list[dict[str, Any]]:
@@ -214,10 +249,17 @@ def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str])
             content = change(content)
         else:
             content = [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
-        changed.append(
-            {**message, "content": content, **({"name": change(message["name"])} if "name" in message else {})}
-        )
+        beside = {key: _changed(message[key], change) for key in _USER_KEYS if key in message}
+        if "tool_calls" in beside:  # names of fields that templates look up are ours
+            beside["tool_calls"] = [_changed_call(call, change) for call in message["tool_calls"]]
+        changed.append({**message, "content": content, **beside})
     return changed
+
+
+def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
+    function = call["function"]
+    made = {"name": change(function["name"]), "arguments": _changed(function["arguments"], change)}
+    return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **made}}
 
 
 def _unused(texts: Sequence[str], count: int) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -52,22 +52,27 @@ class Detokenizer:
     """Turns token ids into text as they come: `push` gives what is sure, `finish` the rest.
 
     A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
-    stop text. stopped: a stop text was met; it and what follows are not part of the text.
+    stop text. stopped: a stop text was met; it and what follows are not part of the text. shown: control tokens that are part
+    of the text; others are left out.
     """
 
     # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
     LONGEST_CHARACTER_TOKENS = 6
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, shown: Collection[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        added = tokenizer.added_tokens_decoder.items() if shown else ()
+        self._hidden = {token_id for token_id, token in added if token.special and token.content not in shown}
+        self._hides_all = not shown
         self._ids: list[int] = []
         self._from, self._to = 0, 0
         self._held = ""
         self.stopped = False
 
     def _decode(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
+        kept = [token for token in ids if token not in self._hidden]
+        options = {"skip_special_tokens": self._hides_all, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(kept, **options))
 
     def push(self, token_id: int) -> str:
         """Return the text that is now sure."""

@@ -10,7 +10,7 @@ Schema = dict[str, Any]
 TEXT: Schema = {"type": "string"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
-FINISH: Schema = {"enum": ["stop", "length", None]}
+FINISH: Schema = {"enum": ["stop", "length", "tool_calls", None]}
 
 
 def reference(name: str) -> Schema:
@@ -77,7 +77,19 @@ _MODEL = _object(
     },
     maybe={"max_model_len": COUNT, "output_head": {"enum": ["full", "int8"]}},
 )
-_MESSAGE = {"role": {"const": "assistant"}, "content": TEXT}
+_FUNCTION = {"name": TEXT, "arguments": TEXT}
+_CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": _object(_FUNCTION)})
+_CALL_PIECE = _object(
+    {"index": COUNT, "function": _object({}, maybe=_FUNCTION)}, maybe={"id": TEXT, "type": {"const": "function"}}
+)
+_THOUGHT = {"reasoning_content": TEXT}
+_MESSAGE = _object(
+    {"role": {"const": "assistant"}, "content": _or_null(TEXT), "refusal": {"type": "null"}},
+    maybe={**_THOUGHT, "tool_calls": _list(_CALL)},
+)
+_DELTA = _object(
+    {}, maybe={"role": {"const": "assistant"}, "content": TEXT, **_THOUGHT, "tool_calls": _list(_CALL_PIECE)}
+)
 _ERROR = {
     "message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT), "class": TEXT, "fields": {"type": "object"},
 }  # fmt: skip
@@ -96,11 +108,9 @@ SCHEMAS: Mapping[str, Schema] = {
     "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),
     "ChatCompletion": _answer(
         "chat.completion",
-        {"message": _object({**_MESSAGE, "refusal": {"type": "null"}}), "logprobs": _or_null(_CHAT_LOGPROBS)},
+        {"message": _MESSAGE, "logprobs": _or_null(_CHAT_LOGPROBS)},
     ),
-    "ChatCompletionChunk": _answer(
-        "chat.completion.chunk", {"delta": _object({}, maybe=_MESSAGE), "logprobs": _or_null(_CHAT_LOGPROBS)}
-    ),
+    "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _or_null(_CHAT_LOGPROBS)}),
     "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)}),
     "AdapterChanged": _object({"status": {"enum": ["loaded", "unloaded"]}, "lora_name": TEXT}),
     "Health": _object({"status": TEXT}),

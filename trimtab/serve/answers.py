@@ -29,6 +29,8 @@ from trimtab.serve.shapes import Shape
 
 HOLD_S = 10.0
 PING_S = 15
+# Events of which two become one where nobody has read the first yet.
+JOINED = ("text", "reasoning")
 # A client that has left reads no status; nginx's word for it is what logs know.
 CLIENT_LEFT = 499
 
@@ -66,7 +68,7 @@ class Merged:
         if event.kind == "started":
             return  # nothing that a client is told
         last = self._waiting[-1] if self._waiting else None
-        if last is not None and last[0] == index and last[1].kind == event.kind == "text":
+        if last is not None and last[0] == index and last[1].kind == event.kind and event.kind in JOINED:
             joined = replace(last[1], text=last[1].text + event.text, tokens=last[1].tokens + event.tokens)
             self._waiting[-1] = (index, joined)
         else:

@@ -254,8 +254,9 @@ class _Api:
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
             client=client_of(request.headers.get("authorization", ""), self.settings),
         )  # fmt: skip
-        # A schema may take a moment to look through.
-        jobs = await self.reader.run(0, make) if getattr(asked, "response_format", None) else make()
+        # Schemas may take a moment to look through.
+        is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
+        jobs = await self.reader.run(0, make) if is_long else make()
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs])
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage

@@ -9,7 +9,7 @@ from typing import Any
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.serve import media
+from trimtab.serve import calling, media
 from trimtab.serve.job import Job
 from trimtab.serve.schema import check_ends
 from trimtab.serve.settings import Limits
@@ -32,11 +32,14 @@ def jobs_of(
         _check_length(prompt, context_tokens, "messages" if is_chat else "prompt")
     top = chat_logprobs(asked) if isinstance(asked, ChatRequest) else asked.logprobs
     schema = schema_of(asked, limits) if isinstance(asked, ChatRequest) else None
+    calls = calling.calls_of(asked, limits) if isinstance(asked, ChatRequest) else {}
+    if schema is not None and calls.get("must_call") is not None:
+        raise RequestError("cannot hold together with response_format", field="tool_choice")
     requests = [generate_request(asked, context_tokens=context_tokens, limits=limits, index=i) for i in range(asked.n)]
     return [
         Job(
             uuid.uuid4().hex, prompt, request, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
-            fills_context=fills_context(asked), client=client,
+            fills_context=fills_context(asked), client=client, **calls,
         )
         for prompt in prompts
         for request in requests
@@ -56,8 +59,8 @@ def _check_length(prompt: Any, context_tokens: int, field: str) -> None:
 
 
 def _characters(content: Any) -> int:
-    if isinstance(content, str):
-        return len(content)
+    if isinstance(content, str) or content is None:
+        return len(content or "")
     return sum(len(part["text"]) for part in content if part["type"] == "text")
 
 
@@ -148,7 +151,8 @@ def check_shape(asked: ChatRequest | CompletionRequest) -> None:
 def _media_parts(asked: ChatRequest) -> Iterator[tuple[str, ImagePart | AudioPart]]:
     """Yield every part that is not text, with its path in the request."""
     for place, message in enumerate(asked.messages):
-        for number, part in enumerate(() if isinstance(message.content, str) else message.content):
+        parts = () if message.content is None or isinstance(message.content, str) else message.content
+        for number, part in enumerate(parts):
             if not isinstance(part, TextPart):
                 yield f"messages[{place}].content[{number}]", part
 
@@ -179,8 +183,8 @@ def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, byt
     made: list[dict[str, Any]] = []
     for place, message in enumerate(asked.messages):
         role = "system" if message.role == "developer" else message.role
-        head = {"role": role} if message.name is None else {"role": role, "name": message.name}
-        if isinstance(message.content, str):
+        head = {"role": role, **calling.beside(message, place, limits)}
+        if message.content is None or isinstance(message.content, str):
             made.append({**head, "content": message.content})
             continue
         parts = [
@@ -188,7 +192,7 @@ def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, byt
             for number, part in enumerate(message.content)
         ]
         made.append({**head, "content": parts})
-    return made
+    return calling.with_names(made)
 
 
 def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -> dict[str, Any]:

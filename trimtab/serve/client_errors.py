@@ -9,7 +9,12 @@ from trimtab.errors import RequestError
 from trimtab.runtime.chat import CONTEXT_HINT, PLAN_HINT, is_token_ids
 from trimtab.serve.job import Job
 
-FIELDS = {"max_new_tokens": "max_tokens", "adapter": "model", "system": "messages", "template_kwargs": "messages"}
+FIELDS = {
+    "max_new_tokens": "max_tokens",
+    "adapter": "model",
+    "system": "messages",
+    "template_kwargs": "chat_template_kwargs",
+}
 PARTS = {"image": "image_url", "audio": "input_audio"}
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.serve.call_grammar import NO_PARAMETERS, calls_grammar
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
@@ -36,7 +37,7 @@ class Grammar:
                 f"its tokenizer cannot hold an answer to a schema ({exc})",
                 path=str(getattr(tokenizer, "name_or_path", "")),
             ) from exc
-        self._ends = list(end_ids)
+        self._ends, self._words = list(end_ids), tokenizer
 
     def constraint(self, schema: Mapping[str, Any]) -> SchemaConstraint:
         """Return the constraint of one answer; {} allows any JSON object. Errors: RequestError for a schema that cannot be
@@ -44,14 +45,59 @@ class Grammar:
         from llguidance import LLMatcher
 
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT), defaults=WHITE_SPACE)
+        return self._held_to(grammar, "response_format.json_schema")
+
+    def calls(
+        self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools"
+    ) -> SchemaConstraint:
+        """Return the constraint of an answer that calls one of these functions. form: one of `answer_forms.CALL_MARKS`.
+
+        Errors: RequestError for parameters that no call can be held to.
+        """
+        from llguidance import LLMatcher
+
+        for function in functions:  # what the rules of some forms would not notice
+            self._held_to(
+                LLMatcher.grammar_from_json_schema(json.dumps(function.get("parameters") or NO_PARAMETERS)), field
+            )
+        text = calls_grammar(form, functions, self._mark, several=several)
+        return self._held_to(LLMatcher.grammar_from_lark(text), field)
+
+    def _mark(self, text: str) -> str:
+        """Return what stands for a mark in a grammar: its control token, or its characters if it is none."""
+        token_id = self._words.convert_tokens_to_ids(text)
+        token = self._words.added_tokens_decoder.get(token_id)
+        is_control = token is not None and token.special and token.content == text
+        return f"<[{token_id}]>" if is_control else json.dumps(text)
+
+    def _held_to(self, grammar: str, field: str) -> SchemaConstraint:
+        from llguidance import LLMatcher
+
         problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
         if not problem:
             matcher = LLMatcher(self._tokenizer, grammar)
             matcher.compute_bitmask()  # a grammar that no text satisfies is known only once a first token is looked for
             problem = matcher.get_error().partition("\n")[0]
         if problem:
-            raise RequestError(f"cannot be held to ({problem})", field="response_format.json_schema")
+            raise RequestError(f"cannot be held to ({problem})", field=field)
         return SchemaConstraint(matcher, self._ends)
+
+
+class AfterThought:
+    """A constraint that begins when a thought has ended. close_ids: the tokens that end it."""
+
+    def __init__(self, constraint: SchemaConstraint, close_ids: Sequence[int]) -> None:
+        self._constraint, self._close = constraint, list(close_ids)
+        self._start: int | None = None
+        self._is_inside = True
+
+    def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
+        if self._start is None:
+            self._start = len(token_ids)
+        if self._is_inside:
+            size = len(self._close)
+            self._is_inside = list(token_ids[self._start :])[-size:] != self._close
+        return scores if self._is_inside else self._constraint(token_ids, scores)
 
 
 class SchemaConstraint:

@@ -32,6 +32,7 @@ from trimtab.serve.constraint import Grammar
 from trimtab.serve.held_adapters import HeldAdapters
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.preparing import Preparing
+from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
 
 LESS_HINT = "Send less, or try again later"
@@ -51,6 +52,7 @@ class Answer:
     first_token: float | None = None
     is_over: bool = False
     pending: list[Event] = field(default_factory=list)
+    reading: Reading | None = None
 
 
 class AdapterShelf:
@@ -227,14 +229,15 @@ class LoadedEngine:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
             job = replace(job, request=request)
-        constraint = self._constraint(job)
+        reading = Reading(job, inputs, self.model.processor)
+        constraint = self._constraint(job, reading)
         inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint, client=job.client
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
-        detokenizer = Detokenizer(self._tokenizer, job.request.stop)
-        return Answer(job, prompt, prompt.row, detokenizer, time.monotonic())
+        detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown)
+        return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading)
 
     @property
     def _tokenizer(self) -> Any:
@@ -252,7 +255,10 @@ class LoadedEngine:
                 prompt = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
                 if not prompt:
                     raise RequestError("is empty", field="prompt")
-            return chat.prepare(self.model, prompt, system=job.system, device=torch.device("cpu"))
+            return chat.prepare(
+                self.model, prompt, system=job.system, tools=job.tools, device=torch.device("cpu"),
+                template_kwargs=template_kwargs(job, self.model.processor) if is_chat(job) else None,
+            )  # fmt: skip
         except RequestError as exc:
             raise for_client(exc, job) from exc
         except TrimtabError:
@@ -260,12 +266,12 @@ class LoadedEngine:
         except Exception as exc:
             raise self._name_on_host(exc, "preparing a prompt") from exc
 
-    def _constraint(self, job: Job) -> Constraint | None:
-        if job.schema is None:
+    def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
+        if job.schema is None and job.must_call is None:
             return None
         if self._grammar is None:
             self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
-        return self._grammar.constraint(job.schema)
+        return reading.constraint(self._grammar)
 
     def is_ready(self, adapter: str | None) -> bool:
         return self.shelf.has_room_for(adapter, self._in_use())
@@ -374,8 +380,10 @@ class LoadedEngine:
             text += answer.detokenizer.finish()
             if answer.detokenizer.stopped:
                 finish = "stop"
-        if text or tokens:
-            answer.pending.append(Event(job.id, "text", text=text, tokens=tokens))
+        assert answer.reading is not None
+        answer.pending += answer.reading.events(text, tokens, is_last=finish is not None)
+        if finish == "stop" and answer.reading.has_called:
+            finish = "tool_calls"
         if finish is not None:
             answer.is_over = True
             answer.pending.append(Event(job.id, "done", finish=finish, usage=self._usage(answer)))

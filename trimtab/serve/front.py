@@ -27,7 +27,7 @@ from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.app import make_app
 from trimtab.serve.channel import event_from_message, job_to_message
 from trimtab.serve.faults import UnknownModelError
-from trimtab.serve.job import Job
+from trimtab.serve.job import SPOKEN, Job
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.run import page_of
@@ -204,7 +204,7 @@ class Replicas:
             stream = self._stream(job)
             async for message in stream:
                 event = event_from_message(message)
-                has_spoken |= event.kind == "text"
+                has_spoken |= event.kind in SPOKEN
                 if event.kind not in ("done", "error"):
                     tell(event)
                 elif self._running.pop(job.id, None) is not None:

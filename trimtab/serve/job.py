@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trimtab.request import GenerateRequest
 
 # How an answer ends, in OpenAI's words where it has one.
-FINISHES = ("stop", "length", "cancelled", "error")
+FINISHES = ("stop", "length", "tool_calls", "cancelled", "error")
+
+# The events that are part of an answer: a job that had one is not given to another worker.
+SPOKEN = ("text", "reasoning", "call")
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,9 @@ class Job:
     has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
     fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
     client: whose kept beginnings it may use, and is kept for; jobs of one client share them.
-    schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text.
+    schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
+    in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. several_calls: whether more than one
+    may follow. template_kwargs: what the chat template is told.
     """
 
     id: str
@@ -34,6 +39,10 @@ class Job:
     fills_context: bool = False
     client: str = ""
     schema: Mapping[str, Any] | None = None
+    tools: Sequence[Mapping[str, Any]] = ()
+    must_call: str | None = None
+    several_calls: bool = True
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,8 @@ class Event:
 
     "started"  its prompt begins to go through the model (queued_s, prompt_tokens)
     "text"     a piece of the answer in whole characters, possibly empty (text, tokens)
+    "reasoning"  the same of a thought before the answer (text)
+    "call"     a piece of a call of a tool (call: index, arguments; with the first piece of each: id, name)
     "done"     the answer is complete (finish, usage)
     "error"    it ends here (error: class, message and fields as `cli.error_json` writes them)
     """
@@ -63,3 +74,4 @@ class Event:
     finish: str | None = None
     usage: Mapping[str, Any] = field(default_factory=dict)
     error: Mapping[str, Any] | None = None
+    call: Mapping[str, Any] | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from trimtab.serve.job import Event
+from trimtab.serve.job import SPOKEN, Event
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -149,7 +149,7 @@ class Seen:
         """Take note of what the request is told."""
         now = time.monotonic()
         labels = (self.model, self.adapter)
-        if event.kind == "text":
+        if event.kind in SPOKEN:
             if self.first_s is None:
                 self.first_s = now - self.arrived
                 self.metrics.ttft.labels(*labels).observe(self.first_s)

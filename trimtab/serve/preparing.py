@@ -57,7 +57,7 @@ def is_short(prompt: Any) -> bool:
     count = 0
     for message in prompt:
         content = message["content"] if isinstance(message, dict) else ""
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
         if any(part["type"] != "text" for part in parts):
             return False
         count += sum(len(part["text"]) for part in parts)

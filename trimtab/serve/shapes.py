@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.serve.job import Event, Token
@@ -34,6 +34,8 @@ class Shape:
             self.texts[index] = self.texts.get(index, "") + event.text
             self.tokens.setdefault(index, []).extend(event.tokens)
             return self._made(index, self.delta(event, before), None)
+        if event.kind in ("reasoning", "call"):
+            return self.aside(index, event)
         if event.kind == "done":
             self.finishes[index] = event.finish or "stop"
             if index % self.asked.n == 0:  # choices of one prompt share it
@@ -46,6 +48,10 @@ class Shape:
     def _made(self, index: int, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
         choice = {"index": index, **delta, "finish_reason": finish}
         return {**self.head, "object": self.chunk_name, "choices": [choice]}
+
+    def aside(self, index: int, event: Event) -> dict[str, Any] | None:
+        """Return the chunk of a thought or of a piece of a call."""
+        return None
 
     def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
         raise NotImplementedError
@@ -72,11 +78,33 @@ class Shape:
 class ChatShape(Shape):
     object_name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
+    def __init__(self, asked: Any) -> None:
+        super().__init__(asked)
+        self.thoughts: dict[int, str] = {}
+        self.calls: dict[int, list[dict[str, Any]]] = {}
+
     def opening(self, choices: int) -> list[dict[str, Any]]:
         return [
             self._made(index, {"delta": {"role": "assistant", "content": ""}, "logprobs": None}, None)
             for index in range(choices)
         ]
+
+    def aside(self, index: int, event: Event) -> dict[str, Any] | None:
+        if event.kind == "reasoning":
+            self.thoughts[index] = self.thoughts.get(index, "") + event.text
+            return self._made(index, {"delta": {"reasoning_content": event.text}, "logprobs": None}, None)
+        assert event.call is not None
+        return self._made(index, {"delta": {"tool_calls": [self._call(index, event.call)]}, "logprobs": None}, None)
+
+    def _call(self, index: int, piece: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a piece of a call as a stream has it, and add it to the whole one."""
+        calls = self.calls.setdefault(index, [])
+        if "name" in piece:
+            function = {"name": piece["name"], "arguments": ""}
+            calls.append({"id": piece["id"], "type": "function", "function": function})
+            return {"index": piece["index"], **calls[-1], "function": dict(function)}
+        calls[piece["index"]]["function"]["arguments"] += piece["arguments"]
+        return {"index": piece["index"], "function": {"arguments": piece["arguments"]}}
 
     def delta(self, event: Event, offset: int, *, is_last: bool = False) -> dict[str, Any]:
         logprobs = chat_logprob_json(event.tokens) if event.tokens else None
@@ -84,7 +112,12 @@ class ChatShape(Shape):
 
     def choice(self, index: int) -> dict[str, Any]:
         logprobs = chat_logprob_json(self.tokens.get(index, ())) if self.asked.logprobs else None
-        message = {"role": "assistant", "content": self.texts.get(index, ""), "refusal": None}
+        text: str | None = self.texts.get(index, "")
+        message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if index in self.thoughts:
+            message["reasoning_content"] = self.thoughts[index]
+        if index in self.calls:
+            message |= {"content": text or None, "tool_calls": self.calls[index]}
         return {"message": message, "logprobs": logprobs}
 
 

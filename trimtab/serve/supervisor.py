@@ -22,7 +22,7 @@ from typing import Any
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
-from trimtab.serve.job import Event, Job
+from trimtab.serve.job import SPOKEN, Event, Job
 from trimtab.serve.scheduler import error_event
 
 Tell = Callable[[Event], None]
@@ -315,7 +315,7 @@ class Supervisor:
             flight = self._flights.get(event.job_id)
             if flight is None:
                 return  # its client has left
-            flight.has_spoken |= event.kind == "text"
+            flight.has_spoken |= event.kind in SPOKEN
             if event.kind in ("done", "error"):
                 del self._flights[event.job_id]
         flight.tell(event)

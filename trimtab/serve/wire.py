@@ -140,17 +140,109 @@ Prompt = Annotated[
 ]
 
 
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant"]
+# Calls of tools -------------------------------------------------------------------------------------------------------
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+
+
+class FunctionCall(Strict):
+    name: FunctionName
+    # A JSON object, as text.
+    arguments: Text
+
+
+class ToolCall(Strict):
+    id: Label
+    type: Literal["function"]
+    function: FunctionCall
+    # What a stream gave it, and clients may send back.
+    index: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+
+
+class Function(Strict):
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionNamed(Strict):
+    name: FunctionName
+
+
+class ToolChosen(Strict):
+    type: Literal["function"]
+    function: FunctionNamed
+
+
+def _text_or_object(value: Any) -> str | None:
+    return "<text>" if isinstance(value, str) else "<object>" if isinstance(value, (dict, BaseModel)) else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ToolChosen, Tag("<object>")],
+    Discriminator(
+        _text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"
+    ),
+]
+
+
+class TemplateKwargs(Strict):
+    """What the chat template may be told, where it reads it."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+
+class SpokenMessage(Strict):
+    role: Literal["system", "developer", "user"]
     content: Content
     # Where the checkpoint's chat template writes it.
     name: Name | None = None
+
+
+class AssistantMessage(Strict):
+    role: Literal["assistant"]
+    # May be missing where there are calls.
+    content: Content | None = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], _FIRST_ERROR] | None = None
+    reasoning_content: Text | None = None
     # What clients send back with an answer of ours, always empty.
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: EmptyList | None = None
     annotations: EmptyList | None = None
+
+
+class ToolMessage(Strict):
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Label
+    name: Name | None = None
+
+
+def _message_kind(value: Any) -> str:
+    role = value.get("role") if isinstance(value, dict) else getattr(value, "role", None)
+    return f"<{role}>" if role in ("assistant", "tool") else "<spoken>"
+
+
+Message = Annotated[
+    Annotated[SpokenMessage, Tag("<spoken>")]
+    | Annotated[AssistantMessage, Tag("<assistant>")]
+    | Annotated[ToolMessage, Tag("<tool>")],
+    Discriminator(_message_kind),
+]
 
 
 # Requests -------------------------------------------------------------------------------------------------------------
@@ -205,12 +297,14 @@ class ChatRequest(_Sampling):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    # Accepted at the values that change nothing.
-    tools: EmptyList | None = None
-    functions: EmptyList | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    function_call: Literal["none", "auto"] | None = None
+    tools: Annotated[list[Tool], _FIRST_ERROR] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    # Accepted at the values that change nothing.
+    functions: EmptyList | None = None
+    function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     store: Literal[False] | None = None
 

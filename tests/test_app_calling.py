@@ -1,0 +1,139 @@
+"""Tools and thoughts over HTTP, on a pool without models: shapes, streams, what reaches the job, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serving import USAGE, MockPool, client
+from tests.test_app import CHAT, chat, error_of, events_of
+from trimtab.serve.job import Event
+
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
+OTHER = {"type": "function", "function": {"name": "g"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "x"]}'}}
+
+
+def called(job, *, text="", thought=""):
+    """Answer with a thought, a text and two calls, the first one in pieces."""
+    events = [Event(job.id, kind, text=word) for kind, word in (("reasoning", thought), ("text", text)) if word]
+    pieces = [
+        {"index": 0, "id": "c1", "name": "f", "arguments": ""},
+        {"index": 0, "arguments": '{"a"'}, {"index": 0, "arguments": ": 1}"},
+        {"index": 1, "id": "c2", "name": "g", "arguments": ""}, {"index": 1, "arguments": "{}"},
+    ]  # fmt: skip
+    events += [Event(job.id, "call", call=piece) for piece in pieces]
+    return [*events, Event(job.id, "done", finish="tool_calls", usage=USAGE)]
+
+
+def test_calls_come_in_openais_shape():
+    choice = chat(client(MockPool(called)), tools=[TOOL, OTHER]).json()["choices"][0]
+    assert choice["finish_reason"] == "tool_calls"
+    assert choice["message"] == {
+        "role": "assistant", "content": None, "refusal": None,
+        "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}},
+            {"id": "c2", "type": "function", "function": {"name": "g", "arguments": "{}"}},
+        ],
+    }  # fmt: skip
+
+
+def test_a_text_and_a_thought_stand_beside_calls():
+    pool = MockPool(lambda job: called(job, text="I look.", thought="Hm."))
+    message = chat(client(pool), tools=[TOOL]).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == ("I look.", "Hm.", 2)
+
+
+def test_a_stream_has_the_pieces_with_their_index():
+    pool = MockPool(lambda job: called(job, thought="Hm."))
+    chunks = [json.loads(data) for _, data in events_of(chat(client(pool), tools=[TOOL], stream=True))[:-1]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""} and deltas[1] == {"reasoning_content": "Hm."}
+    assert [delta["tool_calls"][0] for delta in deltas[2:-1]] == [
+        {"index": 0, "id": "c1", "type": "function", "function": {"name": "f", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a"'}}, {"index": 0, "function": {"arguments": ": 1}"}},
+        {"index": 1, "id": "c2", "type": "function", "function": {"name": "g", "arguments": ""}},
+        {"index": 1, "function": {"arguments": "{}"}},
+    ]  # fmt: skip
+    assert deltas[-1] == {} and chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_choices_have_calls_of_their_own():
+    found = chat(client(MockPool(called)), tools=[TOOL], n=2).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in found] == [2, 2]
+
+
+def test_a_round_of_calls_reaches_the_job():
+    pool = MockPool()
+    messages = [
+        *CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Hm."},
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+    ]  # fmt: skip
+    assert chat(
+        client(pool), messages=messages, tools=[TOOL, OTHER], chat_template_kwargs={"enable_thinking": False}
+    ).is_success
+    job = pool.jobs[0]
+    arguments = {"name": "f", "arguments": {"a": [1, "x"]}}
+    assert job.prompt[1:] == [
+        {"role": "assistant", "content": None, "reasoning_content": "Hm.", "tool_calls": [{**CALL, "function": arguments}]},
+        {"role": "tool", "content": "12", "tool_call_id": "c1", "name": "f"},
+    ]  # fmt: skip
+    nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+    assert job.tools == [TOOL, {"type": "function", "function": {"name": "g", "parameters": nothing}}]
+    assert (job.must_call, job.several_calls, job.template_kwargs) == (None, True, {"enable_thinking": False})
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"tool_choice": "auto"}, (2, None, True)), ({"tool_choice": "none"}, (0, None, True)), ({}, (2, None, True)),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, (2, "", False)),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, (2, "g", True)),
+    ],
+)  # fmt: skip
+def test_what_has_to_be_called_reaches_the_job(fields, expected):
+    pool = MockPool()
+    assert chat(client(pool), tools=[TOOL, OTHER], **fields).is_success
+    job = pool.jobs[0]
+    assert (len(job.tools), job.must_call, job.several_calls) == expected
+
+
+def assistant(**function):
+    return [{"role": "assistant", "tool_calls": [{**CALL, "function": {**CALL["function"], **function}}]}]
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"tool_choice": "required"}, "tool_choice"), ({"tools": [TOOL, TOOL]}, "tools"), ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice.function.name"),
+        ({"tools": [{**TOOL, "function": {**TOOL["function"], "description": "x" * 300_000}}]}, "tools"),
+        ({"tools": [{**TOOL, "function": {**TOOL["function"], "strict": True}}]}, "tools[0].function.strict"),
+        ({"tools": [{**TOOL, "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"},
+         "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
+        ({"messages": assistant(arguments="[1]")}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": assistant(arguments="{")}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": assistant(arguments='{"a":' + "[" * 100_000)}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": assistant(arguments='{"a":[' + "0," * 50_000 + "0]}")}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": assistant(arguments='{"a":' + "9" * 5000 + "}")}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),
+        ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}}, "chat_template_kwargs.reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_and_asks_no_model(fields, param):
+    pool = MockPool()
+    assert error_of(chat(client(pool), **fields), 400)["param"] == param
+    assert pool.jobs == []
+
+
+def test_a_tools_answer_may_be_parts_and_carries_no_pictures_of_unknown_form():
+    pool = MockPool()
+    messages = [{"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "12"}]}]
+    assert chat(client(pool), messages=messages).is_success
+    assert pool.jobs[0].prompt[0]["content"] == [{"type": "text", "text": "12"}]

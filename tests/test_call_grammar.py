@@ -1,0 +1,177 @@
+"""What a model may write where it has to call: every call that can be drawn is read again, and satisfies its tool's schema."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from tests import talking
+from trimtab.errors import RequestError
+from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.runtime.answer_reader import AnswerReader
+from trimtab.serve.constraint import AfterThought, Grammar
+
+END = 1
+TREE = {
+    "type": "object", "required": ["value"], "additionalProperties": False,
+    "properties": {"value": {"type": "integer", "minimum": 0, "maximum": 9},
+                   "next": {"anyOf": [{"$ref": "#/$defs/tree"}, {"type": "null"}]}},
+}  # fmt: skip
+FUNCTIONS = [
+    {"name": "weather", "parameters": {
+        "type": "object", "required": ["city", "unit"], "additionalProperties": False,
+        "properties": {
+            "city": {"type": "string", "minLength": 1, "maxLength": 8}, "unit": {"enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 7}, "tags": {"type": "array", "items": {"type": "boolean"},
+                                                                               "minItems": 1, "maxItems": 3},
+            "exact": {"type": ["boolean", "null"]},
+        }}},
+    {"name": "tree", "parameters": {
+        "$defs": {"tree": TREE}, "type": "object", "properties": {"root": {"$ref": "#/$defs/tree"}}, "required": ["root"],
+        "additionalProperties": False}},
+    {"name": "now"},
+]  # fmt: skip
+FORMS = sorted(CALL_MARKS)
+BY_NAME = {function["name"]: function for function in FUNCTIONS}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return talking._tokenizer()
+
+
+@pytest.fixture(scope="module")
+def grammar(tokenizer):
+    return Grammar(tokenizer, [END])
+
+
+@cache
+def _starts():
+    tokenizer = talking._tokenizer()
+    return [tokenizer.decode([token]).strip()[:1] for token in range(len(tokenizer))]
+
+
+def drawn(constraint, tokenizer, draw, *, most=400):
+    """Return the text of an answer that a model without any opinion draws; white space and long texts are less likely."""
+    ids, text, starts = [2], "", _starts()
+    while len(ids) < most:
+        scores = constraint(ids, torch.zeros(len(tokenizer)))
+        allowed = torch.nonzero(scores > -1).flatten().tolist()
+        assert allowed
+        # What closes something is preferred now and then, so that answers end.
+        closing = [token for token in allowed if token == END or starts[token] in ('"', "}", "]", "<")]
+        token = draw.choice(closing if closing and draw.random() < 0.5 else allowed)
+        if token == END:
+            return text
+        ids.append(token)
+        text = tokenizer.decode(ids[1:], skip_special_tokens=False)
+    return None
+
+
+def check(name, arguments):
+    """Hold arguments against their schema without llguidance or a grammar: in plain words of Python."""
+    if name == "now":
+        assert arguments == {}
+    elif name == "tree":
+        assert set(arguments) == {"root"}
+        node = arguments["root"]
+        while node is not None:
+            assert set(node) in ({"value"}, {"value", "next"}) and node["value"] in range(10)
+            node = node.get("next")
+    else:
+        assert {"city", "unit"} <= set(arguments) <= {"city", "unit", "days", "tags", "exact"}
+        assert (
+            isinstance(arguments["city"], str) and 1 <= len(arguments["city"]) <= 8 and arguments["unit"] in ("C", "F")
+        )
+        assert arguments.get("days", 1) in range(1, 8) and arguments.get("exact") in (None, True, False)
+        tags = arguments.get("tags", [True])
+        assert 1 <= len(tags) <= 3 and all(isinstance(tag, bool) for tag in tags)
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_answer_that_can_be_drawn_is_calls_of_these_functions(form, several, grammar, tokenizer):
+    draw, seen, ended = random.Random(5), set(), 0
+    for _ in range(25):
+        text = drawn(grammar.calls(form, FUNCTIONS, several=several), tokenizer, draw)
+        if text is None:
+            continue
+        ended += 1
+        reader = AnswerReader(AnswerForm(form), functions={name: f.get("parameters") for name, f in BY_NAME.items()})
+        parts = reader.push(text) + reader.finish()
+        assert {kind for kind, _ in parts} == {"call"}, text
+        calls = {}
+        for _, call in parts:
+            name, written = calls.get(call.index, (call.name, ""))
+            calls[call.index] = (name, written + call.arguments)
+        assert several or len(calls) == 1
+        for name, written in calls.values():
+            check(name, json.loads(written))
+            seen.add(name)
+    assert ended >= 8 and seen == {"weather", "tree", "now"}
+
+
+def is_allowed(constraint, tokenizer, text):
+    given = [2]
+    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], END]:
+        if constraint(given, torch.zeros(len(tokenizer)))[token] == float("-inf"):
+            return False
+        given.append(token)
+    return True
+
+
+Q = '<|"|>'
+WRITTEN = {
+    "gemma4": f"<|tool_call>call:weather{{city:{Q}Pa < is{Q},days:3,tags:[true,false],unit:{Q}C{Q}}}<tool_call|>",
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "unit": "C"}}\n</tool_call>',
+    "qwen-xml": "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=unit>\nC\n</parameter>\n"
+                "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>",
+    "llama": '{"name": "weather", "parameters": {"city": "Paris", "unit": "C"}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city":"Paris","unit":"F"}}]',
+    "mistral-args": '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "unit": "C", "days": 7}',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, grammar, tokenizer):
+    good = WRITTEN[form]
+    assert is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, good)
+    named = [BY_NAME["weather"]]
+    assert is_allowed(grammar.calls(form, named, several=False), tokenizer, good)
+    for wrong in (good.replace("weather", "whether"), good.replace("city", "town"), "Hello", "", good[:-3]):
+        assert not is_allowed(grammar.calls(form, FUNCTIONS, several=True), tokenizer, wrong), wrong
+    assert not is_allowed(grammar.calls(form, [BY_NAME["now"]], several=True), tokenizer, good)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parameters_that_no_value_satisfies_are_refused(form, grammar):
+    bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
+    with pytest.raises(RequestError, match="cannot be held to") as caught:
+        grammar.calls(form, [bad], several=False)
+    assert caught.value.field == "tools"
+
+
+def test_free_values_of_gemma4_are_any_of_its_forms(grammar, tokenizer):
+    free = [{"name": "f", "parameters": {"type": "object", "properties": {"a": {}, "b": {"type": "object"}}}}]
+    for body in (f"a:[1,{{x:{Q}y{Q}}},null],b:{{k:true}}", "", "b:{}", f"a:{Q}{Q}"):
+        assert is_allowed(
+            grammar.calls("gemma4", free, several=False), tokenizer, f"<|tool_call>call:f{{{body}}}<tool_call|>"
+        ), body
+    assert not is_allowed(
+        grammar.calls("gemma4", free, several=False), tokenizer, "<|tool_call>call:f{b:1}<tool_call|>"
+    )
+
+
+def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
+    close = tokenizer.convert_tokens_to_ids("<channel|>")
+    constraint = AfterThought(grammar.calls("gemma4", FUNCTIONS, several=False), [close])
+    given, zeros = [2, 5], torch.zeros(len(tokenizer))
+    assert torch.equal(constraint(given, zeros), zeros)
+    assert torch.equal(constraint([*given, 300], zeros), zeros)
+    opened = constraint([*given, 300, close], zeros)
+    allowed = torch.nonzero(opened > -1).flatten().tolist()
+    assert allowed == [tokenizer.convert_tokens_to_ids("<|tool_call>")]

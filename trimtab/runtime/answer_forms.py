@@ -1,0 +1,86 @@
+"""How a checkpoint's answers are written: which form its calls of tools and its thoughts have, as its chat template says.
+
+    gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
+    hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>
+    qwen-xml      <tool_call><function=NAME><parameter=KEY>text</parameter></function></tool_call>
+    llama         {"name": "NAME", "parameters": {...}}, after <|python_tag|> or without it
+    mistral       [TOOL_CALLS][{"name": "NAME", "arguments": {...}}, ...]
+    mistral-args  [TOOL_CALLS]NAME[ARGS]{...}                                     [THINK]...[/THINK]
+
+Sources: the chat templates of google/gemma-4-E4B-it, Qwen/Qwen3-8B, Qwen/Qwen3-Coder-30B-A3B-Instruct,
+meta-llama/Llama-3.1-8B-Instruct, mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.2. A template in which none of these
+marks stands has calls of a form that is not known here. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jinja2 import Environment, TemplateError, meta
+
+GEMMA_QUOTE = '<|"|>'
+PYTHON_TAG = "<|python_tag|>"
+# Form -> what opens a call and closes it (llama has nothing, mistral ends with its JSON).
+CALL_MARKS: Mapping[str, tuple[str, str]] = {
+    "gemma4": ("<|tool_call>", "<tool_call|>"), "hermes": ("<tool_call>", "</tool_call>"),
+    "qwen-xml": ("<tool_call>", "</tool_call>"), "llama": (PYTHON_TAG, ""), "mistral": ("[TOOL_CALLS]", ""),
+    "mistral-args": ("[TOOL_CALLS]", ""),
+}  # fmt: skip
+THOUGHT_MARKS = (("<|channel>", "<channel|>"), ("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+# What else stands inside a call and is no text.
+_INSIDE = {"gemma4": (GEMMA_QUOTE,), "mistral-args": ("[ARGS]", "[CALL_ID]")}
+# In the order in which they are looked for: a mark, and one that has to stand beside it.
+_SIGNS = (
+    ("<|tool_call>", "", "gemma4"), ("[TOOL_CALLS]", "[ARGS]", "mistral-args"), ("[TOOL_CALLS]", "", "mistral"),
+    ("<tool_call>", "<function=", "qwen-xml"), ("<tool_call>", "", "hermes"), (PYTHON_TAG, "", "llama"), ("ipython", "", "llama"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class AnswerForm:
+    """calls: one of CALL_MARKS, None if calls have no form that is known. thoughts: what opens and closes one, None without.
+    reads: the names that the template reads, such as "tools" and "enable_thinking"."""
+
+    calls: str | None = None
+    thoughts: tuple[str, str] | None = None
+    reads: frozenset[str] = frozenset()
+
+    def marks(self, *, with_calls: bool) -> tuple[str, ...]:
+        """Return what is no text of an answer but divides it."""
+        marks = tuple(self.thoughts or ())
+        if with_calls and self.calls is not None:
+            marks += (*CALL_MARKS[self.calls], *_INSIDE.get(self.calls, ()))
+        return tuple(filter(None, marks))
+
+
+def form_of(template: Any, *, with_tools: bool = False) -> AnswerForm:
+    """Return the form that a chat template asks for. template: a text, several by name, or None.
+
+    with_tools: of several, the one that is used where there are tools.
+    """
+    if isinstance(template, Mapping):
+        template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
+    return _form_of(template) if isinstance(template, str) else AnswerForm()
+
+
+@lru_cache(maxsize=64)
+def _form_of(template: str) -> AnswerForm:
+    reads = _names_read(template)
+    calls = None
+    if "tools" in reads:
+        calls = next((form for mark, beside, form in _SIGNS if mark in template and beside in template), None)
+    return AnswerForm(calls, next((marks for marks in THOUGHT_MARKS if marks[1] in template), None), reads)
+
+
+def _names_read(template: str) -> frozenset[str]:
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    # transformers' own tag, which says what of a conversation is the model's.
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    except TemplateError:  # a tag of another program: its words are all that is known
+        return frozenset(re.findall(r"[A-Za-z_]\w*", template))

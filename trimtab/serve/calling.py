@@ -1,0 +1,115 @@
+"""How the tools of a request and the calls in its messages become a job's: checked against the limits before anything waits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.serve.body import BodyLimits, JsonCounter
+from trimtab.serve.call_grammar import NO_PARAMETERS
+from trimtab.serve.schema import check_ends
+from trimtab.serve.settings import Limits
+from trimtab.serve.wire import ChatRequest, ToolChosen
+
+
+def calls_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
+    """Return a job's fields of tools and of the chat template. Errors: RequestError."""
+    return {**_tools_of(asked, limits), "template_kwargs": _template_kwargs(asked)}
+
+
+def _tools_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
+    choice = asked.tool_choice or "auto"
+    if not asked.tools:
+        if choice not in ("none", "auto"):
+            raise RequestError("has no effect without tools", field="tool_choice")
+        return {}
+    if len(asked.tools) > limits.tools:
+        raise RequestError(f"has more than {limits.tools} tools", field="tools")
+    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    try:
+        size = len(json.dumps(tools, allow_nan=False))
+    except ValueError as exc:  # numbers that are none, or longer than Python writes
+        raise RequestError("holds a number that JSON has not", field="tools") from exc
+    if size > limits.tools_bytes:
+        raise RequestError(f"is larger than {limits.tools_bytes} bytes", field="tools")
+    names = [tool["function"]["name"] for tool in tools]
+    if len(set(names)) < len(names):
+        raise RequestError("two tools have one name", field="tools")
+    if choice == "none":
+        return {}
+    must_call = "" if choice == "required" else choice.function.name if isinstance(choice, ToolChosen) else None
+    if must_call and must_call not in names:
+        raise RequestError("is none of the tools", field="tool_choice.function.name", allowed=names[:8])
+    for place, tool in enumerate(tools):
+        function, field = tool["function"], f"tools[{place}].function"
+        function.setdefault("parameters", NO_PARAMETERS)
+        if must_call is not None:
+            check_ends(function["parameters"], field=f"{field}.parameters")
+        elif function.get("strict"):
+            raise RequestError(
+                "not supported: strict (arguments are held to their schema where tool_choice is required or a function)",
+                field=f"{field}.strict",
+            )
+        function.pop("strict", None)
+    return {"tools": tools, "must_call": must_call, "several_calls": asked.parallel_tool_calls is not False}
+
+
+def _template_kwargs(asked: ChatRequest) -> dict[str, Any]:
+    given = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
+    if asked.reasoning_effort is not None:
+        if "reasoning_effort" in given:
+            raise RequestError("give it once", field="chat_template_kwargs.reasoning_effort")
+        given["reasoning_effort"] = asked.reasoning_effort
+    return given
+
+
+def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
+    """Return what a message has beside its role and content. Errors: RequestError."""
+    found: dict[str, Any] = {}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if getattr(message, name, None):
+            found[name] = getattr(message, name)
+    if calls := getattr(message, "tool_calls", None):
+        if len(calls) > limits.tools:
+            raise RequestError(f"has more than {limits.tools} calls", field=f"messages[{place}].tool_calls")
+        found["tool_calls"] = [
+            {
+                "id": call.id, "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(
+                        call.function.arguments, f"messages[{place}].tool_calls[{number}].function.arguments", limits
+                    ),
+                },
+            }
+            for number, call in enumerate(calls)
+        ]  # fmt: skip
+    elif message.content is None:
+        raise RequestError("is missing", field=f"messages[{place}].content")
+    return found
+
+
+def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
+    """Return a call's arguments, which come as the text of a JSON object. Errors: RequestError."""
+    data = text.encode("utf-8", "replace")
+    try:
+        JsonCounter(BodyLimits(len(data) + 1, len(data) + 1, limits.json_values, limits.json_depth)).feed(data)
+        made = json.loads(text or "{}")
+    except RequestError as exc:
+        raise RequestError(exc.reason, field=field) from exc
+    except ValueError as exc:
+        raise RequestError("is no JSON", field=field) from exc
+    if not isinstance(made, dict):
+        raise RequestError("is no JSON object", field=field)
+    return made
+
+
+def with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages with the name of its function beside each tool's answer: some templates write it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
+    return messages

@@ -1,0 +1,128 @@
+"""How an answer's text becomes what a chat's client is told: text, thoughts and calls, in the form of the checkpoint.
+
+What a checkpoint cannot do is refused here in the words "not supported: NAME".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.runtime import chat
+from trimtab.runtime.answer_forms import AnswerForm
+from trimtab.runtime.answer_reader import AnswerReader
+from trimtab.runtime.batch import Constraint
+from trimtab.runtime.chat import Inputs
+from trimtab.serve.constraint import AfterThought, Grammar
+from trimtab.serve.job import Event, Job, Token
+
+# How many tokens at the end of a prompt are looked at for a thought that it opens.
+END_TOKENS = 12
+NO_EFFORT = ("none", "minimal")
+
+
+def is_chat(job: Job) -> bool:
+    """Whether a job's prompt is messages: only their answers have thoughts and calls."""
+    return isinstance(job.prompt, list) and not chat.is_token_ids(job.prompt)
+
+
+def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
+    """Return what the chat template is told. A reasoning effort that it does not read turns its thinking on or off.
+
+    Errors: RequestError for tools and arguments that the template does not know.
+    """
+    given = dict(job.template_kwargs)
+    if not is_chat(job):
+        return given
+    form = chat.answer_form(processor, with_tools=bool(job.tools))
+    if job.tools and "tools" not in form.reads:
+        raise RequestError("not supported: tools (the checkpoint's chat template has no place for them)", field="tools")
+    if job.tools and form.calls is None:
+        raise RequestError(
+            "not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools"
+        )
+    if (
+        "reasoning_effort" in given
+        and not {"reasoning_effort", *given} & {*form.reads}
+        and "enable_thinking" in form.reads
+    ):
+        given["enable_thinking"] = given.pop("reasoning_effort") not in NO_EFFORT
+    for name in given:
+        if name not in form.reads:
+            raise RequestError(
+                f"not supported: {name} (the checkpoint's chat template does not read it)", field="chat_template_kwargs"
+            )
+    return given
+
+
+class Reading:
+    """How one answer is read. reader: None where all of it is text. shown: control tokens that the reader has to see."""
+
+    def __init__(self, job: Job, inputs: Inputs, processor: Any) -> None:
+        self._job, self._form = job, AnswerForm()
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        self.reader: AnswerReader | None = None
+        self.shown: tuple[str, ...] = ()
+        self._is_in_thought = False
+        # Tokens of text that is not sure yet.
+        self._held: tuple[Token, ...] = ()
+        if is_chat(job):
+            self._form = chat.answer_form(processor, with_tools=bool(job.tools))
+            self.shown = self._form.marks(with_calls=bool(job.tools))
+        if self.shown or job.tools:
+            self._is_in_thought = self._opens_thought(inputs.token_ids[-END_TOKENS:])
+            functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
+            self.reader = AnswerReader(self._form, functions=functions, in_thought=self._is_in_thought)
+
+    def _opens_thought(self, ids: Sequence[int]) -> bool:
+        if self._form.thoughts is None:
+            return False
+        text = str(self._tokenizer.decode(list(ids), skip_special_tokens=False)).rstrip()
+        opened, closed = (text.rfind(mark) for mark in self._form.thoughts)
+        return opened > closed and text.endswith((self._form.thoughts[0], f"{self._form.thoughts[0]}thought"))
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """Return what holds the answer to its schema or calls. Errors: RequestError."""
+        job = self._job
+        if job.must_call is None:
+            held = grammar.constraint(job.schema or {})
+        else:
+            functions = [tool["function"] for tool in job.tools if job.must_call in ("", tool["function"]["name"])]
+            held = grammar.calls(self._form.calls or "", functions, several=job.several_calls and not job.must_call)
+        if not self._is_in_thought:
+            return held
+        assert self._form.thoughts is not None
+        return AfterThought(held, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
+
+    def events(self, text: str, tokens: tuple[Token, ...], *, is_last: bool) -> list[Event]:
+        """Return what the client is told of a piece of the answer. tokens: of that piece, with their logprobs; what is thought
+        or called has none."""
+        job_id = self._job.id
+        if self.reader is None:
+            return [Event(job_id, "text", text=text, tokens=tokens)] if text or tokens else []
+        was_aside = self.reader.is_aside
+        parts = self.reader.push(text)
+        self._held = () if was_aside or self.reader.is_aside else self._held + tokens
+        if is_last:
+            parts += self.reader.finish()
+        events = []
+        for kind, value in parts:
+            if kind == "call":
+                call = {name: item for name, item in asdict(value).items() if item is not None}
+                events.append(Event(job_id, "call", call=call))
+            elif kind == "text":
+                events.append(Event(job_id, kind, text=value, tokens=self._held))
+                self._held = ()
+            else:
+                events.append(Event(job_id, kind, text=value))
+        if any(event.kind != "text" for event in events):
+            self._held = ()
+        if is_last and self._held:
+            events.append(Event(job_id, "text", tokens=self._held))
+        return events
+
+    @property
+    def has_called(self) -> bool:
+        return self.reader is not None and self.reader.calls > 0
