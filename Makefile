@@ -52,7 +52,7 @@ test-page: $(NEWEST)
 
 # On a GPU machine the environment is its owner's: torch there is built for its CUDA.
 test-gpu:
-	$(ENV) $(PYTHON) -m pytest -q tests/gpu
+	TRIMTAB_TEST_DEVICE=cuda $(ENV) $(PYTHON) -m pytest -q tests/gpu
 
 lint: $(NEWEST)
 	.venv/bin/ruff check $(TIDY)

@@ -182,6 +182,10 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         "process_gib": round((case["free_bytes"] - free) / GIB, 3), "driver_says_gib": round(memory["gpu_process_bytes"] / GIB, 3),
         "tensors_peak_gib": round(memory["gpu_peak_bytes"] / GIB, 3),
         "reserved_peak_gib": round(torch.cuda.max_memory_reserved() / GIB, 3),
+        "planned_measured_mib": {
+            one.name: [round(one.planned_bytes / MIB), None if one.measured_bytes is None else round(one.measured_bytes / MIB)]
+            for one in model.memory_shares()
+        },
         "shares_mib": shares, "fallbacks": [f"{one.what}: {one.why}" for one in model.fallbacks],
     }  # fmt: skip
     model.close()

@@ -1,12 +1,11 @@
 """The questions of a load run: texts of a number of tokens, pictures of 640x480 and sounds of 5 s, no two the same.
 
-For checkpoints that `bench.load.give_voice` made: every token id is a word, so a text of N words has N tokens.
+Texts are made of words that are one token each, so that N of them have N tokens.
 """
 
 from __future__ import annotations
 
 import io
-import json
 import random
 import tempfile
 import wave
@@ -22,9 +21,17 @@ PICTURE, SOUND_S, SOUND_HZ = (640, 480), 5, 16_000
 
 
 def words_of(folder: Path) -> list[str]:
-    """Return the words of a random checkpoint that are one token each."""
-    vocabulary = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    return [word.removeprefix("▁") for word in vocabulary if word.startswith("▁w") and word[2:].isdecimal()]
+    """Return the words of a checkpoint's tokenizer that are one token each behind another word."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words = [word.removeprefix("▁") for word in tokenizer.get_vocab() if word.startswith("▁")]
+    words = sorted(word for word in words if word.isascii() and word.isalpha())
+
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return [word for word in words if count(f"{word} {word} {word}") == 3]
 
 
 def texts(

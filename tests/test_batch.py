@@ -15,6 +15,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_generate, hf_slots
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 # Lengths on both sides of the families' sliding window of 8 tokens.
@@ -114,6 +115,7 @@ def test_a_prompt_goes_through_in_pieces(model, monkeypatch):
     whole = model.answer(list(prompt_ids), max_new_tokens=8).token_ids
     monkeypatch.setattr(type(model), "prefill_tokens", 5)
     batch = Batch(model, rows=1)
+    batch.prompts = Prompts(batch, "eager")
     prompt = batch.begin(model.prepare(list(prompt_ids)), GenerateRequest(max_new_tokens=8))
     steps = 1
     while not prompt.step():

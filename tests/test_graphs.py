@@ -20,6 +20,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import graphs, step_memory, tables
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
@@ -61,6 +62,7 @@ def through(batch, inputs, request, **options):
 def joined(model, decode, asked, *, tokens=48, rows=None):
     """Return a batch whose rows have read their prompts. asked: (adapter, prompt, media) a row."""
     batch = Batch(model, rows=rows or len(asked), decode=decode)
+    batch.prompts = Prompts(batch, "eager")  # steps are in question
     request = GenerateRequest(max_new_tokens=tokens)
     for name, prompt, media in asked:
         through(batch, model.prepare(prompt, **media), request, adapter=name)

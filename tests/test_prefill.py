@@ -546,7 +546,7 @@ def test_prompts_are_captured_in_the_planned_sizes(demo, monkeypatch):
     monkeypatch.setattr(demo, "plan", replace(before, execution=replace(before.execution, prompt=phase)))
     assert prompts._fitting(None)[0] == (64, 256) and prompts.captures
     monkeypatch.setattr(demo, "plan", before)
-    assert prompts._fitting(None)[0] == () and not prompts.captures
+    assert prompts._fitting(None)[0] == before.execution.prompt.chunks and prompts.captures == ON_GPU
 
 
 def test_more_rows_than_planned_capture_prompts_where_the_plan_leaves_room(demo, monkeypatch):

@@ -80,7 +80,7 @@ def test_out_of_memory_is_a_device_error_with_the_plans_numbers(tmp_path, monkey
             torch.empty(2**50, dtype=torch.uint8, device=GPU)
 
         monkeypatch.setattr(type(model.hf_model), "forward", fail)
-        with pytest.raises(DeviceError, match="the plan counted") as caught:
+        with pytest.raises(DeviceError, match="the plan counts") as caught:
             model.logits([1, 2, 3])
         assert caught.value.device == "cuda:0"
 

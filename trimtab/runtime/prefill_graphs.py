@@ -481,6 +481,7 @@ class Prompts:
         self._forget(serial)
         start = time.perf_counter()
         before = self._rings()
+        torch.cuda.empty_cache()  # what passes that were not captured left has no place in the graphs' pool
         self._stage(chunk, ids)
         for table in self._tables:
             table.reads_staged = True
