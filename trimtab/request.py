@@ -190,6 +190,12 @@ LEAST_TEMPERATURE = 1e-6
 PENALTIES = (0.01, 100.0)
 # The ranges of OpenAI's API.
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
+# As many as OpenAI's API reports.
+MOST_LOGPROBS = 20
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +205,8 @@ class GenerateRequest:
     temperature 0 is greedy; below LEAST_TEMPERATURE, and with penalties outside PENALTIES, logits could leave the numbers of
     float32. stop: texts that end the answer and are not part of it. seed: None draws a fresh one. presence_penalty,
     frequency_penalty: subtracted from a token's logit if it is in the answer so far, once and for each time; the prompt does not
-    count. logit_bias: token id -> what is added to its logit.
+    count. logit_bias: token id -> what is added to its logit. stop_token_ids: tokens that end the answer as the model's own end
+    tokens do. logprobs: report each token's log-probability, with those of so many most likely ones (None: none).
     """
 
     max_new_tokens: int = 256
@@ -213,6 +220,8 @@ class GenerateRequest:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.logit_bias, Mapping):
@@ -248,6 +257,15 @@ class GenerateRequest:
                     field="logit_bias",
                     value={token: bias},
                 )
+        for token in self.stop_token_ids:
+            if not _is_whole(token) or token < 0:
+                raise RequestError("a token id is a whole number from 0 on", field="stop_token_ids", value=token)
+        if self.logprobs is not None and not (_is_whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS):
+            raise RequestError(
+                f"must be a whole number from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs
+            )
+        if isinstance(self.stop, str):
+            raise RequestError("is one text; give a list of texts", field="stop", value=self.stop)
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every answer at once", field="stop", value=self.stop)
         if self.temperature == 0:

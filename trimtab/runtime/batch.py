@@ -182,7 +182,7 @@ class Batch:
         if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         check_fits(self.model, inputs, request.max_new_tokens)
-        if adapter is not None and adapter not in self.model.adapters:
+        if adapter is not None and adapter not in self.model.route.names:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=adapter, allowed=self.model.adapters
             )
@@ -417,7 +417,7 @@ class Batch:
     def _commit(self, drawn: Drawn) -> None:
         row, token = drawn.row, drawn.token_id
         row.token_ids.append(token)
-        if token in self.ends:
+        if token in self.ends or token in row.request.stop_token_ids:
             row.finish = "stop"
         elif len(row.answer_ids) >= row.request.max_new_tokens:
             row.finish = "length"

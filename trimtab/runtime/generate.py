@@ -28,16 +28,28 @@ Finish = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
+class TokenLogprob:
+    """One token's log-probability under the model's own distribution (before penalties, temperature and cuts), natural
+    logarithm. top: the most likely (token id, log-probability), as many as were asked for."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
 class Piece:
     """Some text (possibly none yet) and the token ids that were decided since the last piece."""
 
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. token_ids: of the answer, its end token included. Times in seconds; rate without the first token."""
+    """A whole answer. token_ids: of the answer, its end token included. Times in seconds; rate without the first token.
+    logprobs: one for each token, empty if they were not asked for."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -46,6 +58,7 @@ class Answer:
     ttft_s: float
     decode_s: float
     tokens_per_s: float
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Detokenizer:
@@ -122,6 +135,7 @@ class _Stream:
     queue: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
     prompt_seen: bool = False
     finish: Finish = "length"
+    logprobs: hf_generate.Logprobs | None = None
 
     def put(self, value: Tensor) -> None:
         if not self.prompt_seen:  # transformers puts the prompt first
@@ -130,15 +144,16 @@ class _Stream:
         for token in value.reshape(-1).tolist():
             if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
                 return
-            self.take(token)
+            found = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
+            self.take(token, found)
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """Hand out one decided token."""
         ended = token in self.end_ids
         text = self.detokenizer.push(token) if self.detokenizer is not None and not ended else ""
         if ended or (self.detokenizer is not None and self.detokenizer.stopped):
             self.finish = "stop"
-        self.queue.put(Piece(text, (token,)))
+        self.queue.put(Piece(text, (token,), logprobs))
 
     def end(self) -> None:
         rest = self.detokenizer.finish() if self.detokenizer is not None else ""
@@ -158,8 +173,8 @@ class Generation:
         check_fits(model, inputs, request.max_new_tokens)
         self._model, self._inputs, self._request = model, inputs, request
         self._stop = threading.Event()
-        end_ids = hf_generate.end_token_ids(model.hf_model)
-        self._stream = _Stream(_detokenizer(model, request.stop), frozenset(end_ids), self._stop)
+        end_ids = {*hf_generate.end_token_ids(model.hf_model), *request.stop_token_ids}
+        self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
         self._thread: threading.Thread | None = None
 
     @property
@@ -192,10 +207,12 @@ class Generation:
                 self._run_rows(rows)
                 return
             _reset_request_state(self._model.hf_model)
+            if self._request.logprobs is not None:
+                self._stream.logprobs = hf_generate.Logprobs(self._request.logprobs)
             hf_generate.generate(
                 self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
-                adapter=getattr(getattr(self._model, "route", None), "name", None),
+                adapter=getattr(getattr(self._model, "route", None), "name", None), logprobs=self._stream.logprobs,
             )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
             self._stream.queue.put(exc)
@@ -204,16 +221,18 @@ class Generation:
 
     def _run_rows(self, batch: Any) -> None:
         """Answer as the only row of a batch: its steps are captured, transformers' generation is not."""
-        prompt = batch.begin(self._inputs, self._request, adapter=self._model.route.name)
+        prompt = batch.begin(
+            self._inputs, self._request, adapter=self._model.route.name, top_logprobs=self._request.logprobs
+        )
         while not prompt.step():
             if self._stream.is_over():
                 return
         drawn = batch.join(prompt)
         try:
-            self._stream.take(drawn.token_id)
+            self._stream.take(drawn.token_id, logprobs_of(drawn))
             while drawn.row.finish is None and not self._stream.is_over():
                 for found in batch.step():
-                    self._stream.take(found.token_id)
+                    self._stream.take(found.token_id, logprobs_of(found))
                 if drawn.row.error is not None:
                     raise drawn.row.error
         finally:
@@ -225,7 +244,12 @@ class Generation:
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
 
 
-def _detokenizer(model: Any, stop: Sequence[str]) -> Detokenizer | None:
+def logprobs_of(drawn: Any) -> tuple[TokenLogprob, ...]:
+    """Return what a batch reports with a token, in an answer's form."""
+    return () if drawn.logprob is None else (TokenLogprob(drawn.token_id, drawn.logprob, drawn.top),)
+
+
+def detokenizer_of(model: Any, stop: Sequence[str]) -> Detokenizer | None:
     """Return a detokenizer; a checkpoint without tokenizer answers token ids, and cannot watch for stop texts."""
     try:
         processor = model.processor
@@ -259,6 +283,7 @@ class Timed:
         self._prompt_tokens = inputs.prompt_tokens
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
         self._start = self._first = self._end = 0.0
 
     def __iter__(self) -> Iterator[Piece]:
@@ -270,6 +295,7 @@ class Timed:
                         self._first = time.perf_counter()
                     self._texts.append(piece.text)
                     self._token_ids += piece.token_ids
+                    self._logprobs += piece.logprobs
                     yield piece
         finally:
             self._end = time.perf_counter()
@@ -282,6 +308,7 @@ class Timed:
         return Answer(
             text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
             prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
+            logprobs=tuple(self._logprobs),
         )  # fmt: skip
 
 

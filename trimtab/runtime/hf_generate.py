@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,27 @@ class _Numbers(transformers.LogitsProcessor):  # type: ignore[misc]
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         finite.check_logits(scores, adapter=self.adapter)
         return scores
+
+
+class Logprobs(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Keeps each step's log-probabilities, before penalties, temperature and cuts, until the step's token is known.
+
+    count: how many of the most likely tokens are reported with it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._steps: deque[Tensor] = deque()  # [V] each; transformers 5.23 has one step more under way
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._steps.append(torch.log_softmax(scores[0].float(), dim=-1))
+        return scores
+
+    def take(self, token: int) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Return the log-probability of the next step's token, and the most likely (token, log-probability)."""
+        logprobs = self._steps.popleft()
+        values, ids = logprobs.topk(self.count)
+        return float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
 
 
 class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
@@ -163,12 +185,13 @@ class Sampler:
 
 def generate(
     model: Any, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: Any, is_over: Callable[[], bool],
-    prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None,
+    prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None, logprobs: Logprobs | None = None,
 ) -> None:  # fmt: skip
     """Run transformers' own generation; tokens go to streamer.put, one row each step.
 
     Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
-    adapter: the name that an error of the logits is told with. Errors: DeviceError for logits that are not numbers.
+    adapter: the name that an error of the logits is told with. logprobs: is given each step's logits. Errors: DeviceError for
+    logits that are not numbers.
     """
     own = model.generation_config
     text = model.config.get_text_config()
@@ -184,12 +207,10 @@ def generate(
         }  # fmt: skip
         if request.min_p is not None:
             options["min_p"] = request.min_p
-    if request.repetition_penalty is not None:
-        options["repetition_penalty"] = request.repetition_penalty
     if prefill_chunk_tokens is not None:
         options["prefill_chunk_size"] = prefill_chunk_tokens
     config = transformers.GenerationConfig(
-        max_new_tokens=request.max_new_tokens, eos_token_id=list(ends) or None,
+        max_new_tokens=request.max_new_tokens, eos_token_id=[*ends, *request.stop_token_ids] or None,
         pad_token_id=pad if pad is not None else (ends[0] if ends else 0), bos_token_id=getattr(own, "bos_token_id", None),
         **options,
     )  # fmt: skip
@@ -200,7 +221,10 @@ def generate(
                 torch.manual_seed(request.seed)
             else:
                 torch.seed()
-        processors = [_Numbers(adapter), AnswerPenalties.of(request)]
+        # In the order of `Sampler`: what transformers is given here comes before temperature and cuts.
+        repeats = request.repetition_penalty
+        penalty = None if repeats is None else transformers.RepetitionPenaltyLogitsProcessor(penalty=repeats)
+        processors = [_Numbers(adapter), logprobs, penalty, AnswerPenalties.of(request)]
         model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
         try:
             model.generate(

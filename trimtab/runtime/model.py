@@ -1,6 +1,7 @@
 """The loaded model: one object that owns the memory, answers prompts and takes adapters in and out.
 
-Not thread-safe by design: one answer at a time; a second one while the first is unfinished is refused by name.
+One answer at a time: calls of other threads wait for their turn; a second one of the same thread while its first is unfinished
+is refused by name.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import finite, hf, hf_processor, lora, prefix_cache
-from trimtab.runtime.asking import Asking
+from trimtab.runtime import finite, hf, hf_processor, lora, mixes, prefix_cache
+from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
@@ -40,6 +41,7 @@ from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import read_small
 from trimtab.runtime.step_memory import extra_bytes
+from trimtab.runtime.turns import Turns
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat
@@ -77,7 +79,9 @@ class LoadedModel(Asking):
         self._adapter_bytes: dict[str, int] = {}
         # Where each held adapter goes here, for as long as someone holds it.
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
-        self._busy = threading.Lock()
+        self.turns = Turns()
+        self.mixes = mixes.Mixes(self)
+        self._preparing = threading.Lock()
         self._single: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
         self._contents: dict[str, str] = {}
@@ -313,6 +317,10 @@ class LoadedModel(Asking):
             else match_adapter(read_adapter(str(adapter)), self.anatomy)
         )
         free, needed = self.free_adapter_bytes(), self.adapter_bytes(spec)
+        if needed > free:
+            with self.turns.hold("load_adapter"):
+                self.mixes.clear()
+            free = self.free_adapter_bytes()
         if needed > free:  # asked before a tensor is read
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for another adapter", block=f"adapter {name}",
@@ -320,7 +328,7 @@ class LoadedModel(Asking):
                 hint="Unload another adapter, or plan with this one (adapters=)",
             )  # fmt: skip
         held = adapter if isinstance(adapter, HeldAdapter) else self.read_adapter(adapter)
-        with self._one_at_a_time("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
+        with self.turns.hold("load_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self._attach(name, held)
 
     def _attach(self, name: str, held: HeldAdapter) -> None:
@@ -346,13 +354,16 @@ class LoadedModel(Asking):
     def unload_adapter(self, name: str) -> None:
         """Take an adapter out and give its memory back."""
         self._check_adapter(name)
-        with self._one_at_a_time("unload_adapter"):
+        with self.turns.hold("unload_adapter"):
+            self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
             del self._specs[name], self._adapter_bytes[name]
             self._contents.pop(name, None)
 
-    def _check_adapter(self, name: str | None) -> None:
-        if name is not None and name not in self._specs:
+    def _check_adapter(self, name: Chosen) -> None:
+        if isinstance(name, Mapping):
+            self.mixes.check(name)
+        elif name is not None and name not in self._specs:
             raise RequestError(
                 "no adapter of this name is loaded", field="adapter", value=name,
                 allowed=near_names(name, list(self._specs)) or list(self._specs),
@@ -394,7 +405,8 @@ class LoadedModel(Asking):
         """
         from trimtab.runtime.batch import Batch
 
-        if self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda"):
+        is_eager = self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda")
+        if is_eager and (self.prefix_cache is None or self.prefix_cache.why_not is not None):
             return None
         if self._single is None and not self._fallbacks:
             self._single = Batch(self, rows=1)
@@ -411,16 +423,17 @@ class LoadedModel(Asking):
         """Return the model inputs of a prompt: text, chat messages, or a list of token ids; image, audio: one or several."""
         from trimtab.runtime import chat
 
-        return chat.prepare(
-            self, prompt, images=several(image), audios=several(audio), system=system,
-            template_kwargs=dict(template_kwargs or {}),
-        )  # fmt: skip
+        with self._preparing:  # a tokenizer is one thread's at a time
+            return chat.prepare(
+                self, prompt, images=several(image), audios=several(audio), system=system,
+                template_kwargs=dict(template_kwargs or {}),
+            )  # fmt: skip
 
     def generate(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> Iterator[str]:  # fmt: skip
-        """Yield the answer in pieces of whole characters. adapter None is the base.
+        """Yield the answer in pieces of whole characters. adapter None is the base, {name: weight} a weighted sum of several.
 
         options: the fields of GenerateRequest (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
         seed, stop). Errors: RequestError before any work, DeviceError if memory runs out.
@@ -431,7 +444,7 @@ class LoadedModel(Asking):
         # Made here, iterated there: what is wrong with the question is said before the first piece is asked for.
         return self._pieces(generation.Generation(self, inputs, request), adapter)
 
-    def _pieces(self, answer: generation.Generation, adapter: str | None) -> Iterator[str]:
+    def _pieces(self, answer: generation.Generation, adapter: Chosen) -> Iterator[str]:
         with self._answering(adapter), closing(iter(answer)) as pieces:  # type: ignore[type-var]
             for piece in pieces:
                 if piece.text:
@@ -439,14 +452,14 @@ class LoadedModel(Asking):
 
     def answer(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
+        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> generation.Answer:  # fmt: skip
         """Return the whole answer with its token ids, finish reason and timings. Arguments as in `generate`."""
         inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
         return self.answer_inputs(inputs, request, adapter=adapter)
 
     def answer_inputs(
-        self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: str | None = None
+        self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: Chosen = None
     ) -> generation.Answer:
         """Return the answer to prepared inputs."""
         from trimtab.runtime import generate as generation
@@ -457,7 +470,7 @@ class LoadedModel(Asking):
 
     def logits(
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
-        adapter: str | None = None, template_kwargs: Mapping[str, Any] | None = None,
+        adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """Return teacher-forced logits of the prompt: [S, V] float32 on the CPU."""
         from trimtab.runtime import generate as generation
@@ -468,7 +481,7 @@ class LoadedModel(Asking):
             return generation.logits(self, inputs)
 
     def _question(
-        self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: str | None,
+        self, prompt: Any, image: Any, audio: Any, system: str | None, adapter: Chosen,
         template_kwargs: Mapping[str, Any] | None, options: Mapping[str, Any],
     ) -> tuple[chat.Inputs, GenerateRequest]:  # fmt: skip
         known = [item.name for item in fields(GenerateRequest)]
@@ -481,24 +494,13 @@ class LoadedModel(Asking):
         return inputs, request
 
     @contextmanager
-    def _answering(self, adapter: str | None) -> Iterator[None]:
-        with self._one_at_a_time("generate"), self._out_of_memory_named("answering"):
-            self.route.set(adapter)
+    def _answering(self, adapter: Chosen) -> Iterator[None]:
+        with self.turns.hold("generate"), self._out_of_memory_named("answering"):
+            self.route.set(self._adapter_name(adapter))
             try:
                 yield
             finally:
                 self.route.set(None)
-
-    @contextmanager
-    def _one_at_a_time(self, what: str) -> Iterator[None]:
-        if not self._busy.acquire(blocking=False):
-            raise RequestError(
-                "another answer is not finished", field=what, hint="Read it to its end or close its generator first"
-            )
-        try:
-            yield
-        finally:
-            self._busy.release()
 
     @contextmanager
     def _out_of_memory_named(self, what: str) -> Iterator[None]:

@@ -1,0 +1,175 @@
+"""How many prompts are answered together: `LoadedModel.batch`, each prompt with its own adapter, media and options.
+
+    for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
+
+A row that has ended takes the next prompt at once. What a family keeps that is no keys and values by position cannot be decoded
+in rows: there, prompts are answered one after the other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import RequestError, TrimtabError
+from trimtab.request import GenerateRequest, check_choice
+from trimtab.runtime import hf_slots
+from trimtab.runtime.chat import Inputs
+from trimtab.runtime.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
+
+QUESTION = ("prompt", "image", "audio", "system", "adapter", "template_kwargs")
+OPTIONS = tuple(item.name for item in fields(GenerateRequest))
+ON_ERROR = ("raise", "return")
+
+
+@dataclass(eq=False)
+class _Flight:
+    """One prompt that has a row: what has come of its answer."""
+
+    index: int
+    detokenizer: Detokenizer | None
+    end_ids: frozenset[int]
+    prompt_tokens: int
+    start: float
+    first: float = 0.0
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    def take(self, drawn: Any) -> None:
+        if not self.token_ids:
+            self.first = time.perf_counter()
+        token = drawn.token_id
+        self.token_ids.append(token)
+        self.logprobs += logprobs_of(drawn)
+        if self.detokenizer is not None and token not in self.end_ids:
+            self.texts.append(self.detokenizer.push(token))
+
+    @property
+    def stopped(self) -> bool:
+        return self.detokenizer is not None and self.detokenizer.stopped
+
+    def answer(self, finish: str | None) -> Answer:
+        if self.detokenizer is not None:
+            self.texts.append(self.detokenizer.finish())
+        decode_s = time.perf_counter() - self.first
+        rate = (len(self.token_ids) - 1) / decode_s if len(self.token_ids) > 1 and decode_s > 0 else 0.0
+        return Answer(
+            text="".join(self.texts), token_ids=tuple(self.token_ids),
+            finish_reason="stop" if finish == "stop" or self.stopped else "length", prompt_tokens=self.prompt_tokens,
+            ttft_s=self.first - self.start, decode_s=decode_s, tokens_per_s=rate, logprobs=tuple(self.logprobs),
+        )  # fmt: skip
+
+
+def answers(
+    model: Any, requests: Iterable[Any], *, rows: int | None, errors: str, options: Mapping[str, Any]
+) -> Iterator[tuple[int, Any]]:
+    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`."""
+    check_choice(errors, ON_ERROR, field_name="errors")
+    rows = model.plan.request.batch if rows is None else rows
+    if rows < 1:
+        raise RequestError("a batch has at least one row", field="rows", value=rows)
+    if isinstance(requests, (str, Mapping)):
+        raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
+    prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
+    run = _one_by_one if hf_slots.why_not(model.hf_model) is not None else _together
+    return run(model, prepared, rows, _raised if errors == "raise" else _returned)
+
+
+def _raised(error: TrimtabError) -> TrimtabError:
+    raise error
+
+
+def _returned(error: TrimtabError) -> TrimtabError:
+    return error
+
+
+_Told = Callable[[TrimtabError], TrimtabError]
+_Prepared = tuple[int, "Callable[[], tuple[Inputs, GenerateRequest, Any]]"]
+
+
+def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) -> _Prepared:
+    def question() -> tuple[Inputs, GenerateRequest, Any]:
+        values = {"prompt": request} if isinstance(request, (str, list, tuple)) else request
+        if not isinstance(values, Mapping) or "prompt" not in values:
+            raise RequestError("a request is a prompt or a mapping with one", field=f"requests[{index}]")
+        for name in values:
+            if name not in QUESTION and name not in OPTIONS:
+                known = (*QUESTION, *OPTIONS)
+                allowed = near_names(str(name), known) or known
+                raise RequestError("unknown key", field=f"requests[{index}].{name}", allowed=allowed)
+        inputs, answering, adapter = model.question(values["prompt"], {**options, **values})
+        return inputs, answering, adapter
+
+    return index, question
+
+
+def _one_by_one(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told) -> Iterator[tuple[int, Any]]:
+    for index, question in prepared:
+        try:
+            inputs, request, adapter = question()
+            with model._answering(adapter):
+                answer: Any = generate_text(model, inputs, request)
+        except RequestError as exc:
+            answer = told(exc)
+        yield index, answer
+
+
+def _together(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told) -> Iterator[tuple[int, Any]]:
+    from trimtab.runtime.batch import Batch
+
+    with model._answering(None):
+        batch = model.rows() if rows == 1 else None
+        if batch is None:
+            model.forget_batch()
+            batch = Batch(model, rows=rows)
+        flights: dict[Any, _Flight] = {}
+        waiting: _Prepared | None = next(prepared, None)
+        try:
+            while waiting is not None or flights:
+                while waiting is not None and batch.free_rows:
+                    index, question = waiting
+                    waiting = next(prepared, None)
+                    try:
+                        _join(model, batch, index, question, flights)
+                    except RequestError as exc:
+                        yield index, told(exc)
+                for drawn in batch.step() if any(row.finish is None for row in flights) else ():
+                    flights[drawn.row].take(drawn)
+                for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
+                    batch.leave(row)
+                    flight = flights.pop(row)
+                    if row.error is not None:
+                        raise row.error
+                    yield flight.index, flight.answer(row.finish)
+        finally:
+            for row in list(batch.active):
+                batch.leave(row)
+
+
+def _join(model: Any, batch: Any, index: int, question: Any, flights: dict[Any, _Flight]) -> None:
+    inputs, request, adapter = question()
+    start = time.perf_counter()
+    name = model._adapter_name(adapter, {row.adapter for row in batch.active})
+    prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs)
+    detokenizer = detokenizer_of(model, request.stop)
+    while not prompt.step():
+        pass
+    drawn = batch.join(prompt)
+    flight = _Flight(index, detokenizer, batch.ends | set(request.stop_token_ids), inputs.prompt_tokens, start)
+    flights[drawn.row] = flight
+    flight.take(drawn)
+
+
+def in_order(pairs: Iterator[tuple[int, Any]]) -> Iterator[Any]:
+    """Yield answers by index: one that is finished early waits for those before it."""
+    held: dict[int, Any] = {}
+    following = 0
+    for index, answer in pairs:
+        held[index] = answer
+        while following in held:
+            yield held.pop(following)
+            following += 1

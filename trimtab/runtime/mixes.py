@@ -1,0 +1,232 @@
+"""How several loaded adapters act as one: the sum of their changes, each times its weight.
+
+    model.answer("Hello", adapter={"medical": 0.7, "style": 0.3})
+
+Plain LoRA: A = [A1; A2], B = [w1 s1 B1, w2 s2 B2] with s the scale of each, one adapter of the summed rank, so that captured
+prompts and steps take it as any other. DoRA: the weighted sum of what each adds to the layer's output, in float32; like DoRA alone
+it is computed by modules, not by captured steps. A mix is made when it is first used, counts as an adapter's bytes, and goes when
+room is needed or one of its adapters is unloaded.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trimtab.adapter_names import check_weight
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.runtime import lora
+from trimtab.runtime.held_adapter import ADAPTER_DTYPE
+from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
+
+MOST_MIXES = 8
+# Values between two matrices, so that each begins where a kernel may read four at once.
+ALIGNED_VALUES = 64
+
+_Parts = list[tuple[float, Any]]
+
+
+@dataclass(eq=False)
+class SummedLinear(LinearAdapter):
+    """The weighted sum of what several adapters add to a layer's output. A, B and magnitude are the first rescaling one's: they
+    say what kind of adapter this is."""
+
+    parts: _Parts = field(default_factory=list)
+
+    def apply(self, leaf: Any, x: Tensor, y: Tensor) -> Tensor:
+        return _summed(self.parts, leaf, x, y)
+
+
+@dataclass(eq=False)
+class SummedEmbedding(EmbeddingAdapter):
+    """The weighted sum of what several adapters add to an embedding's rows."""
+
+    parts: _Parts = field(default_factory=list)
+
+    def apply(self, table: Any, ids: Tensor, rows: Tensor) -> Tensor:
+        return _summed(self.parts, table, ids, rows)
+
+
+def _summed(parts: _Parts, layer: Any, x: Tensor, y: Tensor) -> Tensor:
+    base = y.float()
+    change = torch.zeros_like(base)
+    for weight, adapter in parts:
+        change += weight * (adapter.apply(layer, x, base.clone()) - base)
+    return (base + change).to(y.dtype)
+
+
+def mix_name(weights: Mapping[str, float]) -> str:
+    """Return what a mix is called: "medical:0.7+style:0.3". No adapter can have this name."""
+    return "+".join(f"{name}:{float(weight)!r}" for name, weight in sorted(weights.items()))
+
+
+class Mixes:
+    """The mixes of one loaded model, the one used longest ago first."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        # What each was made of: its adapters' serials then.
+        self._made: OrderedDict[str, dict[str, int]] = OrderedDict()
+
+    def check(self, weights: Mapping[str, float]) -> None:
+        """Raise RequestError for a mix of nothing, an adapter that is not loaded, a weight that is 0 or no number."""
+        if not weights:
+            raise RequestError("a mix names at least one adapter", field="adapter", hint="None is the base")
+        known = self._model.adapters
+        for name, weight in weights.items():
+            if name not in known:
+                raise RequestError(
+                    "no adapter of this name is loaded", field="adapter", value=name,
+                    allowed=near_names(str(name), list(known)) or list(known),
+                )  # fmt: skip
+            check_weight(name, weight)
+
+    def name_of(self, weights: Mapping[str, float], in_use: Collection[str | None] = ()) -> str:
+        """Return the name under which a mix is attached, after attaching it. in_use: mixes that must stay.
+
+        Errors: RequestError; DoesNotFitError if the plan leaves no room for it.
+        """
+        self.check(weights)
+        weights = dict(sorted(weights.items()))  # the order of a sum rounds
+        if len(weights) == 1 and next(iter(weights.values())) == 1:
+            return next(iter(weights))
+        name, serials = mix_name(weights), self._model.route.serials
+        made_of = {one: serials[one] for one in weights}
+        if self._made.get(name) == made_of:
+            self._made.move_to_end(name)
+            return name
+        self._drop(name)
+        while len(self._made) >= MOST_MIXES and self._drop_oldest(in_use):
+            pass
+        self._attach(name, weights, in_use)
+        self._made[name] = made_of
+        return name
+
+    def forget(self, adapter: str) -> None:
+        """Take off the mixes that an adapter is part of."""
+        for name in [name for name, made_of in self._made.items() if adapter in made_of]:
+            self._drop(name)
+
+    def clear(self) -> None:
+        """Take off all mixes; they are made again when they are used."""
+        for name in list(self._made):
+            self._drop(name)
+
+    def _drop_oldest(self, in_use: Collection[str | None]) -> bool:
+        oldest = next((name for name in self._made if name not in in_use), None)
+        if oldest is not None:
+            self._drop(oldest)
+        return oldest is not None
+
+    def _drop(self, name: str) -> None:
+        if self._made.pop(name, None) is not None:
+            lora.detach(self._model.hf_model, name, route=self._model.route)
+            del self._model._adapter_bytes[name]
+
+    def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None]) -> None:
+        model = self._model
+        parts = _parts_of(model.route, weights)
+        plain = {module: found for module, (path, found) in parts.items() if _is_plain(module, found)}
+        places, values = _places(plain)
+        needed = values * 4
+        while needed > model.free_adapter_bytes() and self._drop_oldest(in_use):
+            pass
+        free = model.free_adapter_bytes()
+        if needed > free:
+            raise DoesNotFitError(
+                f"the plan leaves {gib(max(free, 0))} for a mix of adapters", block=f"adapter {name}",
+                device=str(model.device), needed_bytes=needed, budget_bytes=max(free, 0),
+                hint="Unload another adapter, or plan with a larger budget",
+            )  # fmt: skip
+        piece = torch.zeros(values, dtype=getattr(torch, ADAPTER_DTYPE), device=model.device)
+        rest = {module: _rest(path, found) for module, (path, found) in parts.items() if module not in plain}
+        for place in places:
+            _fill(place, piece, plain[place.leaf])
+        kinds = frozenset(lora.kind_of(path) for path, found in parts.values() if _in_decoder(found))
+        ranks = [place.rank for place in places if place.part not in lora.TOWERS]
+        fitting = Fitting(model.hf_model, places, {}, kinds, max(ranks, default=0))
+        # `attach_fitted` reads what is not plain from files: these come from adapters on the device.
+        for place in places:
+            A = piece.as_strided((place.rank, place.leaf.in_features), (place.leaf.in_features, 1), place.A_start)
+            B = piece.as_strided((place.leaf.out_features, place.rank), (place.rank, 1), place.B_start)
+            place.leaf.adapters[name] = LinearAdapter(place.part, 1.0, A, B)
+        for module, adapter in rest.items():
+            module.__dict__["adapters"][name] = adapter
+        holders = Holders(fitting, [(parts[module][0], module) for module in rest], piece.data_ptr() if places else 0)
+        model.route.attached(name, holders)
+        model._adapter_bytes[name] = needed
+
+
+def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
+    """Return module -> (its path, what each adapter of the mix does there). Errors: RequestError for replaced values."""
+    found: dict[nn.Module, tuple[str, _Parts]] = {}
+    for name, weight in weights.items():
+        holders = route.holders[name]
+        held = [(place.leaf.module_path, place.leaf) for place in holders.fitting.plain]
+        for path, module in [*held, *holders.rest]:
+            adapter = module.__dict__["adapters"][name]
+            if isinstance(adapter, dict) or adapter.weight is not None or getattr(adapter, "bias", None) is not None:
+                raise RequestError(
+                    f"adapter {name} replaces the weights of {path}, which have no weighted sum", field="adapter", value=name,
+                    hint="Use it alone",
+                )  # fmt: skip
+            found.setdefault(module, (path, []))[1].append((weight, adapter))
+    return found
+
+
+def _is_plain(module: nn.Module, parts: _Parts) -> bool:
+    return hasattr(module, "dense_weight") and all(
+        isinstance(one, LinearAdapter) and one.A is not None and one.B_bias is None and one.magnitude is None
+        for _, one in parts
+    )
+
+
+def _in_decoder(parts: _Parts) -> bool:
+    return isinstance(parts[0][1], LinearAdapter) and parts[0][1].part not in lora.TOWERS
+
+
+def _places(plain: Mapping[nn.Module, _Parts]) -> tuple[list[PlainPlace], int]:
+    """Return where each layer's A and B begin in one piece, and how many values that has."""
+    places: list[PlainPlace] = []
+    end = 0
+    for module, parts in plain.items():
+        leaf: Any = module
+        rank = sum(one.A.shape[0] for _, one in parts)
+        A_start = end
+        B_start = _aligned(A_start + rank * leaf.in_features)
+        end = _aligned(B_start + rank * leaf.out_features)
+        places.append(PlainPlace(leaf, parts[0][1].part, 1.0, rank, A_start, B_start))
+    return places, end
+
+
+def _aligned(values: int) -> int:
+    return -(-values // ALIGNED_VALUES) * ALIGNED_VALUES
+
+
+def _fill(place: PlainPlace, piece: Tensor, parts: _Parts) -> None:
+    A = piece.as_strided((place.rank, place.leaf.in_features), (place.leaf.in_features, 1), place.A_start)
+    B = piece.as_strided((place.leaf.out_features, place.rank), (place.rank, 1), place.B_start)
+    start = 0
+    for weight, one in parts:
+        end = start + one.A.shape[0]
+        A[start:end].copy_(one.A)
+        B[:, start:end].copy_(one.B).mul_(weight * one.scale)
+        start = end
+
+
+def _rest(path: str, parts: Sequence[tuple[float, Any]]) -> LinearAdapter | EmbeddingAdapter:
+    """Return what does the same as all parts at a module where one of them is more than A and B."""
+    kinds = {type(one) for _, one in parts}
+    if kinds <= {EmbeddingAdapter}:
+        first = parts[0][1]
+        return SummedEmbedding(first.part, 1.0, first.A, first.B, first.magnitude, parts=list(parts))
+    if kinds <= {LinearAdapter}:
+        first = next((one for _, one in parts if one.magnitude is not None), parts[0][1])
+        return SummedLinear(first.part, 1.0, first.A, first.B, first.B_bias, first.magnitude, parts=list(parts))
+    raise RequestError(f"the adapters change {path} in different ways", field="adapter", hint="Use one at a time")
