@@ -9,10 +9,12 @@ ENV = HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 PYTHONPATH
 NEWEST := .venv/made-from-$(shell cat locks/newest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | cksum | cut -d ' ' -f 1)
 
+PEERS := .venv-peers/made-from-$(shell cat locks/peers.txt | cksum | cut -d ' ' -f 1)
+
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo test test-oldest test-upstream test-slow test-ray test-page test-gpu lint format bench clean
+.PHONY: demo test test-oldest test-upstream test-slow test-ray test-peers test-page test-gpu lint format bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -42,6 +44,17 @@ test-ray: $(NEWEST)
 	test -x .venv-ray/bin/python || ($(PYTHON) -m venv .venv-ray && .venv-ray/bin/python -m pip install --quiet -r locks/newest.txt "ray[serve]==2.60.0")
 	$(ENV) .venv-ray/bin/python -m pytest -q -m slow tests/ray
 
+# Other servers, in an environment of their own, asked whether their adapter is alive: llama-cpp-python and `transformers serve`.
+# llama.cpp is compiled once, which takes minutes (half an hour on two busy cores); pip keeps what it built.
+test-peers: $(NEWEST) $(PEERS)
+	$(ENV) TRIMTAB_PEERS_PYTHON=$(CURDIR)/.venv-peers/bin/python .venv/bin/python -m pytest -q -m slow tests/peers
+
+$(PEERS):
+	rm -rf .venv-peers
+	$(PYTHON) -m venv .venv-peers
+	CMAKE_BUILD_PARALLEL_LEVEL=2 CMAKE_ARGS=-DLLAVA_BUILD=OFF .venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -r locks/peers.txt
+	touch $@
+
 # The page in a headless Chromium of the system (apt-get install chromium), and every state of it looked through by axe-core
 # (from npm, for this alone). What is not there is skipped with a reason.
 test-page: $(NEWEST)
@@ -67,7 +80,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .npm-page .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .venv-peers .npm-page .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

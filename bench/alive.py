@@ -6,6 +6,9 @@ A case is one server state (adapter, fault, precision of the server) asked in on
 random changes of its logprobs as other kernels make them). Computed answers are kept, so that many cases share them; each case is
 judged by the command's own code. A fault counts as above the noise where it moves the answers at least twice as far as the server's
 precision moves the right ones.
+
+Besides the demo's adapters there is `patterned`: style with an alpha_pattern and a rank_pattern. An older version of an adapter
+is the adapter with its B changed at random; the command gets it as another adapter (`adapter older`) or does not get it (`older`).
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +29,24 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.proof.remote import verify_remote as remote
-from trimtab.proof.remote.faults import write_faults
+from trimtab.proof.remote.faults import Fault, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference
 from trimtab.proof.versions import versions
 
-SERVERS = ("none", "nf4", "4 bits of another kind", "merged", "nf4-dq", "int8")
+SERVERS = ("none", "nf4", "4 bits of another kind", "merged", "merged, nf4", "int8")
 FAULTY_SERVERS = ("none", "nf4")
-NEW_TOKENS = 4
+PATTERNED = "patterned"
+NAMES = (*ADAPTERS, PATTERNED)
+OF_PATTERNED = ("ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored")
+# An older version: B is changed by this share of its size.
+OLDER, OLDER_BY = "older", 0.1
 BLOCK = 32
 ABOVE = 2.0
+OTHER = "adapter "  # how the command names a fault that is another adapter
 
 
 class Kept(Reference):
@@ -55,15 +64,17 @@ class Kept(Reference):
         finally:
             self.folder = None
 
-    def logprobs(self, question: Any, tokens: Any, name: str | None) -> Any:
-        key = (self.where, self.adapter if name else None, name and str(self.folder), question.id, tuple(tokens))
-        if key not in self.kept:
-            if name and self.folder is not None:
-                with super().instead(self.folder):
-                    self.kept[key] = super().logprobs(question, tokens, name).half()
-            else:
-                self.kept[key] = super().logprobs(question, tokens, name).half()
-        return self.kept[key].float()
+    def rows(self, rows: Any, name: str | None) -> list[Any]:
+        folder = self.folder if name else None
+        keys = [
+            (self.where, self.adapter if name else None, str(folder), row.question.id, tuple(row.tokens))
+            for row in rows
+        ]
+        missing = {key: row for key, row in zip(keys, rows, strict=True) if key not in self.kept}
+        if missing:
+            with super().instead(folder) if folder is not None else nullcontext():
+                self.kept |= dict(zip(missing, super().rows(list(missing.values()), name), strict=True))
+        return [self.kept[key] for key in keys]
 
 
 def other_bits(base: Path, out: Path) -> Path:
@@ -82,6 +93,29 @@ def other_bits(base: Path, out: Path) -> Path:
     return out
 
 
+def patterned(style: Path, out: Path) -> Path:
+    """Write the adapter style with another alpha for the queries and half the rank for the down projections."""
+    config = json.loads((style / CONFIG_NAME).read_text(encoding="utf-8"))
+    tensors = load_file(str(style / TENSORS_NAME))
+    rank = config["r"] // 2
+    for name, tensor in tensors.items():
+        if ".down_proj." in name:
+            tensors[name] = tensor[:rank] if ".lora_A." in name else tensor[:, :rank]
+    patterns = {"alpha_pattern": {"q_proj": 2 * config["lora_alpha"]}, "rank_pattern": {"down_proj": rank}}
+    return write_adapter(out, {**config, **patterns}, tensors)
+
+
+def older(adapter: Path, out: Path) -> Path:
+    """Write an adapter with other values of about the same size, as an older version has them."""
+    tensors = load_file(str(adapter / TENSORS_NAME))
+    generator = torch.Generator().manual_seed(1)
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            change = torch.randn(tensor.shape, generator=generator) * tensor.float().square().mean().sqrt()
+            tensors[name] = (tensor.float() + OLDER_BY * change).to(tensor.dtype)
+    return write_adapter(out, json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")), tensors)
+
+
 def _load(folder: Path, adapters: dict[str, Path], quant: str) -> Any:
     plan = trimtab.plan(folder, adapters=adapters, quant=quant, context=remote.CONTEXT_TOKENS, images=1, audio_s=2.0)
     return trimtab.load(plan, decode="eager")
@@ -93,9 +127,11 @@ class Proof:
     def __init__(self, work: Path, save: Path | None) -> None:
         self.work, self.save, self.rows, self.kept = work, save, [], {}
         self.own = {name: DEMO / "adapters" / name for name in ADAPTERS}
+        self.own[PATTERNED] = patterned(self.own["style"], work / PATTERNED)
         self.local: dict[str, Any] = {}
         self.chosen: dict[str, Any] = {}
         self.written: dict[Any, Any] = {}
+        self.words: dict[int, str] = {}
         self.started = time.monotonic()
 
     def open(self, placed: Any, precision: str, adapter: str, folder: Any, **_: Any) -> Any:
@@ -111,11 +147,11 @@ class Proof:
 
     def server(self, where: str, name: str) -> tuple[Any, Any]:
         """Return the server's model with the adapter, and the one that is its base."""
-        if where == "merged":
-            out = self.work / f"merged-{name}"
+        if where.startswith("merged"):
+            out, quant = self.work / f"merged-{name}", where.partition(", ")[2] or "none"
             if not out.exists():
                 trimtab.merge(DEMO / "base", out, adapters={name: self.own[name]})
-            return _load(out, {}, "none"), self.local["none"]
+            return _load(out, {}, quant), self.local[quant]
         folder, quant = DEMO / "base", where
         if where not in remote.PRECISIONS:
             folder, quant = self.work / "other-bits", "none"
@@ -128,28 +164,39 @@ class Proof:
         self.local[where] = _load(folder, self.own, quant)
         return self.local[where], self.local[where]
 
-    def case(self, name: str, fault: str, where: str, planted: Planted, base: Planted, **asked: Any) -> None:
+    def case(
+        self,
+        name: str,
+        fault: str,
+        where: str,
+        planted: Planted,
+        base: Planted,
+        other: Path | None = None,
+        **asked: Any,
+    ) -> None:
         both = _Both(planted, base)
-        others = {"adapters": {name: self.own[name]}}
-        if fault.startswith("adapter "):
-            others["adapters"][fault.removeprefix("adapter ")] = self.own[fault.removeprefix("adapter ")]
+        adapters = {name: self.own[name]}
+        if fault.startswith(OTHER) and other is not None:
+            adapters[fault.removeprefix(OTHER)] = other
         with_base = asked["with_base"]
         report = remote.verify_remote(
-            DEMO / "base", **others, adapter=name, against="http://server/v1", remote_model="m",
-            remote_base="b" if with_base else None, transport=both.transport(), new_tokens=NEW_TOKENS,
+            DEMO / "base", adapters=adapters, adapter=name, against="http://server/v1", remote_model="m",
+            remote_base="b" if with_base else None, transport=both.transport(),
         )  # fmt: skip
         verdict = report.verdict
         size = next((one.size for one in verdict.weighed if one.name == fault), 0.0)
         self.rows.append(
             {"adapter": name, "fault": fault or None, "server": where, **asked, "verdict": verdict.word,
              "named": verdict.fault or None, "is_confident": verdict.is_confident, "noise": round(verdict.noise, 5),
-             "size": round(size, 4), "false_alarm_rate": verdict.false_alarm_rate, "precision": report.precision,
+             "base_noise": round(report.residuals[report.precision], 5) if with_base else None,
+             "visible_from": round(verdict.visible_from, 4), "size": round(size, 4),
+             "false_alarm_rate": verdict.false_alarm_rate, "precision": report.precision,
              "questions": len(report.answered), "unseen": list(verdict.unseen)}
         )  # fmt: skip
 
     def right(self, name: str, where: str) -> None:
         model, base_model = self.server(where, name)
-        served = None if where == "merged" else name
+        served = None if where.startswith("merged") else name
         memory: dict[Any, Any] = {}
         ways = [(20, True, 0.0), (20, False, 0.0), (5, True, 0.0), (5, False, 0.0), (0, True, 0.0)]
         ways += [(20, True, jitter) for jitter in (0.01, 0.03, 0.05, 0.1)] + [
@@ -158,12 +205,12 @@ class Proof:
             (20, False, 0.05),
         ]
         for top, with_base, jitter in ways:
-            planted = Planted(model, {"m": served}, top=top, jitter=jitter)
-            base = Planted(base_model, {"b": None}, top=top, jitter=jitter)
+            planted = Planted(model, {"m": served}, top=top, jitter=jitter, words=self.words)
+            base = Planted(base_model, {"b": None}, top=top, jitter=jitter, words=self.words)
             planted.share, base.share = memory.setdefault("m", {}), memory.setdefault("b", {})
             self.case(name, "", where, planted, base, top=top, with_base=with_base, jitter=jitter)
 
-    def wrong(self, name: str, where: str, faults: list[Any]) -> None:
+    def wrong(self, name: str, where: str, faults: list[Fault]) -> None:
         model, _ = self.server(where, name)
         shared: dict[Any, Any] = {}
         for fault in faults:
@@ -173,14 +220,19 @@ class Proof:
                 if served not in model.adapters:
                     model.load_adapter(served, fault.folder)
             memory: dict[Any, Any] = {}
-            for top, with_base in ((20, True), (5, True), (20, False)):
-                planted, base = Planted(model, {"m": served}, top=top), Planted(model, {"b": None}, top=top)
+            ways = [(20, True), (5, True), (20, False)]
+            for top, with_base in ways if where == "none" else ways[:2]:
+                planted = Planted(model, {"m": served}, top=top, words=self.words)
+                base = Planted(model, {"b": None}, top=top, words=self.words)
                 planted.share, base.share = memory, shared
-                self.case(name, fault.name, where, planted, base, top=top, with_base=with_base, jitter=0.0)
+                self.case(
+                    name, fault.name, where, planted, base, fault.folder, top=top, with_base=with_base, jitter=0.0
+                )
             if served is not None:
                 model.unload_adapter(served)
 
-    def run(self, names: Sequence[str]) -> dict[str, Any]:
+    def run(self, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
+        """Return the verdicts on every (precision of the server, adapter)."""
         remote.open_reference = self.open  # type: ignore[assignment]
         choose = remote.choose
 
@@ -205,22 +257,26 @@ class Proof:
             return list(faults), list(not_tried)
 
         remote.choose, remote.candidates, remote.write_faults = chosen, asked, written
-        for name in names:
+        for where, name in cases:
             with self.open(None, "none", name, None) as reference:
-                others = {other: path for other, path in self.own.items() if other != name}
+                others = {other: self.own[other] for other in ADAPTERS if other != name and name in ADAPTERS}
+                others[OLDER] = older(self.own[name], self.work / f"{OLDER}-{name}")
                 faults, _ = written(reference.spec, self.work, others)
-            for where in SERVERS:
-                self.right(name, where)
-                self.tell(f"{name}, {where}: right")
-                if where in FAULTY_SERVERS:
-                    self.wrong(name, where, faults)
-                    self.tell(f"{name}, {where}: faults")
-                self.kept.clear()
+            faults.append(Fault(OLDER, "an older version answers, of which the command knows nothing", others[OLDER]))
+            self.right(name, where)
+            self.tell(f"{name}, {where}: right")
+            if where in FAULTY_SERVERS:
+                self.wrong(name, where, [fault for fault in faults if name in ADAPTERS or fault.name in OF_PATTERNED])
+                self.tell(f"{name}, {where}: faults")
+            self.kept.clear()
         return self.result()
 
     def tell(self, text: str) -> None:
         result = self.result()
-        print(f"{time.monotonic() - self.started:6.0f} s  {text}: {json.dumps(result['summary'])}", flush=True)
+        print(
+            f"{time.monotonic() - self.started:6.0f} s ({time.process_time():.0f} of CPU)  {text}: {json.dumps(result['summary'])}",
+            flush=True,
+        )
         if self.save:
             self.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -271,31 +327,42 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     noise = {(row["adapter"], row["server"]): row["noise"] for row in clean}
     right = [row for row in rows if row["fault"] is None]
-    wrong = [row for row in rows if row["fault"] is not None]
+    unknown = [row for row in rows if row["fault"] == OLDER]
+    wrong = [row for row in rows if row["fault"] not in (None, OLDER)]
     above = [
         row
         for row in wrong
         if row["size"] >= ABOVE * noise.get((row["adapter"], row["server"]), 0.0) and row["size"] > 0
     ]
-    with_logprobs = [row for row in above if row["top"]]
     below = [row for row in wrong if row not in above]
     return {
         "right_cases": len(right), "false_alarms": sum(row["verdict"] in ("ignored", "wrong") for row in right),
         "right_words": dict(Counter(row["verdict"] for row in right)),
-        "faults_above_noise": len(with_logprobs), "named": sum(map(is_right, with_logprobs)),
-        "called_wrong": sum(row["verdict"] in ("ignored", "wrong") for row in with_logprobs),
-        "faults_below_noise": len(below),
+        "faults_above_noise": len(above), "named": sum(map(is_right, above)),
+        "called_wrong": sum(row["verdict"] in ("ignored", "wrong") for row in above),
+        "faults_below_noise": len(below), "words_below_noise": dict(Counter(word(row) for row in below)),
         "confident_alive_below": sum(row["verdict"] == "alive" and row["is_confident"] for row in below),
         "confident_alive_above": sum(row["verdict"] == "alive" and row["is_confident"] for row in above),
+        "older_not_given": dict(Counter(word(row) for row in unknown)),
     }  # fmt: skip
+
+
+def word(row: dict[str, Any]) -> str:
+    """Return the verdict, and whether an "alive" left nothing open."""
+    return (
+        f"alive, {'confident' if row['is_confident'] else 'with a but'}"
+        if row["verdict"] == "alive"
+        else row["verdict"]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
     parser.add_argument(
-        "--adapter", action="append", choices=ADAPTERS, help="only these; the files are put together by --join"
+        "--adapter", action="append", choices=NAMES, help="only these; the files are put together by --join"
     )
+    parser.add_argument("--server", action="append", choices=SERVERS, help="only these")
     parser.add_argument("--join", type=Path, nargs="+", help="saved files of several runs: write them as one")
     options = parser.parse_args()
     if options.join:
@@ -303,7 +370,10 @@ def main() -> None:
         return
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory(prefix="trimtab-alive-", ignore_cleanup_errors=True) as work:
-        Proof(Path(work), options.save).run(options.adapter or ADAPTERS)
+        cases = [(where, name) for where in options.server or SERVERS for name in options.adapter or NAMES]
+        Proof(Path(work), options.save).run(
+            [(where, name) for where, name in cases if name in ADAPTERS or where in FAULTY_SERVERS]
+        )
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ class Planted:
     requests: int = 0
     # Computed logits by question, which several servers of one model may share.
     share: dict[Any, Any] = field(default_factory=dict)
+    words: dict[int, str] = field(default_factory=dict)
 
     def transport(self) -> httpx2.MockTransport:
         self._folder = tempfile.TemporaryDirectory(prefix="planted-", ignore_cleanup_errors=True)
@@ -76,11 +77,11 @@ class Planted:
         usage = {"prompt_tokens": prompt_tokens}
         found: dict[str, Any] = {"choices": [{"index": 0, "finish_reason": "length"}], "usage": usage}
         choice = found["choices"][0]
-        chosen = [(tokenizer.decode([t]), float(row[t])) for t, row in zip(tokens, logprobs, strict=True)]
+        chosen = [(self._word(t), float(row[t])) for t, row in zip(tokens, logprobs, strict=True)]
         tops = []
         for row in logprobs:
             values, ids = torch.topk(row, max(wanted or 1, 1))
-            tops.append([(tokenizer.decode([int(i)]), float(v)) for i, v in zip(ids, values, strict=True)])
+            tops.append([(self._word(i), v) for i, v in zip(ids.tolist(), values.tolist(), strict=True)])
         if path == "completions":
             choice["text"] = text
             choice["logprobs"] = None if not wanted else {
@@ -95,6 +96,13 @@ class Planted:
             ]  # fmt: skip
             choice["logprobs"] = {"content": content} if body.get("logprobs") else None
         return found
+
+    def _word(self, token: int) -> str:
+        """Return the text of one token, decoded once."""
+        if token not in self.words:
+            tokenizer = getattr(self.model.processor, "tokenizer", self.model.processor)
+            self.words[token] = tokenizer.decode([token])
+        return self.words[token]
 
     def _computed(self, inputs: Any, adapter: str | None, new_tokens: int) -> tuple[list[int], torch.Tensor, int]:
         """Return the greedy tokens, their logits [S, V], and how long the prompt is."""

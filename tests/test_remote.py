@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import torch
 
 import trimtab
 from bench.planted import Planted
@@ -14,6 +15,7 @@ from trimtab.errors import RequestError
 from trimtab.proof.remote import choosing, verify_remote
 from trimtab.proof.remote.channels import Channel
 from trimtab.proof.remote.faults import write_faults
+from trimtab.proof.remote.local import Reference, Row
 from trimtab.proof.remote.report import Answered, report_html, report_markdown
 from trimtab.proof.remote.verdict import nothing_to_tell
 
@@ -91,6 +93,17 @@ def test_an_adapter_without_effect_is_seen_in_texts_alone(served):
     assert (report.verdict.word, report.exit_code) == ("ignored", 1)
     assert "exactly those of the server's own base" in report.verdict.reason
     assert report.channels["text"].top == 0
+
+
+def test_texts_of_one_length_go_through_the_model_together_and_change_no_number(served):
+    reference = Reference(served, "style")
+    asked = [reference.raw_question(f"q{place}", ids) for place, ids in enumerate(([2, 5, 6, 7], [2, 8, 9, 7], [2, 5]))]
+    rows = [Row(question, (6, 7, 8), ()) for question in asked]
+    assert reference._batches(rows) == [[0, 1], [2]]
+    with torch.no_grad():
+        for name in (None, "style"):
+            for row, together in zip(rows, reference.rows(rows, name), strict=True):
+                torch.testing.assert_close(together, reference.logprobs(row.question, row.tokens, name), rtol=0, atol=0)
 
 
 def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(served, tmp_path):

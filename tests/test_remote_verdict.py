@@ -2,7 +2,17 @@
 
 import pytest
 
-from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Asked, judge, nothing_to_tell, sign_test
+from trimtab.proof.remote.verdict import (
+    ALIVE,
+    CANNOT_TELL,
+    IGNORED,
+    OTHER_VALUES,
+    WRONG,
+    Asked,
+    judge,
+    nothing_to_tell,
+    sign_test,
+)
 
 FAULTS = [("ignored", "the base answers", False), ("scale", "the scale", False), ("one module dropped", "q is", True)]
 SIZES = {"ignored": 3.0, "scale": 1.0, "one module dropped": 0.1}
@@ -23,8 +33,22 @@ def test_answers_that_are_nearest_to_right_are_alive():
 
 
 def test_alive_is_not_confident_where_one_module_would_not_be_seen():
-    verdict = judge(asked(16, right=0.3, ignored=3.0, scale=1.1, one=0.31), FAULTS)
+    verdict = judge(asked(16, base_noise=0.3, right=0.3, ignored=3.0, scale=1.1, one=0.31), FAULTS)
     assert (verdict.word, verdict.is_confident, verdict.unseen) == (ALIVE, False, ("one module dropped",))
+
+
+@pytest.mark.parametrize(("base_noise", "right", "is_confident"), [
+    (0.0, 0.02, True), (0.0, 0.04, False), (0.03, 0.05, True), (0.03, 0.08, False), (None, 0.015, True), (None, 0.05, False),
+])  # fmt: skip
+def test_alive_is_not_confident_where_the_adapter_may_have_slightly_other_values(base_noise, right, is_confident):
+    verdict = judge(asked(16, base_noise=base_noise, right=right, ignored=3.0, scale=1.0, one=0.5), FAULTS)
+    assert (verdict.word, verdict.is_confident) == (ALIVE, is_confident)
+    assert verdict.unseen == (() if is_confident else (OTHER_VALUES,))
+
+
+def test_texts_alone_leave_slightly_other_values_open():
+    verdict = judge(asked(16, right=0.0, ignored=3.0, scale=1.0, one=0.5), FAULTS, has_logprobs=False)
+    assert (verdict.word, verdict.is_confident, verdict.unseen) == (ALIVE, False, (OTHER_VALUES,))
 
 
 def test_a_fault_that_is_nearer_by_half_is_named_with_its_false_alarm_rate():

@@ -31,6 +31,9 @@ TELLING, TELLING_ABOVE_NOISE, TWICE = 0.25, 0.02, 2.0
 NOT_RIGHT = 0.3
 TIMES_NOISE = 3.0
 SMALLEST = 1e-9
+# Answers farther from right than this and than twice the base's noise may be those of an adapter with slightly other values.
+SAME_VALUES, TWICE_BASE = 0.02, 2.0
+OTHER_VALUES = "another version of the adapter"
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Verdict:
 
     false_alarm_rate: at most how often a right server would be called wrong. noise: mean distance of the right answers' kind.
     visible_from: the smallest mean shift that would have been seen. unseen: faults that remain possible. is_confident: False for an
-    "alive" under which a fault of one module would not have been seen.
+    "alive" under which a fault of one module, or slightly other values of the adapter, would not have been seen.
     """
 
     word: Word
@@ -126,9 +129,15 @@ def weigh(asked: Sequence[Asked], name: str, what: str, *, is_part: bool, floor:
     )  # fmt: skip
 
 
-def judge(asked: Sequence[Asked], faults: Sequence[tuple[str, str, bool]], *, is_same_as_base: bool = False) -> Verdict:
+def judge(
+    asked: Sequence[Asked],
+    faults: Sequence[tuple[str, str, bool]],
+    *,
+    is_same_as_base: bool = False,
+    has_logprobs: bool = True,
+) -> Verdict:
     """Return the verdict. faults: name, words and is_part of each, "ignored" first. is_same_as_base: whether the server gave
-    exactly its own base's answers to every question.
+    exactly its own base's answers to every question. has_logprobs: False where texts alone were compared.
     """
     floor = min(_mean([one.distance[name] for one in asked]) for name in (RIGHT, *(name for name, _, _ in faults)))
     weighed = tuple(weigh(asked, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)
@@ -155,7 +164,8 @@ def judge(asked: Sequence[Asked], faults: Sequence[tuple[str, str, bool]], *, is
     if not possible and is_near:
         overlooked = min(1.0, sum(one.overlooked for one in weighed if not one.is_part))
         reason = "every fault that concerns the whole adapter is farther from the answers than the right adapter"
-        return _made(ALIVE, "", reason, 1 - overlooked, FALSE_ALARM, weighed, count, noise)
+        open_too = () if has_logprobs and _has_same_values(asked) else (OTHER_VALUES,)
+        return _made(ALIVE, "", reason, 1 - overlooked, FALSE_ALARM, weighed, count, noise, open_too)
     if possible:
         reason = "as the answers are, these remain possible: " + ", ".join(one.name for one in possible)
     else:
@@ -179,12 +189,18 @@ def _is_unlike(asked: Sequence[Asked], ignored: str) -> float | None:
     return chance if chance <= FALSE_ALARM else None
 
 
+def _has_same_values(asked: Sequence[Asked]) -> bool:
+    """Return whether the answers are as near to right as the precision alone explains: an older version would be farther."""
+    known = [one.base_noise for one in asked if one.base_noise is not None]
+    return _mean([one.distance[RIGHT] for one in asked]) <= max(SAME_VALUES, TWICE_BASE * _mean(known))
+
+
 def _made(
     word: Word, fault: str, reason: str, confidence: float | None, rate: float, weighed: tuple[Weighed, ...], count: int,
-    noise: float,
+    noise: float, open_too: tuple[str, ...] = (),
 ) -> Verdict:  # fmt: skip
     excluded = tuple(one.name for one in weighed if one.is_excluded(count))
-    unseen = tuple(one.name for one in weighed if one.name not in excluded and one.name != fault)
+    unseen = tuple(one.name for one in weighed if one.name not in excluded and one.name != fault) + open_too
     # Where right is at `noise`, a fault of this size lies just so far that EXCLUDED_AT holds.
     visible = noise / EXCLUDED_AT
     is_confident = word != CANNOT_TELL and (word != ALIVE or not unseen)

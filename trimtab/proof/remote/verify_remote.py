@@ -367,7 +367,7 @@ def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
     )
     if not asked:
         return nothing_to_tell("the server's base is not the base that the checkpoint holds", words)
-    return judge(asked, words, is_same_as_base=same)
+    return judge(asked, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
 
 
 def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked:
