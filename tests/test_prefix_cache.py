@@ -18,6 +18,7 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_slots
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.marks import marks_of, turns_of
 from trimtab.runtime.prefill_graphs import Prompts
 from trimtab.runtime.prefix_cache import PrefixCache, Prefixes
 from trimtab.runtime.prefix_store import Mark, PrefixKey
@@ -260,6 +261,19 @@ def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_pa
 # Pictures ------------------------------------------------------------------------------------------------------------
 
 
+def test_placeholders_are_marked_by_what_they_stand_for():
+    ids = [1, 9, 9, 2, 9, 3, 8, 8]
+    assert marks_of(ids, [({9}, [b"cat", b"dog"]), ({8}, [b"voice"])]) == (
+        Mark(1, 3, b"cat"), Mark(4, 5, b"dog"), Mark(6, 8, b"voice"),
+    )  # fmt: skip
+    # Rows of one picture with a separator between them: each stands for the whole.
+    rows = marks_of(ids, [({9}, [b"cat"]), ({8}, [b"voice"])])
+    assert rows[0].digest == rows[1].digest != b"cat" and [mark.start for mark in rows] == [1, 4, 6]
+    # Placeholders without a picture, or a picture without placeholders: nothing is known.
+    assert marks_of(ids, [({9}, []), ({8}, [b"voice"])]) == marks_of([1, 2], [({9}, [b"cat"])]) == ()
+    assert turns_of([5, 1, 2, 5], {5}) == (1, 4)
+
+
 def seen(model, family, before, *, name=b"cat", seed=0, after=0):
     """Return a prompt with a picture whose content is known, and text behind it."""
     inputs = picture(model, family, before)
@@ -276,8 +290,8 @@ def seen(model, family, before, *, name=b"cat", seed=0, after=0):
             pixels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32
         ).to(pixels)
     token_ids = tuple(tensors["input_ids"][0].tolist())
-    places = [place for place, token in enumerate(token_ids) if token in (pico.IMAGE, pico.AUDIO)]
-    marks = (Mark(places[0], places[-1] + 1, name),)
+    sounds = [b"a voice"] if pico.AUDIO in token_ids else []
+    marks = marks_of(token_ids, [({pico.IMAGE}, [name]), ({pico.AUDIO}, sounds)])
     return replace(inputs, tensors=tensors, token_ids=token_ids, prompt_tokens=len(token_ids), marks=marks)
 
 
@@ -466,3 +480,23 @@ def test_pictures_of_a_server_are_known_by_their_pixels(served, cuts_soon):
     assert answers[0][0] == answers[2][0] != answers[1][0] == answers[3][0]
     # The first picture is another one: the second prompt shares the system prompt and leaves a snapshot there.
     assert cached[:2] == [0, 0] and 29 <= cached[2] == cached[3] <= 32
+
+
+def test_a_conversation_computes_what_is_new_in_it():
+    plan = trimtab.plan(
+        DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE, prefix_cache="64MB"
+    )
+    questions = ["Tell me about red and blue and green and yellow things.", "And what is blue?", "And green?"]
+    with trimtab.load(plan) as model:
+        chat = model.chat(system=CHAT[0]["content"], max_new_tokens=12)
+        answers = [chat.send(question) for question in questions]
+        assert [bool(answer.cached_tokens) for answer in answers] == [False, True, True]
+        assert (
+            answers[2].cached_tokens >= answers[1].prompt_tokens > answers[1].cached_tokens >= answers[0].prompt_tokens
+        )
+    with trimtab.load(
+        trimtab.plan(DEMO / "base", quant="none", dtype="float32", context=384, audio_s=1.0, device=DEVICE)
+    ) as model:
+        chat = model.chat(system=CHAT[0]["content"], max_new_tokens=12)
+        assert [chat.send(question).text for question in questions] == [answer.text for answer in answers]
+        assert chat.last.cached_tokens == 0

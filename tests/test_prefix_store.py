@@ -92,11 +92,13 @@ def test_the_oldest_goes_first_and_nothing_that_is_needed():
 def test_blobs_share_the_memory():
     store = PrefixStore(pages=4, block_tokens=SIZE)
     store.add(key([1] * 8))
-    pages = store.add_blob(b"picture", 3)
-    assert len(pages) == 3 and store.find_blob(b"picture") == pages and store.find_blob(b"other") is None
+    pages = store.add_blob(b"picture", 3, "what it is")
+    assert (
+        len(pages) == 3 and store.find_blob(b"picture") == (pages, "what it is") and store.find_blob(b"other") is None
+    )
     assert store.find(key([1] * 8), limit=8).tokens == 4
     assert store.add_blob(b"picture", 3) is None and store.add_blob(b"large", 5) is None
-    assert store.find_blob(b"picture") == pages
+    assert store.find_blob(b"picture")[0] == pages
     store.clear()
     assert store.find_blob(b"picture") is None and store.used_pages == 0
 
@@ -129,8 +131,9 @@ def test_pages_hold_what_they_are_found_for(steps, pages, snapshot_pages):
         one = PrefixKey(scope, tuple(ids), marks)
         if what == "blob":
             digest = scope_of("blob", bytes(ids))
-            taken = store.find_blob(digest)
-            if taken is None:
+            kept = store.find_blob(digest)
+            taken = None if kept is None else kept[0]
+            if kept is None:
                 taken = store.add_blob(digest, 1 + len(ids) % 3)
                 memory |= dict.fromkeys(taken or (), digest)
             assert all(memory[page] == digest for page in taken or ())

@@ -16,7 +16,7 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -216,7 +216,7 @@ class Batch:
             }  # fmt: skip
         self.model.route.set(prompt.row.adapter)
         hf_slots.reset_offset(self.model.hf_model)
-        with torch.no_grad():
+        with torch.no_grad(), self.prefixes.encoders(prompt) if is_whole else nullcontext():
             found = self.model.hf_model(
                 **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
             )

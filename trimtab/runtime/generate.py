@@ -49,7 +49,8 @@ class Piece:
 @dataclass(frozen=True)
 class Answer:
     """A whole answer. token_ids: of the answer, its end token included. Times in seconds; rate without the first token.
-    logprobs: one for each token, empty if they were not asked for."""
+    logprobs: one for each token, empty if they were not asked for.
+    cached_tokens: those of the prompt whose keys and values were kept and did not go through the model again."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -59,6 +60,7 @@ class Answer:
     decode_s: float
     tokens_per_s: float
     logprobs: tuple[TokenLogprob, ...] = ()
+    cached_tokens: int = 0
 
 
 class Detokenizer:
@@ -176,6 +178,7 @@ class Generation:
         end_ids = {*hf_generate.end_token_ids(model.hf_model), *request.stop_token_ids}
         self._stream = _Stream(detokenizer_of(model, request.stop), frozenset(end_ids), self._stop)
         self._thread: threading.Thread | None = None
+        self.cached_tokens = 0
 
     @property
     def finish_reason(self) -> Finish:
@@ -228,6 +231,7 @@ class Generation:
             if self._stream.is_over():
                 return
         drawn = batch.join(prompt)
+        self.cached_tokens = drawn.row.cached_tokens
         try:
             self._stream.take(drawn.token_id, logprobs_of(drawn))
             while drawn.row.finish is None and not self._stream.is_over():
@@ -309,6 +313,7 @@ class Timed:
             text="".join(self._texts), token_ids=tuple(self._token_ids), finish_reason=self._generation.finish_reason,
             prompt_tokens=self._prompt_tokens, ttft_s=self._first - self._start, decode_s=decode_s, tokens_per_s=rate,
             logprobs=tuple(self._logprobs),
+            cached_tokens=self._generation.cached_tokens,
         )  # fmt: skip
 
 

@@ -385,6 +385,12 @@ class LoadedModel(Asking):
         """Return what is equal for two loaded adapters only if they compute the same, whatever they are called; "" for none."""
         return "" if name is None else self._contents.get(name) or f"attached {self.route.serials[name]}"
 
+    def tower_content(self, name: str | None) -> str:
+        """Return the same of what an adapter changes in towers and connectors: "" if that is nothing."""
+        spec = None if name is None else self._specs.get(name)  # a sum of adapters has none
+        is_beside = spec is not None and not any(target.part in lora.TOWERS for target in spec.targets)
+        return "" if is_beside else self.adapter_content(name)
+
     # Decoding ---------------------------------------------------------------------------------------------------------
 
     @property
@@ -405,12 +411,14 @@ class LoadedModel(Asking):
         """
         from trimtab.runtime.batch import Batch
 
+        # Where beginnings are kept, transformers' generation would compute them again.
+        keeps = self.prefix_cache is not None and self.prefix_cache.why_not is None
         is_eager = self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda")
-        if is_eager and (self.prefix_cache is None or self.prefix_cache.why_not is not None):
+        if is_eager and not keeps:
             return None
         if self._single is None and not self._fallbacks:
             self._single = Batch(self, rows=1)
-            if self.decode == "auto" and not self._single.steps.is_captured:
+            if self.decode == "auto" and not self._single.steps.is_captured and not keeps:
                 self._fallbacks, self._single = tuple(self._single.steps.fallbacks), None
         return self._single
 

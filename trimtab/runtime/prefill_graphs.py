@@ -225,7 +225,7 @@ class Prompts:
             self.model.route.set(prompt.row.adapter)
             hf_slots.reset_offset(self.model.hf_model)
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self.batch.prefixes.encoders(prompt):
                     media = hf_prefill.media_of(self.model.hf_model, inputs.tensors)
             except (RuntimeError, KeyError) as exc:
                 if is_out_of_memory(exc):

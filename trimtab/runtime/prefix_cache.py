@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
-from trimtab.runtime import hf_slots
+from trimtab.runtime import encoder_cache, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
@@ -134,6 +135,7 @@ class PrefixCache:
         is_gpu = self.device.type == "cuda"
         self._memory = HostMemory(capacity_bytes if self.why_not is None else 0, pinned=is_gpu)
         self._staging: Tensor | None = None
+        self.encoder_counts = encoder_cache.EncoderCounts()
         if is_gpu and self.why_not is None:
             layers, dtype = model.anatomy.kv_layers, model.anatomy.dtype
             count = staging_bytes(layers, dtype, context_tokens=self.context_tokens)
@@ -166,14 +168,15 @@ class PrefixCache:
         return scope_of(self._secret, client, adapter_content)
 
     def numbers(self) -> dict[str, int]:
-        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, and bytes held and at most."""
+        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of pictures and sounds
+        media_lookups, media_hits, media_passes."""
+        media = {f"media_{name}": count for name, count in vars(self.encoder_counts).items()}
         store, layout = self.store, self.layout
         used = 0 if store is None or layout is None else store.used_pages * layout.page_bytes
         counts = {} if store is None else vars(store.counts)
         names = ("lookups", "hits", "hit_tokens", "added", "evicted")
-        return {name: counts.get(name, 0) for name in names} | {
-            "bytes": used, "capacity_bytes": self.capacity_bytes
-        }  # fmt: skip
+        ours = {name: counts.get(name, 0) for name in names}
+        return ours | media | {"bytes": used, "capacity_bytes": self.capacity_bytes}
 
     def learn(self, cache: SlotCache) -> bool:
         """Take over the layout of a family's states once they are there; returns whether it is known and a page fits."""
@@ -213,6 +216,38 @@ class PrefixCache:
             self._copy_blocks(flat, group[0][0], len(group), states, into_states=True)
         if match.snapshot:
             self._move_snapshot(match.snapshot, match.tokens, states, into_states=True)
+
+    def put_blob(self, key: bytes, value: Any) -> None:
+        """Keep a value of tensors, dictionaries and lists, if there is room."""
+        if self.store is None or self.layout is None:
+            return
+        tensors: list[Tensor] = []
+        form = encoder_cache.flattened(value, tensors)
+        flats = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+        starts = [sum(-(-flat.numel() // ALIGNED) * ALIGNED for flat in flats[:n]) for n in range(len(flats) + 1)]
+        note = form, [(start, tuple(one.shape), one.dtype) for start, one in zip(starts, tensors, strict=False)]
+        pages = self.store.add_blob(key, max(-(-starts[-1] // self.layout.page_bytes), 1), note)
+        if pages is None:
+            return
+        try:
+            for start, flat in zip(starts, flats, strict=False):
+                self._to_pages(pages, start, flat)
+        except BaseException:
+            self.store.clear()
+            raise
+
+    def get_blob(self, key: bytes) -> Any:
+        """Return a value that was kept, on the model's device; None if it was not."""
+        kept = None if self.store is None else self.store.find_blob(key)
+        if kept is None:
+            return None
+        pages, (form, places) = kept
+        tensors = []
+        for start, shape, dtype in places:
+            tensor = torch.empty(shape, dtype=dtype, device=self.device)
+            self._from_pages(pages, start, tensor.reshape(-1).view(torch.uint8))
+            tensors.append(tensor)
+        return encoder_cache.restored(form, tensors)
 
     def _buffer(self, count: int) -> Tensor:
         if self._staging is None:
@@ -409,6 +444,15 @@ class Prefixes:
         """Return the places of the last window - 1 positions in a ring, in order."""
         first = max(tokens - (window - 1), 0)
         return torch.arange(first, tokens, device=self.model.device) % places
+
+    def encoders(self, prompt: Prompt) -> AbstractContextManager[None]:
+        """Return a context in which the towers answer from what is kept of a prompt's pictures and sounds."""
+        cache, inputs, row = self.cache, prompt.inputs, prompt.row
+        if cache is None or row.client is None or not inputs.marks:
+            return nullcontext()
+        cache.learn(self.batch.cache)
+        scope = cache.scope(row.client, self.model.tower_content(row.adapter))
+        return encoder_cache.encoders(self.model.hf_model, cache, scope, inputs)
 
     # Keeping ----------------------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from trimtab.errors import RequestError
 
@@ -94,6 +95,7 @@ class _Item:
     needed_by: int = 0  # blocks and snapshots behind it
     tail: int | None = None  # of a snapshot: tokens behind its last whole block
     tails: Counter[int] = field(default_factory=Counter)  # of a block: how many snapshots have so many tokens behind it
+    note: Any = None  # of a blob: what its bytes are
 
 
 @dataclass
@@ -236,19 +238,19 @@ class PrefixStore:
 
     # Blobs ------------------------------------------------------------------------------------------------------------
 
-    def find_blob(self, key: bytes) -> tuple[int, ...] | None:
-        """Return the pages of a blob, None if it is not kept."""
+    def find_blob(self, key: bytes) -> tuple[tuple[int, ...], Any] | None:
+        """Return the pages of a blob and its note, None if it is not kept."""
         item = self._items.get(key)
         if item is None:
             return None
         self._items.move_to_end(key)
-        return item.pages
+        return item.pages, item.note
 
-    def add_blob(self, key: bytes, pages: int) -> tuple[int, ...] | None:
+    def add_blob(self, key: bytes, pages: int, note: Any = None) -> tuple[int, ...] | None:
         """Return so many pages to fill for a blob that is not kept yet, None where there is no room."""
         taken = self._take(pages, ()) if key not in self._items else None
         if taken is not None:
-            self._put(_Item(key, None, taken))
+            self._put(_Item(key, None, taken, note=note))
             self.counts.added += 1
         return taken
 

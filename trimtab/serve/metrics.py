@@ -20,7 +20,8 @@ RECENT = 50
 PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts whose beginning was kept", "bytes": "Bytes of kept beginnings",
     "hit_tokens": "Tokens that did not go through the model again", "capacity_bytes": "Most bytes of kept beginnings",
-    "evicted": "Blocks and snapshots that made room for others",
+    "evicted": "Blocks and snapshots that made room for others", "media_passes": "Passes of towers",
+    "media_lookups": "Images and groups of sounds that were looked up", "media_hits": "Those whose tower's output was kept",
 }  # fmt: skip
 # Of what `LoadedModel.memory` measures.
 MEMORY = (
