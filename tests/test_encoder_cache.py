@@ -96,7 +96,7 @@ def test_a_picture_that_was_seen_is_not_seen_again(family, how, tmp_path):
         assert passes(seen(model, family, 9)) == each
         assert passes(seen(model, family, 10)) == 0
         assert passes(seen(model, family, 11), client="other") == each
-        assert passes(seen(model, family, 12, name=b"dog", seed=3)) == each
+        assert passes(seen(model, family, 12, name=b"dog", seed=3)) == 1  # the sound is the same
         assert passes(picture(model, family, 9)) == 0  # whose picture is not known goes its own way
 
 
