@@ -186,7 +186,7 @@ def test_the_status_has_what_the_page_needs_of_a_plan_and_no_more(found):
         "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
         "host_budget_bytes", "disk_bytes", "placements", "request",
     }  # fmt: skip
-    assert plan["request"] == {"quant": "nf4-dq", "context_tokens": 128, "batch": 2}
+    assert plan["request"] == {"quant": "nf4-dq", "context_tokens": 128, "batch": 2, "images": 1}
     assert all(set(block) == {"part", "tier", "gpu_bytes", "host_bytes", "disk_bytes"} for block in plan["placements"])
 
 

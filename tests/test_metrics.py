@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import metadata
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+import trimtab
 from trimtab.serve.job import Event
 from trimtab.serve.metrics import Metrics
 
@@ -67,10 +71,10 @@ def test_a_request_ends_once():
 def test_a_models_state_is_shown():
     found = samples(Metrics(), MODEL)
     expected = {
-        "queue_length": 3, "running": 4, "worker_restarts": 2, "adapter_swaps": 7, "resident_adapters": 1, "worker_ready": 1,
-        "kv_cache_bytes": 8, "gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11,
-        "prefix_cache_lookups": 12, "prefix_cache_hits": 13, "prefix_cache_hit_tokens": 14, "prefix_cache_bytes": 15,
-        "prefix_cache_capacity_bytes": 16, "prefix_cache_evicted": 17,
+        "queue_length": 3, "running": 4, "worker_restarts_total": 2, "adapter_swaps_total": 7, "resident_adapters": 1,
+        "worker_ready": 1, "kv_cache_bytes": 8, "gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11,
+        "prefix_cache_lookups_total": 12, "prefix_cache_hits_total": 13, "prefix_cache_hit_tokens_total": 14,
+        "prefix_cache_bytes": 15, "prefix_cache_capacity_bytes": 16, "prefix_cache_evicted_total": 17,
     }  # fmt: skip
     assert {name: found[f"trimtab_{name}", label(model="demo")] for name in expected} == expected
     assert found["trimtab_tier_bytes", label(model="demo", tier="stream")] == 6
@@ -90,7 +94,62 @@ def test_series_of_a_name_that_is_gone_are_dropped():
         metrics.forget(f"a{number}", "demo" if number % 2 else None)
     answer(metrics, "kept")
     found = samples(metrics)
-    assert {dict(labels).get("adapter") for _, labels in found} - {None} == {"kept"}
+    assert {dict(labels).get("adapter") for _, labels in found} - {None} == {"kept", "(unloaded)"}
+
+
+def test_no_sum_over_adapters_goes_down_when_one_is_unloaded():
+    metrics = Metrics()
+    for name in ("a", "b", "a"):
+        seen = answer(metrics, name)
+        seen.started()
+
+    def sums():
+        found, ends = samples(metrics), ("_total", "_sum", "_count", "_bucket")
+        total = {}
+        for (name, labels), value in found.items():
+            if name.startswith("trimtab_") and name.endswith(ends):
+                key = (name, tuple(pair for pair in labels if pair[0] != "adapter"))
+                total[key] = total.get(key, 0) + value
+        return total
+
+    before = sums()
+    assert before["trimtab_requests_total", label(model="demo", ended="done")] == 3
+    metrics.forget("a", "demo")
+    assert sums() == pytest.approx(before)
+    answer(metrics, "a")
+    metrics.forget("a", None)
+    after = sums()
+    assert after["trimtab_requests_total", label(model="demo", ended="done")] == 4
+    assert all(after[key] >= value for key, value in before.items())
+
+
+def test_what_a_worker_counts_goes_on_when_the_worker_is_put_back():
+    metrics = Metrics()
+    total = []
+    for swaps in (7, 9, None, 0, 2):  # None: no worker answers; then a new one begins at zero
+        numbers = {} if swaps is None else {**MODEL["numbers"], "swaps": swaps}
+        found = samples(metrics, {**MODEL, "numbers": numbers})
+        total.append(found["trimtab_adapter_swaps_total", label(model="demo")])
+    assert total == [7, 9, 9, 9, 11]
+
+
+def test_the_queue_and_the_whole_request_are_timed():
+    metrics = Metrics()
+    seen = answer(metrics)
+    seen.started()
+    seen.started()
+    found = samples(metrics)
+    assert found["trimtab_queue_seconds_count", label(model="demo", adapter="style")] == 1
+    assert found["trimtab_request_seconds_count", label(model="demo", adapter="style")] == 1
+
+
+def test_what_runs_is_told():
+    found = samples(Metrics())
+    (labels,) = [dict(labels) for name, labels in found if name == "trimtab_build_info"]
+    assert labels["version"] == trimtab.__version__ and labels["torch"] == metadata.version("torch")
+    if sys.platform == "linux":  # where /proc tells it
+        assert found["process_resident_memory_bytes", ()] > 2**20
+        assert ("process_cpu_seconds_total", ()) in found
 
 
 def test_only_the_last_requests_are_kept():

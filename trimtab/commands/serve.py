@@ -89,6 +89,13 @@ def add(command: Command) -> None:
         "--lenient", action="store_true",
         help="take fields of a request that have no effect, and name them in the header X-Trimtab-Ignored",
     )  # fmt: skip
+    group.add_argument(
+        "--log-format", default="text", metavar="FORM", help="text or json, one line per event (default: text)"
+    )
+    group.add_argument(
+        "--log-level", default="info", metavar="LEVEL",
+        help="debug, info, warning or error; info has one line per request, without its text (default: info)",
+    )  # fmt: skip
     group.add_argument("--no-page", action="store_true", help="no page at /")
     ray = found.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
     ray.add_argument("--ray", action="store_true", help="deploy on Ray; a local one is started if none is reachable")
@@ -107,10 +114,13 @@ def add(command: Command) -> None:
 
 
 def run_serve(options: argparse.Namespace) -> int:
+    from trimtab.serve import journal
     from trimtab.serve.run import serve
 
     def say(text: str) -> None:
         print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
+
+    journal.set_up(options.log_format, options.log_level)
 
     if options.ray:
         return _run_ray(options, say)

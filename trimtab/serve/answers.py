@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -24,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from trimtab.serve.faults import error_response, plain_error, told_error
 from trimtab.serve.job import Event
+from trimtab.serve.journal import write_traceback
 from trimtab.serve.metrics import Seen
 from trimtab.serve.shapes import Shape
 
@@ -34,17 +34,16 @@ JOINED = ("text", "reasoning")
 # A client that has left reads no status; nginx's word for it is what logs know.
 CLIENT_LEFT = 499
 
-log = logging.getLogger("trimtab.serve")
-
 
 class Merged:
     """The events of several jobs as one stream of (choice, event); it ends when all have, or at the first error.
 
     What nobody has read yet is kept as few events: the pieces of one choice are joined, so that a slow reader costs no more
-    memory than the answer it has not read.
+    memory than the answer it has not read. on_start: called when a job's prompt begins to go through the model.
     """
 
-    def __init__(self, streams: Sequence[AsyncIterator[Event]]) -> None:
+    def __init__(self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[], None] | None = None) -> None:
+        self._on_start = on_start
         self._waiting: deque[tuple[int, Event]] = deque()
         self._more, self._decided = asyncio.Event(), asyncio.Event()
         self._open = len(streams)
@@ -61,12 +60,14 @@ class Merged:
         except Exception as exc:
             error = plain_error(exc)
             if error["class"] == "bug":
-                log.exception("a mistake of the server while a request was answered")
+                write_traceback(exc, "a mistake of the server while a request was answered")
             self._put(index, Event("", "error", finish="error", error=error))
 
     def _put(self, index: int, event: Event) -> None:
-        if event.kind == "started":
-            return  # nothing that a client is told
+        if event.kind == "started":  # nothing that a client is told
+            if self._on_start is not None:
+                self._on_start()
+            return
         last = self._waiting[-1] if self._waiting else None
         if last is not None and last[0] == index and last[1].kind == event.kind and event.kind in JOINED:
             joined = replace(last[1], text=last[1].text + event.text, tokens=last[1].tokens + event.tokens)

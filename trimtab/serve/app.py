@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import TrimtabError
-from trimtab.serve import asking, wire
+from trimtab.serve import asking, journal, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door, client_of
@@ -93,7 +93,10 @@ async def _on_left(request: Request, exc: Exception) -> Response:
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
-    return error_response(*error_json("bug", "", {}))
+    response = error_response(*error_json("bug", "", {}))
+    if journal.request_id():  # this answer is made outside of the journal
+        response.headers[journal.HEADER] = journal.request_id()
+    return response
 
 
 # The app --------------------------------------------------------------------------------------------------------------
@@ -114,15 +117,19 @@ def make_app(
         finally:
             await pool.drain(settings.grace_s)
 
+    routes = [*api.routes(), *extra]
+    paths = [getattr(route, "path", "") for route in routes]
     middleware = [Middleware(Door, settings=settings, body_limits=api.body_limits)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
-            allow_headers=["*"], expose_headers=["retry-after", IGNORED_HEADER],  # clients send headers of their own
+            allow_headers=["*"],  # clients send headers of their own
+            expose_headers=["retry-after", journal.HEADER, IGNORED_HEADER],
         )  # fmt: skip
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(journal.Journal, counts=metrics, paths=paths))
     app = Starlette(
-        routes=[*api.routes(), *extra], middleware=middleware, lifespan=lifespan,
+        routes=routes, middleware=middleware, lifespan=lifespan,
         exception_handlers={
             TrimtabError: on_trimtab_error(folders), HTTPException: _on_http_error, ClientDisconnect: _on_left,
             Exception: _on_bug,
@@ -258,7 +265,7 @@ class _Api:
         is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
         jobs = await self.reader.run(0, make) if is_long else make()
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
-        merged = Merged([self.pool.submit(model, job) for job in jobs])
+        merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started)
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,

@@ -7,7 +7,6 @@ memory and take the place of the one that was used longest ago, never of one tha
 from __future__ import annotations
 
 import time
-import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -31,6 +30,7 @@ from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.held_adapters import HeldAdapters
 from trimtab.serve.job import Event, Job, Token
+from trimtab.serve.journal import write_traceback
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
@@ -314,7 +314,7 @@ class LoadedEngine:
     def _name(self, exc: Exception, what: str) -> TrimtabError:
         if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
             # What was planned is for the log.
-            traceback.print_exception(exc)
+            write_traceback(exc, "the device has less memory than was planned")
             short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
             return DeviceError(short, device=exc.device, hint=LESS_HINT)
         if isinstance(exc, TrimtabError):
@@ -326,12 +326,12 @@ class LoadedEngine:
 
     def _name_on_host(self, exc: Exception, what: str) -> TrimtabError:
         """Return the name of an error without a question to the device. What the log says, no client is told."""
-        traceback.print_exception(exc)
+        error_id = write_traceback(exc, f"a mistake while {what}")
         if _is_host_memory(exc):
             return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
         if is_out_of_memory(exc):
             return DeviceError(f"out of memory while {what}", device=str(self.model.device), hint=LESS_HINT)
-        return MistakeError()
+        return MistakeError(error_id)
 
     def step(self) -> None:
         with self._named("answering"):

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.serve.journal import request_id
 from trimtab.serve.supervisor import WorkerError
 
 # Our class -> (HTTP status, OpenAI's type, code). A class that is not here is a bug of the server: 500, nothing told.
@@ -44,7 +45,7 @@ HTTP_CODES = {
 # What a client may see of an error's fields: never a path of this machine.
 SHOWN_FIELDS = (
     "field", "value", "allowed", "hint", "problems", "needed_bytes", "budget_bytes", "device", "exit_code",
-    "limit_bytes", "retry_after_s", "deadline_s",
+    "limit_bytes", "retry_after_s", "deadline_s", "error_id",
 )  # fmt: skip
 MOST_NAMES = 20
 # What no field of a request could mend.
@@ -106,7 +107,12 @@ def error_json(
     """Return the HTTP status and OpenAI's error object of one of our errors. folders: as `own_folders` gives them."""
     status, kind, code = ERRORS.get(name, BUG)
     if name not in ERRORS:
-        name, message, fields = "bug", "The server made a mistake; its log says more", {}
+        where = f" under {request_id()}" if request_id() else ""
+        name, message, fields = (
+            "bug",
+            f"The server made a mistake; its log has the traceback{where}",
+            {"error_id": request_id()},
+        )
     known = str(fields.get("path") or "")
     shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(

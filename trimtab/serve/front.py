@@ -28,6 +28,7 @@ from trimtab.serve.app import make_app
 from trimtab.serve.channel import event_from_message, job_to_message
 from trimtab.serve.faults import UnknownModelError
 from trimtab.serve.job import SPOKEN, Job
+from trimtab.serve.journal import write_traceback
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.run import page_of
@@ -277,8 +278,7 @@ def lost(exc: Exception) -> TrimtabError:
         return ModelFailedError(None)
     if isinstance(exc, (RayError, RayServeException)) and not isinstance(exc, RayTaskError):
         return WorkerDiedError(None, f"the copy of the model was lost ({type(exc).__name__})")
-    log.error("a mistake of the server while a copy answered", exc_info=exc)
-    return MistakeError()
+    return MistakeError(write_traceback(exc, "a mistake of the server while a copy answered"))
 
 
 def summed(found: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from trimtab.serve.journal import write_traceback
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch
@@ -55,8 +56,8 @@ class IdleTuning:
             return
         try:
             self._advance()
-        except Exception:
-            traceback.print_exc()
+        except Exception as exc:
+            write_traceback(exc, "tuning while idle ends")
             self.end()
 
     def _advance(self) -> None:

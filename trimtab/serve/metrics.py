@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib import metadata
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)  # fmt: skip
 
+import trimtab
+from trimtab.serve import journal
 from trimtab.serve.job import SPOKEN, Event
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+QUEUE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+REQUEST_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 RECENT = 50
+# What stands in the place of an adapter that is no longer loaded: its counts are added to these, so that no sum goes down.
+UNLOADED = "(unloaded)"
 # What `PrefixCache.numbers` says.
 PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts whose beginning was kept", "bytes": "Bytes of kept beginnings",
@@ -23,6 +38,8 @@ PREFIX_CACHE = {
     "evicted": "Blocks and snapshots that made room for others", "media_passes": "Passes of towers",
     "media_lookups": "Images and groups of sounds that were looked up", "media_hits": "Those whose tower's output was kept",
 }  # fmt: skip
+# Of these, what only grows as long as a worker lives.
+PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
 # Of what `LoadedModel.memory` measures.
 MEMORY = (
     "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
@@ -49,18 +66,37 @@ class Metrics:
             buckets=BETWEEN_BUCKETS,
             **made,
         )
+        self.queued = Histogram(
+            "trimtab_queue_seconds", "From arrival until the prompt began to go through the model", labels,
+            buckets=QUEUE_BUCKETS, **made,
+        )  # fmt: skip
+        self.whole = Histogram(
+            "trimtab_request_seconds", "From arrival to the end of the answer", labels, buckets=REQUEST_BUCKETS, **made
+        )
+        self.responses = Counter(
+            "trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **made
+        )
+        self.grown = {
+            name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **made))
+            for name, text in (
+                ("worker_restarts", "How often the worker was put back"), ("adapter_swaps", "Adapters put on the model"),
+                *((f"prefix_cache_{key}", PREFIX_CACHE[key]) for key in PREFIX_COUNTS),
+            )
+        }  # fmt: skip
+        build = Gauge("trimtab_build_info", "1, with the versions of what runs", ["version", *_BUILT_OF], **made)
+        build.labels(trimtab.__version__, *_versions()).set(1)
+        ProcessCollector(registry=self.registry)
         self.gauges: dict[str, Any] = {
             name: Gauge(f"trimtab_{name}", text, ["model"], **made)
             for name, text in (
                 ("queue_length", "Requests that wait for a row"), ("running", "Requests with a row or a prompt under way"),
-                ("worker_restarts", "How often the worker was put back"), ("adapter_swaps", "Adapters put on the model"),
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
                 ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
                 ("gpu_process_is_estimate", "1 where the driver does not tell that figure"),
                 ("gpu_planned_bytes", "Bytes that the plan counts for the worker on the device"),
-                *((f"prefix_cache_{key}", text) for key, text in PREFIX_CACHE.items()),
+                *((f"prefix_cache_{key}", text) for key, text in PREFIX_CACHE.items() if key not in PREFIX_COUNTS),
             )
         }  # fmt: skip
         self.share_bytes = Gauge(
@@ -76,18 +112,23 @@ class Metrics:
         return Seen(self, model, adapter or "", choices)
 
     def forget(self, adapter: str, model: str | None) -> None:
-        """Drop an adapter's series: names come and go, and the series of every name there ever was would stay.
+        """Drop an adapter's series: names come and go, and the series of every name there ever was would stay. What they have
+        counted goes on in UNLOADED's.
 
         model: None is every model that has one of this name.
         """
         for labels in [labels for labels in self._endings if labels[1] == adapter and model in (None, labels[0])]:
+            gone = (labels[0], UNLOADED)
             for how in self._endings.pop(labels):
-                self.requests.remove(*labels, how)
+                _fold(self.requests, (*labels, how), (*gone, how))
             for kind in ("prompt", "cached", "completion"):
-                self.tokens.remove(*labels, kind)
-            for found in (self.ttft, self.between):
-                with suppress(KeyError):  # no text was ever sent
-                    found.remove(*labels)
+                _fold(self.tokens, (*labels, kind), (*gone, kind))
+            for found in (self.ttft, self.between, self.queued, self.whole):
+                _fold(found, labels, gone)
+
+    def responded(self, path: str, status: int) -> None:
+        """Count one HTTP response. path: of its route, as `journal.named` gives it."""
+        self.responses.labels(path, str(status)).inc()
 
     def ended(
         self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0
@@ -111,15 +152,19 @@ class Metrics:
 
     def _set(self, model: Mapping[str, Any]) -> None:
         numbers, name = model.get("numbers") or {}, model["name"]
-        memory = numbers.get("memory", {})
+        memory, kept = numbers.get("memory", {}), numbers.get("prefix_cache") or {}
         values = {
             "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
-            "worker_restarts": model["restarts"], "adapter_swaps": numbers.get("swaps", 0),
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
             **{key: memory.get(key, 0) for key in MEMORY},
-            **{f"prefix_cache_{key}": (numbers.get("prefix_cache") or {}).get(key, 0) for key in PREFIX_CACHE},
+            **{f"prefix_cache_{key}": kept.get(key, 0) for key in PREFIX_CACHE if key not in PREFIX_COUNTS},
         }  # fmt: skip
+        self.grown["worker_restarts"].see(name, model["restarts"])
+        if numbers:  # a worker that is not there has not counted less
+            self.grown["adapter_swaps"].see(name, numbers.get("swaps", 0))
+            for key in PREFIX_COUNTS:
+                self.grown[f"prefix_cache_{key}"].see(name, kept.get(key, 0))
         for key, value in values.items():
             self.gauges[key].labels(name).set(value)
         for share in numbers.get("memory_shares", ()):
@@ -128,6 +173,47 @@ class Metrics:
                     self.share_bytes.labels(name, share["name"], kind).set(share[f"{kind}_bytes"])
         for tier, count in (model.get("tier_bytes") or {}).items():
             self.tier_bytes.labels(name, tier).set(count)
+
+
+class _Grown:
+    """A counter of what a worker counts itself: a worker that comes back begins at zero, and this goes on."""
+
+    def __init__(self, counter: Any) -> None:
+        self._counter = counter
+        self._last: dict[str, float] = {}
+
+    def see(self, model: str, value: float) -> None:
+        last = self._last.get(model, 0.0)
+        self._counter.labels(model).inc(value - last if value >= last else value)
+        self._last[model] = value
+
+
+def _fold(metric: Any, labels: tuple[str, ...], into: tuple[str, ...]) -> None:
+    """Add a series to another one of the same metric, and drop it."""
+    if labels not in metric._metrics:  # nothing was counted, such as the first text of an answer that had none
+        return
+    series, other = metric.labels(*labels), metric.labels(*into)
+    if isinstance(metric, Counter):
+        other.inc(series._value.get())
+    else:
+        other._sum.inc(series._sum.get())
+        for mine, theirs in zip(series._buckets, other._buckets):
+            theirs.inc(mine.get())
+    metric.remove(*labels)
+
+
+_BUILT_OF = ("python", "torch", "transformers", "bitsandbytes")
+
+
+def _versions() -> list[str]:
+    """Return the installed versions of _BUILT_OF; none of them is imported."""
+    found = [platform.python_version()]
+    for name in _BUILT_OF[1:]:
+        try:
+            found.append(metadata.version(name))
+        except metadata.PackageNotFoundError:
+            found.append("")
+    return found
 
 
 @dataclass(eq=False)
@@ -144,6 +230,7 @@ class Seen:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    queued_s: float | None = None
     is_over: bool = False
 
     def event(self, event: Event) -> None:
@@ -162,6 +249,12 @@ class Seen:
             self.completion_tokens += event.usage["completion_tokens"]
             self.cached_tokens += event.usage.get("cached_tokens", 0)
 
+    def started(self) -> None:
+        """Take note of a prompt that begins to go through the model; of several choices the first counts."""
+        if self.queued_s is None:
+            self.queued_s = time.monotonic() - self.arrived
+            self.metrics.queued.labels(self.model, self.adapter).observe(self.queued_s)
+
     def end(self, how: str) -> None:
         """Take note of its end, once: "done", "cancelled" or the class of the error."""
         if self.is_over:
@@ -170,6 +263,13 @@ class Seen:
         seconds = time.monotonic() - self.arrived
         labels = (self.model, self.adapter)
         self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        self.metrics.whole.labels(*labels).observe(seconds)
+        told = {"queue_s": self.queued_s, "first_token_s": self.first_s}
+        journal.note(
+            model=self.model, adapter=self.adapter or None, ended=how, prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            **{name: round(value, 4) for name, value in told.items() if value is not None},
+        )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)
         self.metrics._recent.append({
             "at": time.time(), "model": self.model, "adapter": self.adapter, "ended": how, "seconds": seconds,

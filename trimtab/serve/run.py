@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import math
 import os
 import socket
@@ -32,6 +33,8 @@ BACKLOG, ACCEPT_AT_ONCE = 2048, 16
 # File descriptors for what is no connection: files of bodies, pipes, the worker's.
 OTHER_FILES = 128
 TICK_S = 0.05
+
+log = logging.getLogger("trimtab.serve")
 
 
 def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None]) -> None:
@@ -111,18 +114,32 @@ class _Server(uvicorn.Server):
         protocol: Any = partial(GuardedProtocol, guard=guard)
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="on", log_level="warning", access_log=False, proxy_headers=False,
+            log_config=None,
             server_header=False, date_header=False, timeout_keep_alive=math.ceil(settings.limits.idle_s), backlog=ACCEPT_AT_ONCE,
         )  # fmt: skip
         super().__init__(config)
+        self._began = time.monotonic()
+        self._announcing: asyncio.Task[None] | None = None
         self._pool, self._grace_s, self._guard = pool, settings.grace_s, guard
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._guard.on_loop_error)
         await super().startup(sockets)
+        self._announcing = asyncio.create_task(self._announce())
         for listener in sockets or ():  # asyncio has made the system's queue as short as what it accepts in one turn
             listener.listen(BACKLOG)
 
+    async def _announce(self) -> None:
+        """Write one line when a model answers for the first time."""
+        while not self._pool.is_ready:
+            await asyncio.sleep(TICK_S)
+        names = [model["name"] for model in self._pool.status()["models"]]
+        fields = {"models": ",".join(names), "seconds": round(time.monotonic() - self._began, 2), "pid": os.getpid()}
+        log.info("ready", extra={"fields": fields})
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._announcing is not None:
+            self._announcing.cancel()
         self._pool.refuse_new()
         end = time.monotonic() + self._grace_s
         while self._pool.in_flight and time.monotonic() < end and not self.force_exit:

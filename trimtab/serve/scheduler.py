@@ -41,10 +41,12 @@ class DeadlineError(RequestError):
 
 
 class MistakeError(TrimtabError):
-    """The server failed at this one request in a way that nobody thought of; the worker's log says how."""
+    """The server failed at this one request in a way that nobody thought of; its log says how, under `error_id`."""
 
-    def __init__(self) -> None:
-        super().__init__("the server failed at this request")
+    def __init__(self, error_id: str = "") -> None:
+        self.error_id = error_id
+        where = f" (its log has the traceback under {error_id})" if error_id else ""
+        super().__init__(f"the server failed at this request{where}")
 
 
 class Engine(Protocol):

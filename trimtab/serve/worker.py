@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -26,6 +25,7 @@ from trimtab.request import LoadRequest
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
 from trimtab.serve.job import Event
+from trimtab.serve.journal import set_up_as_parent, write_traceback
 from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
 
@@ -54,6 +54,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     # is done with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_up_as_parent()
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
@@ -65,7 +66,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
 
 
 def _tell_fatal(channel: Channel, exc: BaseException) -> None:
-    traceback.print_exc()  # the whole trace goes to the log, never to a client
+    write_traceback(exc, "the worker ends")  # the whole trace goes to the log, never to a client
     error = exc if isinstance(exc, TrimtabError) else DeviceError(type(exc).__name__, device="worker")
     try:
         channel.send({"say": "fatal", "error": error_event("", error).error})
@@ -191,10 +192,9 @@ class _Worker:
             answer["value"] = self.numbers()
         except TrimtabError as exc:
             answer["error"] = error_event("", exc).error
-        except Exception:
+        except Exception as exc:
             # Files of a client's can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
-            traceback.print_exc()
-            answer["error"] = error_event("", MistakeError()).error
+            answer["error"] = error_event("", MistakeError(write_traceback(exc, "a mistake of the worker"))).error
         self.channel.send(answer)
 
     def _begin_reading(self, message: Mapping[str, Any]) -> None:

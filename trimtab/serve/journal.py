@@ -1,0 +1,203 @@
+"""What the server writes down: one line per event with its time, level and request id, as text or as JSON; one line per request.
+
+A request has an id: the client's own (X-Request-Id, if it is short and plain) or a new one. Every answer carries it, every line
+that is written while the request is answered has it, and an answer with status 500 names the id under which its traceback
+stands (`error_id`). No line has a key, an address, a message or an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trimtab.errors import RequestError
+
+FORMATS = ("text", "json")
+LEVELS = ("debug", "info", "warning", "error")
+# A worker is a process of its own: it learns from these how to write.
+FORMAT_VARIABLE, LEVEL_VARIABLE = "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"
+HEADER = "x-request-id"
+# What monitoring and the page ask for all the time is written down for who debugs alone.
+QUIET_PATHS = ("/health", "/ready", "/metrics", "/api/status")
+_GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_PATH_LETTERS = 200
+
+log = logging.getLogger("trimtab.serve.requests")
+# Where nobody has set the journal up, the lines of requests go nowhere.
+log.addHandler(logging.NullHandler())
+_log = logging.getLogger("trimtab.serve")
+_id: ContextVar[str] = ContextVar("request_id", default="")
+_notes: ContextVar[dict[str, Any] | None] = ContextVar("notes", default=None)
+
+
+class Counts(Protocol):
+    """What the journal needs of the metrics."""
+
+    def responded(self, path: str, status: int) -> None: ...
+
+
+def request_id() -> str:
+    """Return the id of the request that is being answered, "" outside of one."""
+    return _id.get()
+
+
+def note(**fields: Any) -> None:
+    """Add to the line that will be written of this request."""
+    notes = _notes.get()
+    if notes is not None:
+        notes.update(fields)
+
+
+def write_traceback(exc: BaseException, what: str) -> str:
+    """Write an error down in full; returns the id under which it stands."""
+    error_id = request_id() or uuid.uuid4().hex[:16]
+    _log.error(what, exc_info=exc, extra={"fields": {"error_id": error_id}})
+    return error_id
+
+
+# How lines look -------------------------------------------------------------------------------------------------------
+
+
+def set_up(form: str = "text", level: str = "info") -> None:
+    """Write from now on in a form, here and in the processes that this one starts. Errors: RequestError."""
+    for name, value, known in (("log_format", form, FORMATS), ("log_level", level, LEVELS)):
+        if value not in known:
+            raise RequestError("is not known", field=name, value=value, allowed=known)
+    os.environ[FORMAT_VARIABLE], os.environ[LEVEL_VARIABLE] = form, level
+    set_up_as_parent()
+
+
+def set_up_as_parent() -> None:
+    """Write as the process that started this one does; nothing is changed if it has not said how."""
+    form, level = os.environ.get(FORMAT_VARIABLE), os.environ.get(LEVEL_VARIABLE)
+    if form not in FORMATS or level not in LEVELS:
+        return
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    handler.addFilter(_is_no_repetition)
+    for name in ("trimtab", "uvicorn"):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.propagate = False
+    logging.getLogger("trimtab").setLevel(level.upper())
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+def _is_no_repetition(record: logging.LogRecord) -> bool:
+    """uvicorn writes once more what `Journal` has written already, without an id."""
+    return not (record.name == "uvicorn.error" and record.getMessage().startswith("Exception in ASGI application"))
+
+
+def _time(record: logging.LogRecord) -> str:
+    at = datetime.fromtimestamp(record.created, timezone.utc)
+    return at.strftime("%Y-%m-%dT%H:%M:%S.") + f"{at.microsecond // 1000:03d}Z"
+
+
+def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+    own: dict[str, Any] = dict(getattr(record, "fields", {}))
+    return {"request_id": request_id(), **own} if request_id() else own
+
+
+class TextLines(logging.Formatter):
+    """2026-01-31T12:00:00.123Z INFO ready models=gemma; a traceback follows on lines of its own."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
+        # A message is one line: what it quotes may have line ends that look like lines of ours.
+        line = f"{_time(record)} {record.levelname} {_line(record.getMessage())}{fields}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+class JsonLines(logging.Formatter):
+    """{"time": ..., "level": "info", "message": ..., "request_id": ..., "traceback": ...}, one object per line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        made: dict[str, Any] = {
+            "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
+            "message": record.getMessage(), **_fields(record),
+        }  # fmt: skip
+        if record.exc_info:
+            made["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(made, default=str)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = _line(str(value))
+    return text if text and not re.search(r'[\s"=]', text) else json.dumps(text)
+
+
+def _line(text: str) -> str:
+    return "".join(char if char.isprintable() else "?" for char in text)
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+class Journal:
+    """Gives each request its id, counts its status, and writes one line about it. paths: the routes that there are."""
+
+    def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = ()) -> None:
+        self._app, self._counts, self._name = app, counts, named(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = dict(scope["headers"]).get(HEADER.encode(), b"")
+        known = given.decode("ascii") if _GIVEN.fullmatch(given) else uuid.uuid4().hex
+        # Not reset at the end: what answers an exception outside of here still belongs to this request.
+        _id.set(known)
+        _notes.set({})
+        began, status = time.monotonic(), 500
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER.encode(), known.encode())]}
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as exc:
+            write_traceback(exc, "the server made a mistake")
+            raise
+        finally:
+            self._write(scope, status, time.monotonic() - began)
+
+    def _write(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"]
+        self._counts.responded(self._name(path), status)
+        level = logging.DEBUG if path in QUIET_PATHS or path.startswith("/page/") else logging.INFO
+        level = logging.WARNING if status >= 500 and path not in QUIET_PATHS else level
+        fields = {
+            "method": scope["method"], "path": path[:_PATH_LETTERS], "status": status, "seconds": round(seconds, 4),
+            **(_notes.get() or {}),
+        }  # fmt: skip
+        log.log(level, "request", extra={"fields": fields})
+
+
+def named(paths: Sequence[str]) -> Callable[[str], str]:
+    """Return what names the route of a path: clients choose paths, and a metric must not have a series for each."""
+    whole = {path for path in paths if "{" not in path}
+    begun = sorted((path for path in paths if "{" in path), key=len, reverse=True)
+
+    def name(path: str) -> str:
+        if path in whole:
+            return path
+        return next((one for one in begun if path.startswith(one.partition("{")[0])), "other")
+
+    return name
