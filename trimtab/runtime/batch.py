@@ -205,6 +205,9 @@ class Batch:
         chunk = getattr(self.model, "prefill_tokens", None) or count
         offset = 0 if prompt.done_tokens else self.prefixes.resume(prompt)
         start = prompt.done_tokens
+        if start == count:  # the same prompt went through before
+            prompt.offset = offset
+            return True
         # A picture or sound has to be in one piece with its tokens.
         is_whole = prompt.inputs.has_media and not start
         end = count if is_whole else min(count, start + chunk, self.prefixes.border(prompt))

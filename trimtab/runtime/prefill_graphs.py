@@ -236,10 +236,12 @@ class Prompts:
             offset = hf_slots.read_offset(self.model.hf_model)
         may_end_at = (lambda _: True) if media is None else media.may_end_at
         kept = self.batch.prefixes.find(prompt, may_end_at=may_end_at)
-        chunks = hf_prefill.chunks_of(
-            inputs.prompt_tokens, self.sizes, may_end_at=may_end_at, start=kept.tokens,
-            border=self.batch.prefixes.border(prompt),
-        )  # fmt: skip
+        chunks: list[Chunk] | None = []
+        if kept.tokens < inputs.prompt_tokens:
+            chunks = hf_prefill.chunks_of(
+                inputs.prompt_tokens, self.sizes, may_end_at=may_end_at, start=kept.tokens,
+                border=self.batch.prefixes.border(prompt),
+            )  # fmt: skip
         return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter), kept)
 
     def _serial_of(self, name: str | None) -> int | None:
@@ -257,6 +259,10 @@ class Prompts:
                 "this adapter was unloaded while a prompt was on its way", field="adapter", value=prompt.row.adapter,
                 allowed=self.model.adapters, hint="Send the request again",
             )  # fmt: skip
+        if not job.chunks:  # the same prompt went through before
+            assert prompt.row.reuse is not None
+            prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
+            return True
         chunk = job.chunks[job.done]
         form = forward.form_of(chunk, job.media)
         forward.load(chunk, prompt.row.token_ids, job.media)

@@ -334,12 +334,14 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 @dataclass(eq=False)
 class Reuse:
     """What a request reuses and leaves. key: of its prompt. serial: of its adapter when it began. border: where its prompt is
-    cut for a snapshot that later prompts resume at. offset: of positions behind its pictures."""
+    cut for a snapshot that later prompts resume at. offset: of positions behind its pictures. logits: of its last token, where
+    all of it is kept."""
 
     key: PrefixKey
     serial: int | None
     border: int | None = None
     offset: int | None = None
+    logits: Tensor | None = None
 
 
 class Prefixes:
@@ -357,7 +359,8 @@ class Prefixes:
         return cache
 
     def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
-        """Return what is kept of a prompt, at most all tokens but the last; notes where it is worth a snapshot."""
+        """Return what is kept of a prompt: all of it with the logits of its last token, or at most all tokens but the last; notes
+        where it is worth a snapshot."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks):
@@ -367,13 +370,28 @@ class Prefixes:
         row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
         if cache.store is None:
             return Match()
-        match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
+        match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
+        if reuse.logits is None:
+            match = cache.store.find(reuse.key, limit=inputs.prompt_tokens - 1, may_end_at=may_end_at)
         row.cached_tokens, reuse.offset = match.tokens, match.offset
-        if cache.store.snapshot_pages:
-            turns = [turn for turn in inputs.turns if match.tokens < turn <= match.shared_tokens]
+        if cache.store.snapshot_pages and reuse.logits is None:
+            # The end of a turn, where it saves half of what two prompts share: what comes behind it is often chance.
+            least = (match.tokens + match.shared_tokens) / 2
+            turns = [turn for turn in inputs.turns if least <= turn <= match.shared_tokens]
             border = max(turns, default=match.shared_tokens)
             if border - match.tokens >= LEAST_SAVED_TOKENS and may_end_at(border):
                 reuse.border = border
+        return match
+
+    def _find_all(
+        self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
+    ) -> Match:  # fmt: skip
+        """Return what is kept of a prompt that went through before, word for word; `reuse.logits` is None if it did not."""
+        assert cache.store is not None
+        kept = cache.get_blob(_logits_key(reuse.key))
+        match = Match() if kept is None else cache.store.find(reuse.key, limit=count, may_end_at=may_end_at)
+        if match.tokens == count:
+            reuse.logits = kept
         return match
 
     def resume(self, prompt: Prompt) -> int:
@@ -388,6 +406,8 @@ class Prefixes:
             prompt.row.cached_tokens = 0
             return 0
         prompt.cache, prompt.done_tokens = self.into_cache(match), match.tokens
+        if prompt.row.reuse is not None:
+            prompt.logits = prompt.row.reuse.logits
         return (match.offset or 0) if needs_offset else 0
 
     def border(self, prompt: Prompt) -> int:
@@ -478,7 +498,9 @@ class Prefixes:
         counts.hits += bool(row.cached_tokens)
         counts.hit_tokens += row.cached_tokens
         row.reuse.offset = prompt.offset
-        self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=prompt.offset)
+        kept = self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=prompt.offset)
+        if kept and cache.store.snapshot_pages and prompt.logits is not None:
+            cache.put_blob(_logits_key(row.reuse.key), prompt.logits)
 
     def leaving(self, row: Row) -> None:
         """Keep the answer of a row that is about to leave, for the next turn of its chat."""
@@ -489,15 +511,17 @@ class Prefixes:
         count = min(row.written, len(row.token_ids))
         self._keep(row, count, self._row_states(row.number), snapshot=is_whole, offset=row.reuse.offset)
 
-    def _keep(self, row: Row, count: int, states: States, *, snapshot: bool, offset: int | None) -> None:
+    def _keep(self, row: Row, count: int, states: States, *, snapshot: bool, offset: int | None) -> bool:
+        """Keep the states of a row's first `count` tokens; returns whether they may be kept."""
         cache, reuse = self.cache, row.reuse
         if cache is None or reuse is None or not cache.learn(self.batch.cache):
-            return
+            return False
         serial = None if row.adapter is None else self.model.route.serials.get(row.adapter)
         if serial != reuse.serial:  # another adapter has this name now
-            return
+            return False
         key = PrefixKey(reuse.key.scope, row.token_ids[:count], reuse.key.marks)
         cache.save(key, states, snapshot=snapshot, offset=offset)
+        return True
 
     def _row_states(self, row: int) -> States:
         return {
@@ -524,3 +548,7 @@ class Prefixes:
                     ring = tensor.new_zeros(tensor.shape[1], rings[number], tensor.shape[3])
                     states[number, name] = ring.index_copy(1, places, tensor[0, :, -kept:] if kept else tensor[0])
         return states
+
+
+def _logits_key(key: PrefixKey) -> bytes:
+    return key.digest(key.scope, 0, len(key.token_ids), b"logits")
