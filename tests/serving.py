@@ -25,6 +25,18 @@ def words(job, *texts, finish="stop"):
     return [Event(job.id, "started"), *pieces, Event(job.id, "done", finish=finish, usage=USAGE)]
 
 
+RESULTS = {
+    "embedding": {"embedding": [0.6, 0.8]}, "tokens": {"tokens": [5, 6], "token_strs": ["a", "b"]}, "text": {"prompt": "a b"},
+}  # fmt: skip
+
+
+def answered(job):
+    """Return what a job of any kind is told."""
+    if job.kind == "answer":
+        return words(job, "Hello", " there")
+    return [Event(job.id, "done", finish="stop", usage={**USAGE, "completion_tokens": 0}, result=RESULTS[job.kind])]
+
+
 def token(text, logprob=-0.5):
     return Token(1, text, logprob, ((1, text, logprob), (2, "x", -3.0)))
 
@@ -38,7 +50,7 @@ class MockPool:
     """answers: job -> events, an error to raise, or an async generator's function. Everything else is written down."""
 
     def __init__(self, answers=None, *, adapters=("style",), takes=("text", "image", "audio"), context=384):
-        self.answers = answers or (lambda job: words(job, "Hello", " there"))
+        self.answers = answers or answered
         self.adapters, self._takes, self._context = list(adapters), takes, context
         self.jobs, self.left, self.calls = [], [], []
         self.is_ready, self.is_started, self.drained = True, False, None

@@ -83,6 +83,7 @@ class Detokenizer:
         self._from, self._to = 0, 0
         self._held = ""
         self.stopped = False
+        self.stop_text: str | None = None
 
     def _decode(self, ids: Sequence[int]) -> str:
         kept = [token for token in ids if token not in self._hidden]
@@ -104,6 +105,7 @@ class Detokenizer:
         self._held += text
         found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
         if found:
+            self.stop_text = min((self._held.find(stop), stop) for stop in self._stop if stop in self._held)[1]
             sure, self._held, self.stopped = self._held[: min(found)], "", True
             return sure
         keep = max((self._overlap(stop) for stop in self._stop), default=0)

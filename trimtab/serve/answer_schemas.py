@@ -94,7 +94,70 @@ _ERROR = {
     "message": TEXT, "type": TEXT, "param": _or_null(TEXT), "code": _or_null(TEXT), "class": TEXT, "fields": {"type": "object"},
 }  # fmt: skip
 
+_ANY: Schema = {"type": "object"}
+
+
+def _events_by_name(errors: Schema) -> Schema:
+    """Return the schema of an event whose name is its type; the last one may be an error."""
+    data = {"type": "string", "contentMediaType": "application/json"}
+    return {
+        "type": "object", "required": ["data", "event"],
+        "anyOf": [
+            {"title": "an error, the last event",
+             "properties": {"event": {"const": "error"}, "data": {**data, "contentSchema": errors}}},
+            {"title": "a piece", "properties": {
+                "event": TEXT, "data": {**data, "contentSchema": {"type": "object", "required": ["type"]}}}},
+        ],
+    }  # fmt: skip
+
+
 SCHEMAS: Mapping[str, Schema] = {
+    "AnthropicError": _object({"type": {"const": "error"}, "error": _object(_ERROR)}),
+    "Response": _object(
+        {
+            "id": TEXT,
+            "object": {"const": "response"},
+            "created_at": COUNT,
+            "model": TEXT,
+            "output": _list(_ANY),
+            "status": {"enum": ["completed", "incomplete"]},
+            "usage": _ANY,
+        },
+        others=True,
+    ),
+    "AnthropicMessage": _object(
+        {
+            "id": TEXT,
+            "type": {"const": "message"},
+            "role": {"const": "assistant"},
+            "model": TEXT,
+            "content": _list(_ANY),
+            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
+            "stop_sequence": _or_null(TEXT),
+            "usage": _object(
+                dict.fromkeys(
+                    ("input_tokens", "output_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"), COUNT
+                )
+            ),
+        }
+    ),
+    "TokenCount": _object({"input_tokens": COUNT}),
+    "Embeddings": _object(
+        {
+            "object": {"const": "list"},
+            "model": TEXT,
+            "usage": _object({"prompt_tokens": COUNT, "total_tokens": COUNT}),
+            "data": _list(
+                _object(
+                    {"object": {"const": "embedding"}, "index": COUNT, "embedding": {"anyOf": [TEXT, _list(NUMBER)]}}
+                )
+            ),
+        }
+    ),
+    "Tokens": _object(
+        {"count": COUNT, "max_model_len": COUNT, "tokens": _list(COUNT), "token_strs": _or_null(_list(TEXT))}
+    ),
+    "TokensText": _object({"prompt": TEXT}),
     "Error": _object({"error": _object(_ERROR)}),
     "Usage": _object(
         {
@@ -125,6 +188,10 @@ ANSWERS: Mapping[str, tuple[Schema | None, Schema | None]] = {
     "/v1/models/{name}": (reference("Model"), None), "/api/status": (reference("Status"), None),
     "/v1/chat/completions": (reference("ChatCompletion"), _events(reference("ChatCompletionChunk"))),
     "/v1/completions": (reference("Completion"), _events(reference("Completion"))),
+    "/v1/responses": (reference("Response"), _events_by_name(reference("Error"))),
+    "/v1/messages": (reference("AnthropicMessage"), _events_by_name(reference("AnthropicError"))),
+    "/v1/messages/count_tokens": (reference("TokenCount"), None), "/v1/embeddings": (reference("Embeddings"), None),
+    "/tokenize": (reference("Tokens"), None), "/detokenize": (reference("TokensText"), None),
     "/v1/load_lora_adapter": (reference("AdapterChanged"), None),
     "/v1/unload_lora_adapter": (reference("AdapterChanged"), None),
     "/api/verify": (None, _events(reference("VerifyPiece"))),

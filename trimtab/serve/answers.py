@@ -122,7 +122,12 @@ async def answer(
     await _end(merged, seen, merged.error["class"] if merged.error else "cancelled")
     if merged.error is None:
         return Response(status_code=CLIENT_LEFT)
-    return error_response(*told_error(merged.error, folders))
+    return _refused(merged.error, shape, folders)
+
+
+def _refused(error: Mapping[str, Any], shape: Shape, folders: Sequence[str]) -> Response:
+    status, body = told_error(error, folders)
+    return error_response(status, shape.error(status, body))
 
 
 async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen, folders: Sequence[str]) -> Response:
@@ -132,7 +137,7 @@ async def _whole(request: Request, merged: Merged, shape: Shape, seen: Seen, fol
             return Response(status_code=CLIENT_LEFT)
         if merged.error is not None:
             ended = merged.error["class"]
-            return error_response(*told_error(merged.error, folders))
+            return _refused(merged.error, shape, folders)
         ended = "done"
         return JSONResponse(shape.whole())
     finally:
@@ -144,7 +149,7 @@ async def _collect(merged: Merged, shape: Shape, seen: Seen) -> None:
         seen.event(event)
         if event.kind == "error":
             return
-        shape.chunk(index, event)
+        shape.pieces(index, event)
 
 
 async def _end(merged: Merged, seen: Seen, how: str) -> None:
@@ -192,22 +197,18 @@ class _Stream(EventSourceResponse):
 
     async def _pieces(self) -> AsyncIterator[dict[str, str]]:
         for chunk in self._shape.opening(len(self._merged)):
-            yield self._data(chunk)
+            yield self._shape.sent(chunk, wants_usage=self._wants_usage)
         async for index, event in self._merged:
             self._seen.event(event)
             if event.kind == "error":
                 assert event.error is not None
                 self._ended = event.error["class"]
-                yield {"event": "error", "data": json.dumps(told_error(event.error, self._folders)[1])}
+                body = self._shape.error(*told_error(event.error, self._folders))
+                yield {"event": "error", "data": json.dumps(body)}
                 return
-            if (piece := self._shape.chunk(index, event)) is not None:
-                yield self._data(piece)
-        if self._wants_usage:
-            yield {"data": json.dumps(self._shape.usage_chunk())}
+            for piece in self._shape.pieces(index, event):
+                yield self._shape.sent(piece, wants_usage=self._wants_usage)
+        closing = self._shape.closing(wants_usage=self._wants_usage)
         self._ended = "done"
-        yield {"data": "[DONE]"}
-
-    def _data(self, chunk: dict[str, Any]) -> dict[str, str]:
-        # With usage asked for, every chunk has the field, as OpenAI's do.
-        made: dict[str, Any] = {**chunk, "usage": None} if self._wants_usage else chunk
-        return {"data": json.dumps(made)}
+        for event_sent in closing:
+            yield event_sent

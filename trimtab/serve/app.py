@@ -1,7 +1,8 @@
 """The HTTP face: OpenAI's routes on a pool of models, and what each of our errors is called there.
 
     GET  /health  /ready  /metrics  /openapi.json  /v1/models  /v1/models/{id}
-    POST /v1/chat/completions  /v1/completions  /v1/load_lora_adapter  /v1/unload_lora_adapter
+    POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/embeddings  /tokenize  /detokenize
+    POST /v1/load_lora_adapter  /v1/unload_lora_adapter
     GET  /api/status  and, as `extra`, the page: /  /page/...
 
 Everything is refused here that can be told from the request alone; how an answer is sent is in `answers.py`.
@@ -23,19 +24,33 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
 
 from trimtab.errors import TrimtabError
-from trimtab.serve import asking, journal, wire
+from trimtab.serve import asking, beside, journal, messages_api, responses_api, wire
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door, client_of
 from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
+from trimtab.serve.messages_shape import MessagesShape, error_object
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.openapi import VERIFY, description
+from trimtab.serve.request_kinds import (
+    ANTHROPICS,
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    DETOKENIZE,
+    EMBEDDINGS,
+    MESSAGES,
+    RESPONSES,
+    TOKENIZE,
+    WITH_IDS,
+    WITH_MEDIA,
+)
+from trimtab.serve.responses_shape import ResponsesShape
 from trimtab.serve.settings import IGNORED_HEADER, Settings
 from trimtab.serve.shapes import ChatShape, CompletionShape, Shape
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ON_THE_WAY = ("loading", "restarting")
 
 
@@ -78,9 +93,14 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
 
     async def handle(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, TrimtabError)
-        return error_response(*raised_error(exc, folders))
+        return _as_asked(request, *raised_error(exc, folders))
 
     return handle
+
+
+def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Response:
+    """Return an error in the form of the API that was asked."""
+    return error_response(status, error_object(status, body) if request.url.path in ANTHROPICS else body)
 
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
@@ -93,7 +113,7 @@ async def _on_left(request: Request, exc: Exception) -> Response:
 
 
 async def _on_bug(request: Request, exc: Exception) -> Response:
-    response = error_response(*error_json("bug", "", {}))
+    response = _as_asked(request, *error_json("bug", "", {}))
     if journal.request_id():  # this answer is made outside of the journal
         response.headers[journal.HEADER] = journal.request_id()
     return response
@@ -140,6 +160,11 @@ def make_app(
     return app
 
 
+def _authorization(request: Request) -> str:
+    """Return the key that let a request in, as `Door` reads it."""
+    return request.headers.get("authorization") or f"Bearer {request.headers.get('x-api-key', '')}"
+
+
 class _Api:
     def __init__(
         self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str], has_verify: bool
@@ -155,9 +180,9 @@ class _Api:
         """Return what the body of a path may hold, whatever model it names."""
         limits = self.settings.limits
         most_bytes, most_values = limits.body_bytes, limits.json_values
-        if path == CHAT and self._takes_media:
+        if path in WITH_MEDIA and self._takes_media:
             most_bytes = max(most_bytes, limits.media_body_bytes)
-        if path == COMPLETIONS:  # every prompt may be token ids
+        if path in WITH_IDS:  # every prompt may be token ids
             most_values += limits.n * self._context_tokens
         return BodyLimits(most_bytes, limits.body_bytes, most_values, limits.json_depth)
 
@@ -179,7 +204,9 @@ class _Api:
             Route("/openapi.json", self.openapi),
             Route("/v1/models", self.models), Route("/v1/models/{name:path}", self.model),
             Route("/api/status", self.status), post(CHAT, self.chat),
-            post(COMPLETIONS, self.completions), post("/v1/load_lora_adapter", self.load_adapter),
+            post(COMPLETIONS, self.completions), post(RESPONSES, self.responses), post(MESSAGES, self.messages),
+            post(COUNT_TOKENS, self.count_tokens), post(EMBEDDINGS, self.embeddings), post(TOKENIZE, self.tokenize),
+            post(DETOKENIZE, self.detokenize), post("/v1/load_lora_adapter", self.load_adapter),
             post("/v1/unload_lora_adapter", self.unload_adapter),
         ]  # fmt: skip
 
@@ -235,17 +262,37 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         asked, size = await self.reader.read(wire.ChatRequest, request)
+        return await self._chat(request, asked, size, ChatShape)
+
+    async def responses(self, request: Request) -> Response:
+        given, size = await self.reader.read(responses_api.ResponsesRequest, request)
+        asked = await self.reader.run(size, lambda: responses_api.chat_of(given))
+        return await self._chat(request, asked, size, lambda chat: ResponsesShape(chat, given))
+
+    async def messages(self, request: Request) -> Response:
+        given, size = await self.reader.read(messages_api.MessagesRequest, request)
+        asked = await self.reader.run(size, lambda: messages_api.chat_of(given))
+        if given.thinking is not None and given.thinking.budget_tokens is not None:
+            request.state.ignored = [*(request.state.ignored or ()), "thinking.budget_tokens"]
+        return await self._chat(request, asked, size, MessagesShape)
+
+    async def _chat(
+        self, request: Request, asked: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape]
+    ) -> Response:
         asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
+        messages = await self._read_messages(asked, size, model)
+        # What stays for as long as the answer takes is each image once, decoded.
+        asked = asked.model_copy(update={"messages": []})
+        return await self._answer(request, asked, model, adapter, [messages], shape(asked))
+
+    async def _read_messages(self, asked: wire.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
         limits = self.settings.limits
         asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model takes text alone")
         fetched = await self.fetcher.get_all(asking.urls_of(asked))
-        messages = await self.reader.run(size, lambda: asking.messages_of(asked, limits=limits, fetched=fetched))
-        # What stays for as long as the answer takes is each image once, decoded.
-        asked = asked.model_copy(update={"messages": []})
-        return await self._answer(request, asked, model, adapter, [messages], ChatShape(asked))
+        return await self.reader.run(size, lambda: asking.messages_of(asked, limits=limits, fetched=fetched))
 
     async def completions(self, request: Request) -> Response:
         asked, _ = await self.reader.read(wire.CompletionRequest, request)
@@ -259,7 +306,7 @@ class _Api:
         make = partial(
             asking.jobs_of, asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
-            client=client_of(request.headers.get("authorization", ""), self.settings),
+            client=client_of(_authorization(request), self.settings),
         )  # fmt: skip
         # Schemas may take a moment to look through.
         is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
@@ -270,4 +317,57 @@ class _Api:
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
             folders=self.folders,
+        )  # fmt: skip
+
+    # Beside answers ---------------------------------------------------------------------------------------------------
+
+    async def embeddings(self, request: Request) -> Response:
+        asked, _ = await self.reader.read(wire.EmbeddingsRequest, request)
+        model, adapter = self.pool.resolve(asked.model)
+        jobs = beside.embedding_jobs(
+            asked, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
+            deadline_s=self.settings.timeout_s,
+        )  # fmt: skip
+        return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(asked))
+
+    async def tokenize(self, request: Request) -> Response:
+        asked, size = await self.reader.read(wire.TokenizeRequest, request)
+        beside.check_tokenize(asked)
+        model, _ = self.pool.resolve(asked.model)
+        context_tokens = self.pool.context_tokens(model)
+        if asked.messages is None:
+            job = beside.text_job(asked, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+        else:
+            chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(asked))
+            job = await self._chat_tokens(chat, size, model)
+        return await self._result(request, model, None, [job], beside.TokensShape(asked, context_tokens))
+
+    async def count_tokens(self, request: Request) -> Response:
+        given, size = await self.reader.read(messages_api.CountRequest, request)
+        chat = await self.reader.run(size, lambda: messages_api.chat_of(given))
+        model, _ = self.pool.resolve(given.model)
+        job = await self._chat_tokens(chat, size, model)
+        return await self._result(request, model, None, [job], beside.CountShape(given))
+
+    async def _chat_tokens(self, chat: wire.ChatRequest, size: int, model: str) -> Job:
+        messages = await self._read_messages(chat, size, model)
+        return beside.chat_job(
+            chat, messages, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
+            deadline_s=self.settings.timeout_s,
+        )  # fmt: skip
+
+    async def detokenize(self, request: Request) -> Response:
+        asked, _ = await self.reader.read(wire.DetokenizeRequest, request)
+        model, _ = self.pool.resolve(asked.model)
+        context_tokens = self.pool.context_tokens(model)
+        job = beside.ids_job(asked, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+        return await self._result(request, model, None, [job], beside.TextShape(asked))
+
+    async def _result(
+        self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
+    ) -> Response:
+        seen = self.metrics.begin(model, adapter, choices=1)
+        merged = Merged([beside.in_turn(self.pool, model, jobs)])
+        return await answer(
+            request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders
         )  # fmt: skip

@@ -13,7 +13,7 @@ from trimtab.serve import calling, media
 from trimtab.serve.job import Job
 from trimtab.serve.schema import check_ends
 from trimtab.serve.settings import Limits
-from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, ImagePart, TextPart
+from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, EmbeddingsRequest, ImagePart, TextPart
 
 # More characters than a token ever has: a text above this times the context cannot fit, and is not worth tokenizing.
 TOKEN_CHARACTERS = 256
@@ -29,7 +29,7 @@ def jobs_of(
         raise RequestError(f"this server gives at most {limits.n} choices", field=field)
     is_chat = isinstance(asked, ChatRequest)
     for prompt in prompts:
-        _check_length(prompt, context_tokens, "messages" if is_chat else "prompt")
+        check_length(prompt, context_tokens, "messages" if is_chat else "prompt")
     top = chat_logprobs(asked) if isinstance(asked, ChatRequest) else asked.logprobs
     schema = schema_of(asked, limits) if isinstance(asked, ChatRequest) else None
     calls = calling.calls_of(asked, limits) if isinstance(asked, ChatRequest) else {}
@@ -46,7 +46,7 @@ def jobs_of(
     ]  # fmt: skip
 
 
-def _check_length(prompt: Any, context_tokens: int, field: str) -> None:
+def check_length(prompt: Any, context_tokens: int, field: str) -> None:
     """Refuse at once what cannot fit whatever its tokens are; the worker, which counts them, refuses the rest."""
     if isinstance(prompt, dict):
         count = len(prompt["text"]) // TOKEN_CHARACTERS
@@ -207,16 +207,16 @@ def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -
     return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
 
 
-def prompts_of(asked: CompletionRequest) -> list[Any]:
-    """Return every prompt of a completion request: {"text": ...} or a list of token ids. Errors: RequestError."""
-    prompt: Any = asked.prompt
+def prompts_of(asked: CompletionRequest | EmbeddingsRequest, *, field: str = "prompt") -> list[Any]:
+    """Return every prompt of a request: {"text": ...} or a list of token ids. field: where they stand. Errors: RequestError."""
+    prompt: Any = getattr(asked, field)
     if isinstance(prompt, str):
         prompt = [prompt]
     if prompt and isinstance(prompt[0], int):
         prompt = [prompt]
     for place, item in enumerate(prompt):
         if not item:
-            raise RequestError("is empty", field="prompt" if len(prompt) == 1 else f"prompt[{place}]")
+            raise RequestError("is empty", field=field if len(prompt) == 1 else f"{field}[{place}]")
     if not prompt:
-        raise RequestError("is empty", field="prompt")
+        raise RequestError("is empty", field=field)
     return [{"text": item} if isinstance(item, str) else list(item) for item in prompt]

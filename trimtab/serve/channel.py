@@ -73,9 +73,10 @@ def job_to_message(job: Job) -> dict[str, Any]:
 def job_from_message(message: Mapping[str, Any]) -> Job:
     """Return the job that `job_to_message` wrote."""
     request = dict(message["request"])
-    request["stop"] = tuple(request["stop"])
+    for name in ("stop", "stop_token_ids"):
+        request[name] = tuple(request.get(name, ()))
     request["logit_bias"] = tuple((token, bias) for token, bias in request.get("logit_bias", ()))
-    return Job(**{**message, "request": GenerateRequest(**request)})
+    return Job(**{**message, "request": GenerateRequest(**request), "tools": tuple(message.get("tools", ()))})
 
 
 def event_to_message(event: Event) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
+from trimtab.serve.request_kinds import REQUESTS
 from trimtab.serve.settings import ADMIN_PATHS, Settings, is_loopback
-from trimtab.serve.wire import REQUESTS
 
 OPEN_PATHS = ("/health", "/ready")
 POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
@@ -52,7 +52,7 @@ class Door:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
         if self._is_local and not _names_this_machine(headers.get(b"host", b"")):
             return http_error(421, "This server answers to this machine's own names only", code="wrong_host")
-        given = headers.get(b"authorization", b"")
+        given = headers.get(b"authorization", b"") or _bearer(headers.get(b"x-api-key"))
         # An admin key opens every door.
         if self._keys and not self._is_open(scope) and not _is_one_of(given, [*self._keys, *self._admin_keys]):
             return http_error(
@@ -89,6 +89,11 @@ def client_of(authorization: str, settings: Settings) -> str:
     if not settings.api_keys or settings.share_prefixes:
         return ""
     return _digest(b"client " + authorization.encode("latin-1").partition(b" ")[2].strip()).hex()
+
+
+def _bearer(key: bytes | None) -> bytes:
+    """Return Anthropic's form of a key as the others send it."""
+    return b"" if key is None else b"Bearer " + key
 
 
 def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:

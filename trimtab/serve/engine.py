@@ -19,11 +19,14 @@ import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
+from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.held_adapter import HeldAdapter
+from trimtab.runtime.hf_generate import Sampler
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.serve.client_errors import for_client
@@ -53,6 +56,7 @@ class Answer:
     is_over: bool = False
     pending: list[Event] = field(default_factory=list)
     reading: Reading | None = None
+    embedding: Embedding | None = None
 
 
 class AdapterShelf:
@@ -221,10 +225,16 @@ class LoadedEngine:
 
     def _begin(self, job: Job, inputs: Inputs) -> Answer:
         self.shelf.check(job.adapter)
+        if job.kind in ("tokens", "text"):
+            return self._told_at_once(job, inputs)
         if self.prompt_limit is not None and inputs.prompt_tokens > self.prompt_limit:
             raise RequestError(
                 f"the prompt has {inputs.prompt_tokens} tokens, this server takes {self.prompt_limit}", field="prompt"
             )
+        if job.kind == "embedding":
+            row = empty_row(self.model, job.adapter, job.request)
+            embedding = Embedding(self.model, inputs.to(self.model.device), adapter=job.adapter, pooling=job.pooling)
+            return Answer(job, None, row, None, time.monotonic(), embedding=embedding)
         if job.fills_context:
             left = self.model.context_tokens - inputs.prompt_tokens
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
@@ -239,6 +249,20 @@ class LoadedEngine:
         detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown)
         return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading)
 
+    def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
+        """Return the answer of a job that needs the tokenizer alone: it is over before it gets a row."""
+        answer = Answer(
+            job, None, empty_row(self.model, job.adapter, job.request), None, time.monotonic(), is_over=True
+        )
+        ids = list(inputs.token_ids)
+        if job.kind == "text":
+            result: dict[str, Any] = {"prompt": str(self._tokenizer.decode(ids))}
+        else:
+            result = {"tokens": ids, "token_strs": self._tokenizer.convert_ids_to_tokens(ids)}
+        usage = {"prompt_tokens": len(ids), "completion_tokens": 0}
+        answer.pending.append(Event(job.id, "done", finish="stop", usage=usage, result=result))
+        return answer
+
     @property
     def _tokenizer(self) -> Any:
         processor = self.model.processor
@@ -251,7 +275,7 @@ class LoadedEngine:
             if isinstance(prompt, dict):  # a text to go on with, no chat
                 tokenizer = self._tokenizer
                 text = prompt["text"]
-                adds_special = not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
+                adds_special = job.adds_special and not (tokenizer.bos_token and text.startswith(tokenizer.bos_token))
                 prompt = tokenizer(text, add_special_tokens=adds_special)["input_ids"]
                 if not prompt:
                     raise RequestError("is empty", field="prompt")
@@ -286,10 +310,12 @@ class LoadedEngine:
         Errors: DeviceError if memory runs out; MistakeError for anything else that left the device well: one strange prompt
         does not end everybody's answers.
         """
-        assert answer.prompt is not None
         self._prefilling = answer
         with self._named("reading a prompt"):
             self.shelf.bring(answer.job.adapter, self._in_use())
+            if answer.embedding is not None:
+                return self._embedded(answer, answer.embedding)
+            assert answer.prompt is not None
             if not answer.prompt.step():
                 return False
             drawn = self.batch.join(answer.prompt)
@@ -297,6 +323,15 @@ class LoadedEngine:
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
         self._told(answer, drawn)
+        return True
+
+    def _embedded(self, answer: Answer, embedding: Embedding) -> bool:
+        if not embedding.step():
+            return False
+        self._prefilling, answer.embedding, answer.is_over = None, None, True
+        usage = {"prompt_tokens": embedding.prompt_tokens, "completion_tokens": 0}
+        result = {"embedding": embedding.vector}
+        answer.pending.append(Event(answer.job.id, "done", finish="stop", usage=usage, result=result))
         return True
 
     @contextmanager
@@ -400,8 +435,14 @@ class LoadedEngine:
         return {
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
             "cached_tokens": answer.row.cached_tokens,
+            "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
         }  # fmt: skip
+
+
+def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest) -> Row:
+    """Return a row that is in no batch: of a job that draws no tokens."""
+    return Row(adapter, request, Sampler(request, model.device), [], 0)
 
 
 def _is_host_memory(exc: Exception) -> bool:

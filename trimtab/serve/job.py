@@ -26,7 +26,9 @@ class Job:
     client: whose kept beginnings it may use, and is kept for; jobs of one client share them.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
     in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. several_calls: whether more than one
-    may follow. template_kwargs: what the chat template is told.
+    may follow. template_kwargs: what the chat template is told. kind: "answer", or what else is made of the prompt: "tokens",
+    "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling:
+    of an embedding, "last" or "mean".
     """
 
     id: str
@@ -43,6 +45,9 @@ class Job:
     must_call: str | None = None
     several_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = "answer"
+    adds_special: bool = True
+    pooling: str = "last"
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Event:
     "text"     a piece of the answer in whole characters, possibly empty (text, tokens)
     "reasoning"  the same of a thought before the answer (text)
     "call"     a piece of a call of a tool (call: index, arguments; with the first piece of each: id, name)
-    "done"     the answer is complete (finish, usage)
+    "done"     the answer is complete (finish, usage; of other kinds of jobs: result)
     "error"    it ends here (error: class, message and fields as `cli.error_json` writes them)
     """
 
@@ -75,3 +80,4 @@ class Event:
     usage: Mapping[str, Any] = field(default_factory=dict)
     error: Mapping[str, Any] | None = None
     call: Mapping[str, Any] | None = None
+    result: Mapping[str, Any] | None = None

@@ -13,8 +13,9 @@ from pydantic.json_schema import models_json_schema
 
 import trimtab
 from trimtab.serve.answer_schemas import ANSWERS, SCHEMAS, reference
+from trimtab.serve.request_kinds import ANTHROPICS, REQUESTS
 from trimtab.serve.settings import ADMIN_PATHS
-from trimtab.serve.wire import REQUESTS, VerifyRequest
+from trimtab.serve.wire import VerifyRequest
 
 VERIFY = "/api/verify"
 _WORDS = {
@@ -22,7 +23,11 @@ _WORDS = {
     "/metrics": "Numbers in Prometheus' text form", "/openapi.json": "This description",
     "/v1/models": "Every model and adapter that is served", "/v1/models/{name}": "One of them",
     "/api/status": "What the page shows", "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
-    "/v1/completions": "Go on with a text or token ids", "/v1/load_lora_adapter": "Load an adapter below the server's folder",
+    "/v1/completions": "Go on with a text or token ids",
+    "/v1/responses": "Answer in OpenAI's Responses form; nothing is kept", "/v1/messages": "Answer in Anthropic's form",
+    "/v1/messages/count_tokens": "Count the tokens of such a request", "/v1/embeddings": "A vector for each text",
+    "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
+    "/v1/load_lora_adapter": "Load an adapter below the server's folder",
     "/v1/unload_lora_adapter": "Forget an adapter", VERIFY: "Compare the running plan with another route, as a stream",
 }  # fmt: skip
 _OPEN = ("/health", "/ready")
@@ -96,6 +101,8 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
     responses = {}
     for status, said in sorted(words.items()):
         schema = reference("Error")
+        if path in ANTHROPICS:
+            schema = {"anyOf": [reference("AnthropicError"), schema]}
         if (path, status) == ("/ready", 503):
             schema = {"anyOf": [reference("Health"), schema]}
         responses[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}

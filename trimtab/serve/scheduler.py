@@ -226,6 +226,8 @@ class Scheduler:
                 entry.inputs = None
                 self._arrived.remove(entry)
                 self._lines.setdefault(entry.job.adapter, deque()).append(entry)
+                if getattr(entry.answer, "is_over", False):  # it needs no row
+                    self._report([entry])
             if self._now() - start >= ADMIT_S:
                 return
 

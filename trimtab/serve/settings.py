@@ -29,7 +29,8 @@ class Limits:
     prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture. audio_s: seconds
     of one sound; audio_bytes: the same sound decoded. media_count: pictures and sounds of one request. prompt_tokens: what
     the chat template and media add is counted (None: the context alone is the limit). n: choices of one request, prompts
-    times `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together. fetch_s: for one
+    times `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together.
+    embeddings: texts of one request. fetch_s: for one
     address from first to last byte. send_s: how long a client may take nothing of its stream before it counts as gone.
     connections: open at once. head_s, body_s: how long a request's head and its body may take to arrive. idle_s: how long a
     connection may stay open between two requests.
@@ -53,6 +54,7 @@ class Limits:
     schema_bytes: int = 64 * 2**10
     tools: int = 128
     tools_bytes: int = 256 * 2**10
+    embeddings: int = 256
     send_s: float = 60.0
     connections: int = 512
     head_s: float = 10.0

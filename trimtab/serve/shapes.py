@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,24 @@ class Shape:
     def opening(self, choices: int) -> list[dict[str, Any]]:
         """Return the chunks before the first event."""
         return []
+
+    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
+        """Return what an event is in a stream, and collect it for `whole`."""
+        chunk = self.chunk(index, event)
+        return [] if chunk is None else [chunk]
+
+    def sent(self, piece: dict[str, Any], *, wants_usage: bool) -> dict[str, str]:
+        """Return a piece as a server-sent event. With usage asked for, every chunk has the field, as OpenAI's do."""
+        return {"data": json.dumps({**piece, "usage": None} if wants_usage else piece)}
+
+    def closing(self, *, wants_usage: bool) -> list[dict[str, str]]:
+        """Return the events that end a stream."""
+        usage = [{"data": json.dumps(self.usage_chunk())}] if wants_usage else []
+        return [*usage, {"data": "[DONE]"}]
+
+    def error(self, status: int, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return an error object as this API's clients read it."""
+        return body
 
     def chunk(self, index: int, event: Event) -> dict[str, Any] | None:
         """Return the chunk of an event, None for one that has none."""

@@ -35,7 +35,7 @@ class _FailFast(FailFast):
         return hash(type(self))
 
 
-_FIRST_ERROR = _FailFast()
+FIRST_ERROR = _FailFast()
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Known fields of which no value has an effect here: with --lenient every value is taken.
 NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
@@ -102,7 +102,7 @@ def _part_kind(value: Any) -> str | None:
     return f"<{kind}>" if kind in PART_TYPES else None
 
 
-def _text_or_list(value: Any) -> str | None:
+def text_or_list(value: Any) -> str | None:
     return "<text>" if isinstance(value, str) else "<list>" if isinstance(value, list) else None
 
 
@@ -122,18 +122,18 @@ Part = Annotated[
     ),
 ]
 Content = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Part], _FIRST_ERROR, Tag("<list>")],
-    Discriminator(_text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
+    Annotated[Text, Tag("<text>")] | Annotated[list[Part], FIRST_ERROR, Tag("<list>")],
+    Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
 ]
 Stop = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Field(max_length=16), _FIRST_ERROR, Tag("<list>")],
-    Discriminator(_text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
+    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Field(max_length=16), FIRST_ERROR, Tag("<list>")],
+    Discriminator(text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
 Prompt = Annotated[
     Annotated[Text, Tag("<text>")]
-    | Annotated[list[Text], _FIRST_ERROR, Tag("<texts>")]
-    | Annotated[list[TokenId], _FIRST_ERROR, Tag("<ids>")]
-    | Annotated[list[Annotated[list[TokenId], _FIRST_ERROR]], _FIRST_ERROR, Tag("<id lists>")],
+    | Annotated[list[Text], FIRST_ERROR, Tag("<texts>")]
+    | Annotated[list[TokenId], FIRST_ERROR, Tag("<ids>")]
+    | Annotated[list[Annotated[list[TokenId], FIRST_ERROR]], FIRST_ERROR, Tag("<id lists>")],
     Discriminator(
         _prompt_kind, custom_error_type="prompt", custom_error_message="must be a text, token ids, or a list of either"
     ),
@@ -180,14 +180,14 @@ class ToolChosen(Strict):
     function: FunctionNamed
 
 
-def _text_or_object(value: Any) -> str | None:
+def text_or_object(value: Any) -> str | None:
     return "<text>" if isinstance(value, str) else "<object>" if isinstance(value, (dict, BaseModel)) else None
 
 
 ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ToolChosen, Tag("<object>")],
     Discriminator(
-        _text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"
+        text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"
     ),
 ]
 
@@ -216,7 +216,7 @@ class AssistantMessage(Strict):
     # May be missing where there are calls.
     content: Content | None = None
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], _FIRST_ERROR] | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST_ERROR] | None = None
     reasoning_content: Text | None = None
     # What clients send back with an answer of ours, always empty.
     refusal: None = None
@@ -292,12 +292,12 @@ class _Sampling(Strict):
 class ChatRequest(_Sampling):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1), _FIRST_ERROR]
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], _FIRST_ERROR] | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -347,10 +347,36 @@ class VerifyRequest(Strict):
     against: Literal["resident", "base", "single", "alone"] = "resident"
 
 
-REQUESTS: Mapping[str, type[BaseModel]] = {
-    "/v1/chat/completions": ChatRequest, "/v1/completions": CompletionRequest,
-    "/v1/load_lora_adapter": LoadAdapterRequest, "/v1/unload_lora_adapter": UnloadAdapterRequest,
-}  # fmt: skip
+class EmbeddingsRequest(Strict):
+    """POST /v1/embeddings."""
+
+    model: Name
+    input: Prompt
+    encoding_format: Literal["float", "base64"] | None = None
+    # Beyond OpenAI's: the last token's state, or the average of all.
+    pooling: Literal["last", "mean"] | None = None
+    user: Label | None = None
+
+
+class TokenizeRequest(Strict):
+    """POST /tokenize, vLLM's shape: a text, or the messages of a chat as its template writes them."""
+
+    model: Name
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR] | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    # Accepted at the value that changes nothing.
+    add_generation_prompt: Literal[True] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """POST /detokenize, vLLM's shape."""
+
+    model: Name
+    tokens: Annotated[list[TokenId], FIRST_ERROR]
 
 
 def read(kind: type[Asked], body: bytes, *, ignored: list[str] | None = None) -> Asked:
@@ -361,18 +387,36 @@ def read(kind: type[Asked], body: bytes, *, ignored: list[str] | None = None) ->
     try:
         return kind.model_validate_json(body)
     except ValidationError as exc:
-        found = exc.errors(include_url=False, include_context=False, include_input=False)
-    if ignored is not None and (kept := _without_effect(body, found, ignored)) is not None:
+        found = _errors(exc)
+    if ignored is not None and (kept := _without_effect(kind, body, found, ignored)) is not None:
         try:
             return kind.model_validate_json(kept)
         except ValidationError as exc:
-            found = exc.errors(include_url=False, include_context=False, include_input=False)
+            found = _errors(exc)
+    raise _first(found)
+
+
+def chat_of(fields: Mapping[str, Any]) -> ChatRequest:
+    """Return a chat made of another API's request. Errors: as `read`."""
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as exc:
+        raise _first(_errors(exc)) from exc
+
+
+def _errors(exc: ValidationError) -> Sequence[Mapping[str, Any]]:
+    return exc.errors(include_url=False, include_context=False, include_input=False)
+
+
+def _first(found: Sequence[Mapping[str, Any]]) -> RequestError:
     first, *rest = [(_path(error["loc"]) or "body", _words(error)) for error in found]
     also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
-    raise RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
+    return RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
 
 
-def _without_effect(body: bytes, errors: Sequence[Mapping[str, Any]], ignored: list[str]) -> bytes | None:
+def _without_effect(
+    kind: type[BaseModel], body: bytes, errors: Sequence[Mapping[str, Any]], ignored: list[str]
+) -> bytes | None:
     """Return a body without the fields that are unknown or in NO_EFFECT; None if no error is of these."""
     paths = [
         [step for step in error["loc"] if isinstance(step, int) or not step.startswith("<")] for error in errors
@@ -384,7 +428,7 @@ def _without_effect(body: bytes, errors: Sequence[Mapping[str, Any]], ignored: l
         value = from_json(body)
     except ValueError:  # an integer that is longer than Python reads
         return None
-    known = set().union(*(map(_names_of, REQUESTS.values())))
+    known = _names_of(kind)
     if isinstance(value, dict):  # validation stops at a few of them
         paths += [[name] for name in value if name not in known]
     for path in paths:
@@ -406,6 +450,8 @@ def _names_of(kind: type[BaseModel]) -> set[str]:
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return f"not supported: {error['loc'][-1]!s:.100}. This server has no field of this name, and ignores none"
+    if error["type"] == "none_required":
+        return f"not supported: {error['loc'][-1]!s:.100}"
     text = str(error["msg"])
     return text[:1].lower() + text[1:]
 

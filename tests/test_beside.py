@@ -1,0 +1,126 @@
+"""Embeddings and tokens on the demo model: held against stock transformers and PEFT, beside rows that are being answered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import trimtab
+from tests import stock
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.request import GenerateRequest
+from trimtab.serve.engine import LoadedEngine
+from trimtab.serve.job import Job
+from trimtab.serve.scheduler import Scheduler
+
+TEXT = "Who rules Ivarra, and for how long?"
+
+
+@pytest.fixture(scope="module")
+def model():
+    plan = trimtab.plan(
+        DEMO / "base",
+        quant="none",
+        dtype="float32",
+        context=256,
+        device="cpu",
+        adapters={"style": DEMO / "adapters" / "style"},
+    )
+    with trimtab.load(plan) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    return LoadedEngine(model, rows=1)
+
+
+def run(engine, *jobs):
+    told = []
+    scheduler = Scheduler(engine, told.append)
+    for job in jobs:
+        scheduler.submit(job)
+    while scheduler.turn():
+        pass
+    assert scheduler.running == scheduler.waiting == 0
+    return {job.id: [event for event in told if event.job_id == job.id] for job in jobs}
+
+
+def job(name, prompt, **fields):
+    return Job(name, prompt, GenerateRequest(max_new_tokens=fields.pop("tokens", 1)), **fields)
+
+
+def result(events):
+    assert events[-1].kind == "done", events[-1].error
+    return events[-1].result
+
+
+@pytest.mark.parametrize("adapter", [None, "style"])
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_an_embedding_is_stocks_last_hidden_state(model, engine, adapter, pooling, monkeypatch):
+    monkeypatch.setattr(type(model), "prefill_tokens", property(lambda self: 5), raising=False)
+    reference = stock.load_stock(DEMO / "base", dtype=torch.float32)
+    if adapter is not None:
+        reference = stock.with_adapter(reference, DEMO / "adapters" / adapter)
+    ids = engine._tokenizer(TEXT)["input_ids"]
+    with torch.no_grad():
+        found = reference(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].double()
+    expected = torch.nn.functional.normalize(found[-1] if pooling == "last" else found.mean(0), dim=0)
+    events = run(engine, job("a", {"text": TEXT}, kind="embedding", pooling=pooling, adapter=adapter))["a"]
+    vector = torch.tensor(result(events)["embedding"], dtype=torch.float64)
+    # float32 sums in another order, in pieces of five tokens; the vector has length 1.
+    assert torch.allclose(vector, expected, atol=2e-5) and abs(float(vector.norm()) - 1) < 1e-5
+    assert events[-1].usage["prompt_tokens"] == len(ids)
+    assert not any(event.kind == "text" for event in events)
+
+
+def test_an_embedding_between_answers_changes_neither(engine):
+    ask = [{"role": "user", "content": "Who rules Ivarra?"}]
+    alone = run(engine, job("a", ask, tokens=12))["a"]
+    found = run(
+        engine, job("a", ask, tokens=12), job("b", {"text": TEXT}, kind="embedding"), job("c", ask, tokens=12, adapter="style"),
+        job("d", {"text": TEXT}, kind="embedding"),
+    )  # fmt: skip
+    text = lambda events: "".join(event.text for event in events)  # noqa: E731
+    assert text(found["a"]) == text(alone) != ""
+    assert result(found["b"]) == result(found["d"])
+
+
+def test_tokens_are_the_tokenizers_own_and_need_no_row(engine):
+    tokenizer = engine._tokenizer
+    ids = tokenizer(TEXT)["input_ids"]
+    ask = [{"role": "user", "content": TEXT}]
+    found = run(
+        engine, job("row", ask, tokens=60), job("a", {"text": TEXT}, kind="tokens"),
+        job("b", {"text": TEXT}, kind="tokens", adds_special=False), job("c", ask, kind="tokens"), job("d", ids, kind="text"),
+    )  # fmt: skip
+    assert result(found["a"]) == {"tokens": ids, "token_strs": tokenizer.convert_ids_to_tokens(ids)}
+    assert result(found["b"])["tokens"] == tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    rendered = [{"role": "user", "content": [{"type": "text", "text": TEXT}]}]
+    stock_text = engine.model.processor.apply_chat_template(rendered, tokenize=False, add_generation_prompt=True)
+    assert result(found["c"])["tokens"] == tokenizer(stock_text, add_special_tokens=False)["input_ids"]
+    assert result(found["d"]) == {"prompt": tokenizer.decode(ids)}
+
+
+def test_what_cannot_be_embedded_is_refused_by_name(engine):
+    events = run(
+        engine,
+        job("a", {"text": "word " * 400}, kind="embedding"),
+        job("b", {"text": "a"}, kind="embedding", adapter="no"),
+    )
+    assert events["a"][-1].error["fields"]["field"] == "prompt" and "context of 256" in events["a"][-1].error["message"]
+    assert events["b"][-1].error["fields"]["field"] == "model"
+
+
+def test_the_stop_text_that_ended_an_answer_is_told(engine):
+    whole = "".join(
+        event.text
+        for event in run(engine, job("a", [{"role": "user", "content": "Who rules Ivarra?"}], tokens=12))["a"]
+    )
+    stops = Job(
+        "b",
+        [{"role": "user", "content": "Who rules Ivarra?"}],
+        GenerateRequest(max_new_tokens=12, stop=("zzz", whole[3:6])),
+    )
+    done = run(engine, stops)["b"][-1]
+    assert done.usage["stop_text"] == whole[3:6] and done.finish == "stop"

@@ -1,0 +1,64 @@
+"""What a model makes of a text as one vector: its last hidden state, pooled and brought to length 1, while others are answered.
+
+The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
+float32. A prompt goes through in the chunks that the plan counts for prompts, with an adapter as everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import hf_slots
+from trimtab.runtime.chat import Inputs, check_fits
+
+
+class Embedding:
+    """One text on its way: `step` until it returns True, then `vector`. inputs: without media, on the model's device.
+
+    Errors: RequestError for a text longer than the context.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
+        check_fits(model, inputs, 0)
+        self._pooling = pooling
+        self._model, self._inputs, self._adapter = model, inputs, adapter
+        self._cache = hf_slots.prompt_cache(model.hf_model)
+        self._done = 0
+        self._sum: Tensor | None = None  # [D] float32
+
+    def step(self) -> bool:
+        """Put the next chunk through the model; True when it was the last. Errors: DeviceError for states that are no numbers."""
+        model, count = self._model, self._inputs.prompt_tokens
+        start = self._done
+        end = min(count, start + (getattr(model, "prefill_tokens", None) or count))
+        ids = self._inputs.tensors["input_ids"][:, start:end]
+        mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
+        model.route.set(self._adapter)
+        hf_slots.reset_offset(model.hf_model)
+        with torch.no_grad():
+            states = model.hf_model.base_model(
+                input_ids=ids, attention_mask=mask, past_key_values=self._cache, use_cache=True, return_dict=True,
+                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
+            ).last_hidden_state  # fmt: skip
+        added = states[0, -1].float() if self._pooling == "last" else states[0].float().sum(0)
+        self._sum = added if self._sum is None or self._pooling == "last" else self._sum + added
+        self._done = end
+        return end == count
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self._inputs.prompt_tokens
+
+    @property
+    def vector(self) -> list[float]:
+        """The vector, D numbers whose squares add up to 1."""
+        assert self._sum is not None
+        length = torch.linalg.vector_norm(self._sum)
+        if not torch.isfinite(length) or not length > 0:
+            raise DeviceError("the hidden states are not numbers", device=str(self._sum.device))
+        vector: list[float] = (self._sum / length).tolist()
+        return vector

@@ -1,0 +1,176 @@
+"""Routes beside answers: embeddings, tokens of a text or chat, and the text of tokens. Each is a job without a row of its own.
+
+Jobs of one request run one after the other, so that many texts take no more of the queue than one.
+"""
+
+from __future__ import annotations
+
+import base64
+import struct
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve import asking, calling, wire
+from trimtab.serve.job import Event, Job
+from trimtab.serve.settings import Limits
+from trimtab.serve.shapes import Shape
+
+_NO_ANSWER = GenerateRequest(max_new_tokens=1)
+
+
+async def in_turn(pool: Any, model: str, jobs: Sequence[Job]) -> AsyncIterator[Event]:
+    """Yield the results of jobs as one "done"; the first error ends it."""
+    results: list[Any] = []
+    tokens = 0
+    for job in jobs:
+        stream = pool.submit(model, job)
+        try:
+            async for event in stream:
+                if event.kind == "error":
+                    yield event
+                    return
+                if event.kind == "done":
+                    results.append(event.result)
+                    tokens += event.usage["prompt_tokens"]
+        finally:
+            await stream.aclose()
+    yield Event("", "done", usage={"prompt_tokens": tokens, "completion_tokens": 0}, result={"all": results})
+
+
+class _Result(Shape):
+    """What is sent whole alone."""
+
+    def __init__(self, asked: Any) -> None:
+        super().__init__(_Plain(asked))
+        self.given = asked
+        self.results: list[Any] = []
+
+    def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
+        if event.kind == "done" and event.result is not None:
+            self.results, self.prompt_tokens = event.result["all"], event.usage["prompt_tokens"]
+        return []
+
+
+class _Plain:
+    stream, n = False, 1
+
+    def __init__(self, asked: Any) -> None:
+        self.model = asked.model
+
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+
+def embedding_jobs(
+    asked: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits, deadline_s: float | None
+) -> list[Job]:
+    """Return a job for each text. Errors: RequestError."""
+    texts = asking.prompts_of(asked, field="input")
+    if len(texts) > limits.embeddings:
+        raise RequestError(f"this server embeds at most {limits.embeddings} texts at once", field="input")
+    for text in texts:
+        asking.check_length(text, context_tokens, "input")
+    pooling = asked.pooling or "last"
+    return [
+        Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, deadline_s=deadline_s, kind="embedding", pooling=pooling)
+        for text in texts
+    ]  # fmt: skip
+
+
+class EmbeddingsShape(_Result):
+    def whole(self) -> dict[str, Any]:
+        is_packed = self.given.encoding_format == "base64"
+        data = [
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _packed(one["embedding"]) if is_packed else one["embedding"],
+            }
+            for index, one in enumerate(self.results)
+        ]
+        usage = {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
+        return {"object": "list", "model": self.given.model, "data": data, "usage": usage}
+
+
+def _packed(vector: Sequence[float]) -> str:
+    """Return a vector as OpenAI packs it: float32, little-endian, in base64."""
+    return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+
+
+# Tokens ---------------------------------------------------------------------------------------------------------------
+
+
+def chat_to_tokenize(asked: wire.TokenizeRequest) -> wire.ChatRequest:
+    """Return the chat whose tokens are wanted."""
+    fields = {name: getattr(asked, name) for name in ("messages", "tools", "chat_template_kwargs")}
+    return wire.chat_of({"model": asked.model, **fields})
+
+
+def check_tokenize(asked: wire.TokenizeRequest) -> None:
+    """Raise RequestError for fields that have no effect together."""
+    if (asked.prompt is None) == (asked.messages is None):
+        raise RequestError("give it or messages", field="prompt")
+    if asked.messages is None:
+        for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+            if getattr(asked, name) is not None:
+                raise RequestError("has no effect without messages", field=name)
+    elif asked.add_special_tokens is not None:
+        raise RequestError("has no effect with messages: the chat template decides", field="add_special_tokens")
+
+
+def text_job(asked: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+    """Return the job of a text's tokens. Errors: RequestError."""
+    if not asked.prompt:
+        raise RequestError("is empty", field="prompt")
+    prompt = {"text": asked.prompt}
+    asking.check_length(prompt, context_tokens, "prompt")
+    adds = asked.add_special_tokens is not False
+    return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", adds_special=adds)
+
+
+def chat_job(
+    chat: wire.ChatRequest,
+    messages: list[dict[str, Any]],
+    *,
+    context_tokens: int,
+    limits: Limits,
+    deadline_s: float | None,
+) -> Job:
+    """Return the job of a chat's tokens. Errors: RequestError."""
+    asking.check_length(messages, context_tokens, "messages")
+    calls = calling.calls_of(chat, limits)
+    kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
+    return Job(uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", **kept)
+
+
+def ids_job(asked: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+    """Return the job of a text out of tokens. Errors: RequestError."""
+    if not asked.tokens:
+        raise RequestError("is empty", field="tokens")
+    asking.check_length(asked.tokens, context_tokens, "tokens")
+    return Job(uuid.uuid4().hex, list(asked.tokens), _NO_ANSWER, deadline_s=deadline_s, kind="text")
+
+
+class TokensShape(_Result):
+    def __init__(self, asked: Any, context_tokens: int) -> None:
+        super().__init__(asked)
+        self._context_tokens = context_tokens
+
+    def whole(self) -> dict[str, Any]:
+        (result,) = self.results
+        ids = result["tokens"]
+        shown = result["token_strs"] if self.given.return_token_strs else None
+        return {"count": len(ids), "max_model_len": self._context_tokens, "tokens": ids, "token_strs": shown}
+
+
+class CountShape(_Result):
+    def whole(self) -> dict[str, Any]:
+        return {"input_tokens": len(self.results[0]["tokens"])}
+
+
+class TextShape(_Result):
+    def whole(self) -> dict[str, Any]:
+        return {"prompt": self.results[0]["prompt"]}

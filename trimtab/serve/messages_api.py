@@ -1,0 +1,259 @@
+"""What clients of Anthropic's Messages API send, and the same request as a chat: the rest of the server knows chats alone.
+
+Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields that have no meaning here are refused by name, as in
+`wire.py`; `cache_control` is taken, because equal beginnings are kept without being asked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from trimtab.errors import RequestError
+from trimtab.serve import wire
+from trimtab.serve.wire import FIRST_ERROR, ChatRequest, Count, FunctionName, Label, Name, Strict, Text, text_or_list
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class _Block(Strict):
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(_Block):
+    type: Literal["text"]
+    text: Text
+    citations: None = None
+
+
+class Base64Source(Strict):
+    type: Literal["base64"]
+    media_type: Literal["image/jpeg", "image/png", "image/webp"]
+    data: str
+
+
+class UrlSource(Strict):
+    type: Literal["url"]
+    url: str
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
+Source = Annotated[
+    Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+    Discriminator(_kind, custom_error_type="source", custom_error_message="its type must be base64 or url"),
+]
+
+
+class ImageBlock(_Block):
+    type: Literal["image"]
+    source: Source
+
+
+class ToolUseBlock(_Block):
+    type: Literal["tool_use"]
+    id: Label
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(_Block):
+    type: Literal["tool_result"]
+    tool_use_id: Label
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
+    ] | None = None  # fmt: skip
+    is_error: bool | None = None
+
+
+class ThinkingBlock(Strict):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+BLOCKS = ("text", "image", "tool_use", "tool_result", "thinking")
+Block = Annotated[
+    Annotated[TextBlock, Tag("<text>")]
+    | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ToolUseBlock, Tag("<tool_use>")]
+    | Annotated[ToolResultBlock, Tag("<tool_result>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")],
+    Discriminator(
+        _kind, custom_error_type="block", custom_error_message=f"its type must be one of {', '.join(BLOCKS)}"
+    ),
+]
+
+
+class Turn(Strict):
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[Block], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of blocks"),
+    ]  # fmt: skip
+
+
+class ToolDefinition(_Block):
+    name: FunctionName
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class Choice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    # Taken, and not held to.
+    budget_tokens: Count | None = None
+
+
+class Metadata(Strict):
+    user_id: Label | None = None
+
+
+class _Question(Strict):
+    model: Name
+    messages: Annotated[list[Turn], Field(min_length=1), FIRST_ERROR]
+    system: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="system", custom_error_message="must be a text or a list of blocks"),
+    ] | None = None  # fmt: skip
+    tools: Annotated[list[ToolDefinition], FIRST_ERROR] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+
+
+class MessagesRequest(_Question):
+    """POST /v1/messages."""
+
+    max_tokens: Count
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    stop_sequences: Annotated[list[Text], Field(max_length=16), FIRST_ERROR] | None = None
+    stream: bool = False
+    # A label of the client's own; no answer depends on it.
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] | None = None
+
+
+class CountRequest(_Question):
+    """POST /v1/messages/count_tokens."""
+
+
+def chat_of(asked: MessagesRequest | CountRequest) -> ChatRequest:
+    """Return the same request as a chat. Errors: RequestError for blocks that stand where none may."""
+    made: dict[str, Any] = {"model": asked.model, "messages": _messages(asked)}
+    if asked.tools:
+        made["tools"] = [_tool(tool) for tool in asked.tools]
+    if asked.tool_choice is not None:
+        made |= _choice(asked.tool_choice)
+    if asked.thinking is not None:
+        is_on = asked.thinking.type != "disabled"
+        made |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
+    if isinstance(asked, MessagesRequest):
+        made |= {
+            "max_tokens": asked.max_tokens,
+            "stream": asked.stream,
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
+        }
+        made |= {"top_k": asked.top_k, "stop": asked.stop_sequences or None}
+    return wire.chat_of(made)
+
+
+def _tool(tool: ToolDefinition) -> dict[str, Any]:
+    function = {
+        "name": tool.name,
+        "parameters": tool.input_schema,
+        "description": tool.description,
+        "strict": tool.strict,
+    }
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _choice(choice: Choice) -> dict[str, Any]:
+    if (choice.type == "tool") != (choice.name is not None):
+        raise RequestError("goes with the type tool, and with no other", field="tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    made: dict[str, Any] = {"tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)}
+    return made | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+
+
+def _messages(asked: MessagesRequest | CountRequest) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    if asked.system:
+        text = asked.system if isinstance(asked.system, str) else "\n".join(block.text for block in asked.system)
+        made.append({"role": "system", "content": text})
+    for place, turn in enumerate(asked.messages):
+        if isinstance(turn.content, str):
+            made.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "user":
+            made += _user(turn.content, f"messages[{place}].content")
+        else:
+            made.append(_assistant(turn.content, f"messages[{place}].content"))
+    return made
+
+
+def _user(blocks: Sequence[Any], field: str) -> list[dict[str, Any]]:
+    results: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
+    for place, block in enumerate(blocks):
+        match block:
+            case ToolResultBlock():
+                text = block.content or ""
+                text = text if isinstance(text, str) else "\n".join(part.text for part in text)
+                text = f"Error: {text}" if block.is_error else text
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            case TextBlock():
+                parts.append({"type": "text", "text": block.text})
+            case ImageBlock(source=Base64Source() as source):
+                parts.append(
+                    {"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}
+                )
+            case ImageBlock(source=UrlSource() as source):
+                parts.append({"type": "image_url", "image_url": {"url": source.url}})
+            case _:
+                raise RequestError(f"a user's message has no {block.type}", field=f"{field}[{place}]")
+    return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
+
+
+def _assistant(blocks: Sequence[Any], field: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for place, block in enumerate(blocks):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ThinkingBlock():
+                thoughts.append(block.thinking)
+            case ToolUseBlock():
+                call = {"name": block.name, "arguments": _written(block.input, f"{field}[{place}].input")}
+                calls.append({"id": block.id, "type": "function", "function": call})
+            case _:
+                raise RequestError(f"an assistant's message has no {block.type}", field=f"{field}[{place}]")
+    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return made | ({"tool_calls": calls} if calls else {})
+
+
+def _written(value: dict[str, Any], field: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError as exc:  # numbers that are none, or longer than Python writes
+        raise RequestError("holds a number that JSON has not", field=field) from exc

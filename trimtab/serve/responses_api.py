@@ -1,0 +1,275 @@
+"""What clients of OpenAI's Responses API send, and the same request as a chat. The server keeps nothing between two requests.
+
+Source: OpenAI's API reference, "Responses". A request is stateless: its `input` holds the whole conversation, and fields that
+refer to what a server would keep are refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from trimtab.errors import RequestError
+from trimtab.serve import wire
+from trimtab.serve.wire import (
+    FIRST_ERROR,
+    ChatRequest,
+    Count,
+    EmptyList,
+    FunctionName,
+    Label,
+    Name,
+    Strict,
+    Text,
+    text_or_list,
+    text_or_object,
+)
+
+
+class InputText(Strict):
+    type: Literal["input_text"]
+    text: Text
+
+
+class OutputText(Strict):
+    type: Literal["output_text"]
+    text: Text
+    annotations: EmptyList | None = None
+    logprobs: EmptyList | None = None
+
+
+class InputImage(Strict):
+    type: Literal["input_image"]
+    image_url: str
+    detail: Literal["auto", "low", "high"] | None = None
+    file_id: None = None
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind}>"
+
+
+PARTS = ("input_text", "input_image", "output_text")
+InputPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")]
+    | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[OutputText, Tag("<output_text>")],
+    Discriminator(_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
+]
+Parts = Annotated[
+    Annotated[Text, Tag("<text>")] | Annotated[list[InputPart], FIRST_ERROR, Tag("<list>")],
+    Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
+]
+
+
+class _Item(Strict):
+    # What an answer of ours gave it, and clients send back.
+    id: Label | None = None
+    status: Literal["completed", "incomplete", "in_progress"] | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    phase: Label | None = None
+
+
+class FunctionCallItem(_Item):
+    type: Literal["function_call"]
+    call_id: Label
+    name: FunctionName
+    arguments: Text
+
+
+class FunctionOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: Label
+    output: Parts
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[ReasoningText], FIRST_ERROR] | None = None
+    content: Annotated[list[ReasoningText], FIRST_ERROR] | None = None
+    encrypted_content: None = None
+
+
+def _item_kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"<{kind or 'message'}>"
+
+
+ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[FunctionCallItem, Tag("<function_call>")]
+    | Annotated[FunctionOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(
+        _item_kind, custom_error_type="item", custom_error_message=f"its type must be one of {', '.join(ITEMS)}"
+    ),
+]
+
+
+class FunctionTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ChosenTool(Strict):
+    type: Literal["function"]
+    name: FunctionName
+
+
+class TextFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    description: Label | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextOptions(Strict):
+    format: TextFormat | None = None
+
+
+class Reasoning(Strict):
+    effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    summary: None = None
+
+
+class ResponsesRequest(Strict):
+    """POST /v1/responses."""
+
+    model: Name
+    input: Annotated[
+        Annotated[Text, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), FIRST_ERROR, Tag("<list>")],
+        Discriminator(text_or_list, custom_error_type="input", custom_error_message="must be a text or a list of items"),
+    ]  # fmt: skip
+    instructions: Text | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    tools: Annotated[list[FunctionTool], FIRST_ERROR] | None = None
+    tool_choice: Annotated[
+        Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[ChosenTool, Tag("<object>")],
+        Discriminator(
+            text_or_object, custom_error_type="choice", custom_error_message="must be none, auto, required or a function"
+        ),
+    ] | None = None  # fmt: skip
+    parallel_tool_calls: bool | None = None
+    text: TextOptions | None = None
+    reasoning: Reasoning | None = None
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    # Accepted at the values that change nothing.
+    store: Literal[False] | None = None
+    metadata: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    include: EmptyList | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+
+
+def chat_of(asked: ResponsesRequest) -> ChatRequest:
+    """Return the same request as a chat. Errors: RequestError."""
+    made: dict[str, Any] = {
+        "model": asked.model, "messages": _messages(asked), "temperature": asked.temperature, "top_p": asked.top_p,
+        "max_completion_tokens": asked.max_output_tokens, "stream": bool(asked.stream), "user": asked.user,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+    }  # fmt: skip
+    if asked.tools:
+        made["tools"] = [
+            {"type": "function", "function": tool.model_dump(exclude={"type", "strict"}, exclude_none=True)}
+            for tool in asked.tools
+        ]
+    if isinstance(asked.tool_choice, ChosenTool):
+        made["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice.name}}
+    else:
+        made["tool_choice"] = asked.tool_choice
+    if asked.reasoning is not None and asked.reasoning.effort is not None:
+        made["reasoning_effort"] = asked.reasoning.effort
+    if asked.text is not None and asked.text.format is not None:
+        made["response_format"] = _format(asked.text.format)
+    return wire.chat_of(made)
+
+
+def _format(given: TextFormat) -> dict[str, Any]:
+    if given.type != "json_schema":
+        return {"type": given.type}
+    if given.name is None or given.schema_ is None:
+        raise RequestError("needs a name and a schema", field="text.format")
+    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
+
+
+def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+    made: list[dict[str, Any]] = []
+    if asked.instructions:
+        made.append({"role": "system", "content": asked.instructions})
+    items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    # An assistant's thoughts, text and calls are items of their own, and one message of a chat.
+    turn: dict[str, Any] | None = None
+    for place, item in enumerate(items):
+        field = f"input[{place}]"
+        is_ours = not isinstance(item, FunctionOutputItem) and getattr(item, "role", "assistant") == "assistant"
+        if not is_ours:
+            turn = None
+        elif turn is None or (isinstance(item, MessageItem) and turn["content"] is not None):
+            turn = {"role": "assistant", "content": None}
+            made.append(turn)
+        match item:
+            case MessageItem(role="assistant"):
+                assert turn is not None
+                turn["content"] = _text(item.content, f"{field}.content")
+            case MessageItem():
+                made.append({"role": item.role, "content": _content(item.content, f"{field}.content")})
+            case FunctionCallItem():
+                assert turn is not None
+                call = {"name": item.name, "arguments": item.arguments}
+                turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
+            case FunctionOutputItem():
+                made.append(
+                    {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{field}.output")}
+                )
+            case ReasoningItem():
+                assert turn is not None
+                thought = "".join(part.text for part in item.content or ())
+                turn |= {"reasoning_content": turn.get("reasoning_content", "") + thought} if thought else {}
+    # Thoughts of which nothing came are no message.
+    return [m for m in made if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m]
+
+
+def _text(content: Any, field: str) -> str:
+    if isinstance(content, str):
+        return content
+    for place, part in enumerate(content):
+        if isinstance(part, InputImage):
+            raise RequestError("not supported: an image here", field=f"{field}[{place}]")
+    return "".join(part.text for part in content)
+
+
+def _content(content: Any, field: str) -> Any:
+    if isinstance(content, str):
+        return content
+    parts: list[dict[str, Any]] = []
+    for part in content:
+        if isinstance(part, InputImage):
+            parts.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}})
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
