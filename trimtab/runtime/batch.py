@@ -7,6 +7,10 @@
     for drawn in batch.step(): ...       # one token of every row
     batch.leave(row)
 
+Nothing of a prompt waits for the device before `join` does. A scheduler that gives the device a piece of a prompt while a step is
+on its way calls `batch.step(behind)`; a prompt that went through there is `place`d, which frees the place for the next one, and
+joins when the next step is on its way.
+
 Rows stand close together from row 0 on: a row that leaves is filled by the last one, so that a step computes no empty
 rows. The same row numbers would change then, so a request is known by the `Row` object it got. Not thread-safe: whoever
 schedules calls from one thread. A row alone computes what `LoadedModel.generate` computes up to rounding: attention
@@ -73,6 +77,15 @@ class Drawn:
     top: tuple[tuple[int, float], ...] = ()
 
 
+@dataclass(frozen=True)
+class _First:
+    """A prompt's first token on its way to the host: there once `event` has passed. why: why none could be drawn."""
+
+    token: Tensor
+    event: Any
+    why: Exception | None = None
+
+
 @dataclass(eq=False)
 class Prompt:
     """A prompt on its way through the model. done_tokens: how much of it has gone through."""
@@ -85,10 +98,16 @@ class Prompt:
     done_tokens: int = 0
     logits: Tensor | None = None
     offset: int = 0
+    chunk_tokens: int = 0
+    first: _First | None = None
 
-    def step(self) -> bool:
-        """Put the next piece through the model; returns True when the whole prompt is through."""
-        is_through = self.batch._prefill(self)
+    def step(self, most_tokens: int | None = None) -> bool:
+        """Put the next piece through the model; returns True when the whole prompt is through.
+
+        most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
+        included.
+        """
+        is_through = self.batch._prefill(self, most_tokens)
         self.batch.prefixes.piece_done(self)
         return is_through
 
@@ -116,6 +135,9 @@ class Batch:
     context_tokens: int | None = None
     decode: str | None = None
     active: list[Row] = field(default_factory=list)
+    placed: list[Row] = field(
+        default_factory=list
+    )  # prompts that are through, in their order, each with a place behind the active rows
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -168,7 +190,7 @@ class Batch:
     @property
     def free_rows(self) -> int:
         """How many more requests can join."""
-        return self.rows - len(self.active)
+        return self.rows - len(self.active) - len(self.placed)
 
     def begin(
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
@@ -198,9 +220,9 @@ class Batch:
         )
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
 
-    def _prefill(self, prompt: Prompt) -> bool:
+    def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         if self.prompts.takes(prompt):
-            return self.prompts.step(prompt)
+            return self.prompts.step(prompt, most_tokens)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens
         chunk = getattr(self.model, "prefill_tokens", None) or count
         offset = 0 if prompt.done_tokens else self.prefixes.resume(prompt)
@@ -210,7 +232,9 @@ class Batch:
             return True
         # A picture or sound has to be in one piece with its tokens.
         is_whole = prompt.inputs.has_media and not start
+        chunk = min(chunk, most_tokens or chunk)
         end = count if is_whole else min(count, start + chunk, self.prefixes.border(prompt))
+        prompt.chunk_tokens = end - start
         if not is_whole:
             positions = hf_slots.prompt_positions(self.model.hf_model, start, end, self.model.device, offset)
             tensors = {
@@ -229,8 +253,9 @@ class Batch:
             prompt.offset = hf_slots.read_offset(self.model.hf_model) if is_whole else offset
         return end == count
 
-    def join(self, prompt: Prompt) -> Drawn:
-        """Give a prompt that is through a row and draw its first token. Errors: RequestError if no row is free."""
+    def place(self, prompt: Prompt) -> None:
+        """Give a prompt that is through a place behind the active rows, and its first token the order to come: nothing waits for
+        the device, and another prompt can go through. Errors: RequestError if no row is free."""
         if prompt.logits is None:
             raise RequestError("the prompt is not through the model yet", field="prompt")
         if not self.free_rows:
@@ -238,23 +263,65 @@ class Batch:
         while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
             self._prefill(prompt)
         row = prompt.row
-        row.number, row.written = len(self.active), row.prompt_tokens
-        self._fill(row.number, prompt)
+        number = max([len(self.active), *(one.number + 1 for one in self.placed)])
+        if number >= self.rows:
+            self._close_up()
+            number = len(self.active) + len(self.placed)
+        row.number, row.written = number, row.prompt_tokens
+        self._fill(number, prompt)
         self.prompts.release(prompt)
+        self.placed.append(row)
+        prompt.first = self._first(row, prompt.logits)
+
+    def _first(self, row: Row, logits: Tensor) -> _First:
+        token, why = with_likeliest(logits)[1], None
+        if row.constraint is None and not row.sampler.is_greedy:
+            try:
+                token = torch.where(token < 0, token, row.sampler.queue(row.token_ids, logits))
+            except Exception as exc:  # told where the row is asked for its token
+                why = exc
+        on_gpu = self.model.device.type == "cuda"
+        host = torch.empty((), dtype=torch.long, pin_memory=on_gpu)
+        host.copy_(token, non_blocking=True)
+        event = torch.cuda.Event() if on_gpu else None
+        if event is not None:
+            event.record()
+        return _First(host, event, why)
+
+    def _close_up(self) -> None:
+        """Move placed prompts down, in their order, to where rows have left."""
+        for number, row in enumerate(self.placed, len(self.active)):
+            if row.number != number:
+                self.cache.move(row.number, number)
+                row.number = number
+
+    def join(self, prompt: Prompt) -> Drawn:
+        """Give a prompt that is through a row and its first token. Errors: RequestError if no row is free, or if a prompt that
+        was placed before has not joined."""
+        if prompt.first is None:
+            self.place(prompt)
+        row, first, logits = prompt.row, prompt.first, prompt.logits
+        if not self.placed or self.placed[0] is not row or first is None or logits is None:
+            raise RequestError("prompts join in the order in which they were placed", field="prompt", value=row.number)
+        self.placed.pop(0)
+        if row.number != len(self.active):  # a row has left since
+            self.cache.move(row.number, len(self.active))
+            row.number = len(self.active)
         self.active.append(row)
         self._top[row] = prompt.top_logprobs
         try:
-            token = int(with_likeliest(prompt.logits)[1])
-            if token >= 0 and row.constraint is None and not row.sampler.is_greedy:
-                token = row.sampler.draw(row.token_ids, prompt.logits)
-            found = self._draw(row, prompt.logits, token)
+            if first.event is not None:
+                first.event.synchronize()
+            if first.why is not None:
+                raise first.why
+            found = self._draw(row, logits, int(first.token))
         except BaseException:
             self.leave(row)  # without a token it could not take part in a step
             raise
         self._commit(found)
         self.prefixes.joined(prompt)
-        prompt.logits, prompt.cache = None, None
-        self.tell_tokens()
+        prompt.logits, prompt.cache, prompt.first = None, None, None
+        self.tokens[row.number, 0] = found.token_id
         return found
 
     def _fill(self, number: int, prompt: Prompt) -> None:
@@ -270,11 +337,13 @@ class Batch:
                 hint="Run the requests one at a time",
             ) from exc  # fmt: skip
 
-    def step(self) -> list[Drawn]:
+    def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
         """Return the next token of every row that has not finished, in the order of the rows; a row that no token could be
         drawn for has an `error` instead.
 
-        Errors: RequestError if rows that differ in their adapters cannot be told apart by a layer.
+        behind: called when the step is on its way, before anything waits for it; it may put prompts through and let them join,
+        and returns whether it gave the device work. If not, or without it, the next step may be queued. Errors: RequestError if
+        rows that differ in their adapters cannot be told apart by a layer.
         """
         going = [row for row in self.active if row.finish is None]
         if not going:
@@ -294,7 +363,7 @@ class Batch:
         self._advance()
         wrote_tokens = self.steps.wrote_tokens and not moved
         drawn, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
-        tokens, tried = self._read_tokens(drawn, going, look_ahead=not moved and not failed)
+        tokens, tried = self._read_tokens(drawn, going, look_ahead=not moved and not failed, behind=behind)
         found = []
         for row in going:
             try:
@@ -335,7 +404,9 @@ class Batch:
             self.tokens[: found.shape[0], 0].copy_(found.clamp_min(0))
         return found, failed
 
-    def _read_tokens(self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool) -> tuple[list[int], bool]:
+    def _read_tokens(
+        self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool, behind: Callable[[], bool] | None = None
+    ) -> tuple[list[int], bool]:  # fmt: skip
         """Return each row's token, and whether the next step was queued or tried to be: the step's one wait for the device,
         during which it may do the next step. Scores are gone then: only rows that need no more of them look ahead."""
         count = greedy.shape[0]
@@ -345,7 +416,8 @@ class Batch:
             read = torch.cuda.Event()
             read.record()
         outputs = None
-        tries = look_ahead and self.steps.may_look_ahead() and self._will_go_on(going)
+        is_busy = behind is not None and behind()
+        tries = look_ahead and not is_busy and self.steps.may_look_ahead() and self._will_go_on(going)
         if tries:
             # What goes wrong here goes wrong again when the step is asked for, and is named there.
             with suppress(Exception):
@@ -357,7 +429,8 @@ class Batch:
             serials = self.model.route.serials
             expected = {
                 row: (
-                    row.number, len(row.token_ids) + (row in going), found[row.number],
+                    row.number, len(row.token_ids) + (row in going),
+                    found[row.number] if row in going else row.token_ids[-1],
                     None if row.adapter is None else (row.adapter, serials[row.adapter]),
                 )
                 for row in self.active
@@ -433,6 +506,10 @@ class Batch:
 
     def leave(self, row: Row) -> None:
         """Take a request out; the last row takes its place."""
+        if row in self.placed:
+            self.placed.remove(row)
+            row.number = -1
+            return
         if row not in self.active:
             raise RequestError("this request is not in the batch", field="row", value=row.number)
         self.prefixes.leaving(row)

@@ -100,6 +100,7 @@ class Prompts:
         self.counted_bytes, self.capture_s, self.count = counted_bytes, 0.0, 0
         self.graph_bytes = 0  # that the driver took while graphs were captured beforehand
         self.sizes: tuple[int, ...] = ()
+        self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
@@ -247,8 +248,9 @@ class Prompts:
     def _serial_of(self, name: str | None) -> int | None:
         return None if name is None else self.model.route.serials.get(name)
 
-    def step(self, prompt: Prompt) -> bool:
-        """Put the next chunk through; returns True when the whole prompt is, its states in the cache's prompt row.
+    def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+        """Put the next chunk through, of `most_tokens` at most where it can be cut so; returns True when the whole prompt is, its
+        states in the cache's prompt row.
 
         Errors: RequestError if the prompt's adapter was unloaded since it began, whether or not another has its name now.
         """
@@ -264,6 +266,14 @@ class Prompts:
             prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
             return True
         chunk = job.chunks[job.done]
+        if most_tokens is not None and chunk.size > most_tokens and job.media is None:
+            sizes = [size for size in self.sizes if size <= most_tokens] or [min(self.sizes)]
+            border = self.batch.prefixes.border(prompt)
+            job.chunks[job.done :] = hf_prefill.chunks_of(
+                prompt.inputs.prompt_tokens, sizes, start=chunk.start, border=border
+            ) or [chunk]  # fmt: skip
+            chunk = job.chunks[job.done]
+        prompt.chunk_tokens = chunk.size
         form = forward.form_of(chunk, job.media)
         forward.load(chunk, prompt.row.token_ids, job.media)
         found = self._run(form, chunk, prompt)
@@ -298,6 +308,7 @@ class Prompts:
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
         name = prompt.row.adapter
         self._chunks_run += 1
+        self.is_steady = not self.captures
         key, serial = self._set_adapter(name)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             return self._static(form)
@@ -310,7 +321,7 @@ class Prompts:
         if captured is None:
             return self._static(form)
         self._graphs.move_to_end(whole)
-        captured.last_used = self._chunks_run
+        captured.last_used, self.is_steady = self._chunks_run, True
         self._stage(chunk, prompt.row.token_ids)
         with self._streamed():
             captured.graph.replay()

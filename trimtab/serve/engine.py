@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -23,6 +23,7 @@ from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
+from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.held_adapter import HeldAdapter
@@ -202,6 +203,7 @@ class LoadedEngine:
         self._preparing = Preparing(self._inputs)
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
+        self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
 
     def capture(self) -> None:
@@ -301,11 +303,19 @@ class LoadedEngine:
         return self.shelf.has_room_for(adapter, self._in_use())
 
     def _in_use(self) -> list[str | None]:
-        used = [row.adapter for row in self.batch.active]
+        used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
         return used if self._prefilling is None else [*used, self._prefilling.job.adapter]
 
-    def prefill(self, answer: Answer) -> bool:
-        """Put the next piece of the prompt through the model.
+    @property
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Sizes in tokens that prompts can be cut into; empty for any."""
+        return self.batch.prompts.sizes
+
+    def chunk_times(self) -> Iterable[tuple[int, float]]:
+        return self._times.take()
+
+    def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
+        """Put the next piece of the prompt through the model; a prompt that is through has its place among the rows.
 
         Errors: DeviceError if memory runs out; MistakeError for anything else that left the device well: one strange prompt
         does not end everybody's answers.
@@ -314,16 +324,28 @@ class LoadedEngine:
         with self._named("reading a prompt"):
             self.shelf.bring(answer.job.adapter, self._in_use())
             if answer.embedding is not None:
-                return self._embedded(answer, answer.embedding)
+                return self.model.prefill_tokens, self._embedded(answer, answer.embedding)
             assert answer.prompt is not None
-            if not answer.prompt.step():
-                return False
+            self._times.begin()
+            is_through = answer.prompt.step(most_tokens)
+            if self.batch.prompts.is_steady and not answer.prompt.inputs.has_media:
+                self._times.end(answer.prompt.chunk_tokens)
+            if is_through:
+                self.batch.place(answer.prompt)
+        if is_through:
+            self._prefilling = None
+        return answer.prompt.chunk_tokens, is_through
+
+    def arrive(self, answer: Answer) -> None:
+        """Give an answer whose prompt is through its row and its first token. Errors: as `prefill`."""
+        if answer.prompt is None:  # a vector, which needs no row
+            return
+        with self._named("reading a prompt"):
             drawn = self.batch.join(answer.prompt)
-        self._prefilling, answer.prompt = None, None
+        answer.prompt = None
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
         self._told(answer, drawn)
-        return True
 
     def _embedded(self, answer: Answer, embedding: Embedding) -> bool:
         if not embedding.step():
@@ -368,9 +390,9 @@ class LoadedEngine:
             return DeviceError(f"out of memory while {what}", device=str(self.model.device), hint=LESS_HINT)
         return MistakeError(error_id)
 
-    def step(self) -> None:
+    def step(self, behind: Callable[[], bool] | None = None) -> None:
         with self._named("answering"):
-            found = self.batch.step()
+            found = self.batch.step(behind)
         for drawn in found:
             self._told(self._by_row[drawn.row], drawn)
         for row, answer in self._by_row.items():
@@ -396,6 +418,8 @@ class LoadedEngine:
         if self._prefilling is answer:
             self._prefilling = None
         answer.prompt = None
+        if answer.row in self.batch.placed:
+            self.batch.leave(answer.row)
         if answer.row in self._by_row:
             del self._by_row[answer.row]
             self.batch.leave(answer.row)

@@ -1,21 +1,24 @@
 """Who is answered next: a bounded queue, fair between adapters, prompts in pieces between the steps of the others.
 
-One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, puts one piece of one
-prompt through the model and decodes one step of all rows: a long prompt delays those who are being answered by no more than
-a piece. Inputs are prepared on a thread of the engine's, so that images delay nobody. Imports no torch: the engine behind it
-does the work, and in the tests a mock one. No clock of its own: time comes from `now`.
+One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
+rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays
+those who are being answered by little. Prompts of a turn are given to the device before the step's tokens are waited for, and
+join the rows in the next turn, so that the device always has work. Inputs are prepared on a thread of the engine's, so that
+images delay nobody. Imports no torch: the engine behind it does the work, and in the tests a mock one. No clock of its own: time
+comes from `now`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.serve.budget import Budget
 from trimtab.serve.job import Event, Job
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
@@ -61,11 +64,21 @@ class Engine(Protocol):
         """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
         the job."""
 
-    def prefill(self, answer: Any) -> bool:
-        """Put the next piece of the prompt through the model; True when it is through and the answer has a row."""
+    chunk_sizes: Sequence[int]
 
-    def step(self) -> None:
-        """Decode one step of every row. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
+    def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
+        """Put the next piece of the prompt through the model, of `most_tokens` at most where its inputs can be cut so; return the
+        size of the chunk, and True when the prompt is through: nothing has to wait for the device yet."""
+
+    def arrive(self, answer: Any) -> None:
+        """Give a prompt that is through its row and its first token; in the order in which they went through."""
+
+    def step(self, behind: Callable[[], bool] | None = None) -> None:
+        """Decode one step of every row. behind: called once the step is on its way, before anything waits for it; returns whether
+        it gave the device more to do. Errors: TrimtabError, such as memory that ran out; the step can be called again."""
+
+    def chunk_times(self) -> Iterable[tuple[int, float]]:
+        """Return the size and the seconds of every chunk whose time is known since the last call."""
 
     def news(self, answer: Any) -> Iterable[Event]:
         """Return what was decided for this answer since the last call; the last one is "done" or "error"."""
@@ -122,7 +135,10 @@ class Scheduler:
         self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
         self._arrived: deque[_Entry] = deque()
         self._prefilling: _Entry | None = None
+        self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
+        self.budget = Budget(engine.chunk_sizes)
+        self._told_at: float | None = None  # when the last step was told, and nothing but steps came after it
         self._known: dict[str, _Entry] = {}
         self.counts = Counts()
 
@@ -134,7 +150,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """How many jobs have a row, or their prompt on the way through the model."""
-        return len(self._rows) + (self._prefilling is not None)
+        return len(self._rows) + len(self._through) + (self._prefilling is not None)
 
     @property
     def is_idle(self) -> bool:
@@ -186,6 +202,8 @@ class Scheduler:
                 del self._lines[entry.job.adapter]
         if self._prefilling is entry:
             self._prefilling = None
+        if entry in self._through:
+            self._through.remove(entry)
         if entry in self._rows:
             self._rows.remove(entry)
         self.engine.drop(entry.answer)
@@ -196,13 +214,45 @@ class Scheduler:
         self._tell(error_event(entry.job.id, error))
 
     def turn(self) -> bool:
-        """Do one turn: drop what is too late, prepare what has arrived, a piece of a prompt, a step of all rows. Returns
+        """Do one turn: drop what is too late, prepare what has arrived, a step of all rows, pieces of prompts behind it. Returns
         whether there is more to do."""
         self._drop_late()
         self._admit()
-        self._prefill()
-        self._step()
+        for size, seconds in self.engine.chunk_times():
+            self.budget.took_chunk(size, seconds)
+        if self._rows:
+            self._step()
+        else:
+            self._told_at = None
+            self._behind()
+            self._arrive()
         return not self.is_idle
+
+    def _behind(self) -> bool:
+        """Give rows to the prompts that went through before, then put pieces of the next ones through; whether there were any."""
+        rows = len(self._rows)
+        self._arrive()
+        left_s, count = self.budget.left_s(rows), 0
+        while (size := self.budget.size(left_s, is_first=not count)) is not None:
+            taken = self._prefill(size)
+            if taken is None:
+                break
+            count += 1
+            if left_s is None:  # nobody waits for a token: others may have arrived
+                break
+            left_s -= self.budget.chunk_s(taken) or 0.0
+        return count > 0
+
+    def _arrive(self) -> None:
+        while self._through:
+            entry = self._through.popleft()
+            self._rows.append(entry)
+            try:
+                self.engine.arrive(entry.answer)
+            except TrimtabError as exc:
+                self._fail(entry, exc)
+            else:
+                self._report([entry])
 
     def _drop_late(self) -> None:
         now = self._now()
@@ -252,37 +302,51 @@ class Scheduler:
             is_barred |= line[0].overtaken >= self.engine.rows
         return None
 
-    def _prefill(self) -> None:
-        if self._prefilling is None and len(self._rows) < self.engine.rows:
+    def _prefill(self, most_tokens: int) -> int | None:
+        """Put one piece of one prompt through; return the size of its chunk, None if no prompt can go on."""
+        if self._prefilling is None and len(self._rows) + len(self._through) < self.engine.rows:
             self._prefilling = first = self._next()
             if first is not None:
                 first.started = self._now()
                 self._tell(Event(first.job.id, "started", usage={"queued_s": first.started - first.arrived}))
         entry = self._prefilling
         if entry is None:
-            return
+            return None
         try:
-            is_through = self.engine.prefill(entry.answer)
+            size, is_through = self.engine.prefill(entry.answer, most_tokens)
         except TrimtabError as exc:
             self._fail(entry, exc)
-            return
+            return 0
         if is_through:
             self._prefilling = None
-            self._rows.append(entry)
-            self._report([entry])
+            self._through.append(entry)
+        return size
 
     def _step(self) -> None:
+        waiting = bool(self._through or self._prefilling or self._lines)
+        launched = waited = False
+
+        def behind() -> bool:
+            nonlocal launched, waited
+            launched, waited = (launched if waited else self._behind()), True
+            return launched
+
         while self._rows:
-            start = self._now()
+            start, stepping = self._now(), list(self._rows)
             try:
-                self.engine.step()
+                self.engine.step(behind if waiting else None)
             except TrimtabError as exc:
                 # The one that came last needs the room that the others had, or does not go together with them.
                 self._fail(self._rows[-1], exc)
                 continue
+            now = self._now()
             self.counts.steps += 1
-            self.counts.step_s += self._now() - start
-            self._report(list(self._rows))
+            self.counts.step_s += now - start
+            if self._told_at is not None and not launched:
+                self.budget.took_step(len(stepping), now - self._told_at)
+            # What was launched behind this step delays the next one.
+            self._told_at = None if launched else now
+            self._report(stepping)
             return
 
     def _report(self, entries: list[_Entry]) -> None:
