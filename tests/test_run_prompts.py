@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
+import trimtab
 from trimtab import cli, demo
+from trimtab.commands import prompts_file
 
 BASE = str(demo.BASE)
 PLACED = ["--device", "cpu", "--context", "256"]
@@ -55,3 +60,171 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
     assert cli.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
     out, err = capsys.readouterr()
     assert out.strip() == "" and "the answer is empty: the model ended it at once" in err
+
+
+# A file of prompts ----------------------------------------------------------------------------------------------------
+
+ADAPTERS = ["--adapter", f"style={demo.ADAPTERS['style']}", "--adapter", f"specialist={demo.ADAPTERS['specialist']}"]
+
+
+def many(prompts, out, *arguments):
+    given = [
+        "run",
+        BASE,
+        *PLACED,
+        *ADAPTERS,
+        "--use",
+        "style",
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--max-new-tokens",
+        "6",
+    ]
+    return cli.main([str(part) for part in (*given, *arguments)])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    shutil.copy(demo.IMAGES[0], tmp_path / "one.png")
+    lines = [
+        {"id": "a", "prompt": "Who are you?"}, {"prompt": "What is shown?", "image": "one.png", "adapter": "specialist"},
+        {"messages": [{"role": "user", "content": "Hello"}], "max_new_tokens": 2, "answers": {}}, {"prompt": 3, "x": 1},
+        {"prompt": "Hi", "adapter": {"style": 0.5, "specialist": 0.5}},
+    ]  # fmt: skip
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join([json.dumps(line) for line in lines] + ["", "no json", ""]))
+    return path
+
+
+def read(out):
+    header, *rows = [json.loads(line) for line in out.read_text().splitlines()]
+    return header, {row["line"]: row for row in rows}
+
+
+def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    assert many(prompts, out, "--rows", 2) == 2  # two lines are wrong
+    assert "4 answered, 2 could not be answered" in capsys.readouterr().err
+    header, rows = read(out)
+    assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
+    assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
+    assert {number for number, row in rows.items() if "error" in row} == {4, 7}
+    assert rows[3]["answer_tokens"] <= 2
+    plan = trimtab.plan(
+        BASE, adapters={name: demo.ADAPTERS[name] for name in ("style", "specialist")}, context=256, device="cpu"
+    )
+    with trimtab.load(plan) as model:
+        assert rows[1]["text"] == model.answer("Who are you?", adapter="style", max_new_tokens=6).text
+        expected = model.answer(
+            "What is shown?", image=prompts.parent / "one.png", adapter="specialist", max_new_tokens=6
+        )
+        assert rows[2]["text"] == expected.text
+    whole = out.read_bytes()
+    assert many(prompts, out, "--rows", 2, "--json") == 0  # nothing to do: no model is loaded
+    assert json.loads(capsys.readouterr().out) == {
+        "prompts": 6, "answered_before": 6, "answered": 0, "errors": 0, "out": str(out)
+    }  # fmt: skip
+    assert out.read_bytes() == whole
+    kept = whole.split(b"\n")
+    out.write_bytes(b"\n".join(kept[:3]) + b'\n{"line": 4, "promp')  # as a kill leaves it
+    many(prompts, out)
+    again = read(out)
+    assert again[0] == header and {n: row.get("text") for n, row in again[1].items()} == {
+        n: row.get("text") for n, row in rows.items()
+    }
+
+
+def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Count {n}", "temperature": 50.0, "seed": n}) + "\n" for n in range(40))
+    )
+    command = [sys.executable, "-m", "trimtab", "run", BASE, *PLACED, "--prompts", str(path), "--out", str(out),
+               "--max-new-tokens", "20"]  # fmt: skip
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    until = time.monotonic() + 240
+    while (not out.exists() or out.read_bytes().count(b"\n") < 4) and time.monotonic() < until:
+        time.sleep(0.02)
+    process.kill()
+    process.communicate()
+    before = read(out)[1]
+    assert 3 <= len(before) < 40
+    assert subprocess.run(command, timeout=300, capture_output=True).returncode == 0
+    after = read(out)[1]
+    assert sorted(after) == list(range(1, 41)) and all(after[number] == row for number, row in before.items())
+
+
+def test_what_would_mix_two_runs_is_refused(prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n')
+    assert many(prompts, out) == 0
+    whole = out.read_bytes()
+    for arguments in (["--temperature", "0.5"], ["--use", "specialist"], ["--context", "200"], ["--use", "style:0.5"]):
+        assert many(prompts, out, *arguments) == 2
+        assert "answers of another run" in capsys.readouterr().err
+    prompts.write_text('{"prompt": "Ho"}\n')
+    assert many(prompts, out) == 2
+    assert "line 1 of the prompts is another one" in capsys.readouterr().err
+    (tmp_path / "notes.txt").write_text("my notes\n")
+    assert many(prompts, tmp_path / "notes.txt") == 2
+    assert out.read_bytes() == whole and (tmp_path / "notes.txt").read_text() == "my notes\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [("[]", "not a JSON object"), ('{"prompt": "a", "messages": []}', "either"), ('{"text": "a"}', "unknown key"),
+     ("{", "not JSON"),
+     ('{"prompt": "a", "image": 3}', "a file or a list"), ("[" * 100_000, "not JSON"), ('{"id": 1}', "either")],
+)  # fmt: skip
+def test_a_wrong_line_holds_its_error(line, words, tmp_path):
+    (tmp_path / "p.jsonl").write_text(line)
+    (one,) = prompts_file.read_prompts(str(tmp_path / "p.jsonl"))
+    assert words in str(one.request) and one.number == 1
+
+
+def test_limits_of_a_file_of_prompts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prompts_file, "MOST_LINES", 3)
+    monkeypatch.setattr(prompts_file, "LONGEST_LINE_BYTES", 40)
+    for text in ('{"prompt": "a"}\n' * 4, '{"prompt": "' + "a" * 60 + '"}', "", "\n"):
+        (tmp_path / "p.jsonl").write_text(text)
+        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl") == 2
+        assert not (tmp_path / "out.jsonl").exists()
+    for arguments in (["x"], ["--image", "x.png"]):
+        assert many(tmp_path / "p.jsonl", tmp_path / "out.jsonl", *arguments) == 2
+    assert cli.main(["run", BASE, "x", "--out", "y"]) == 2
+    assert cli.main(["run", BASE, "--prompts", str(tmp_path / "p.jsonl")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_command_line_are_those_of_the_call(capsys):
+    style, specialist = demo.ADAPTERS["style"], demo.ADAPTERS["specialist"]
+    options = ["--max-new-tokens", "8", "Who are you?", "--json"]
+    assert (
+        cli.main(
+            [
+                "run",
+                BASE,
+                *PLACED,
+                "--adapter",
+                f"style={style}:0.7",
+                "--adapter",
+                f"specialist={specialist}:0.3",
+                *options,
+            ]
+        )
+        == 0
+    )
+    first = json.loads(capsys.readouterr().out)
+    assert first["adapter"] == {"style": 0.7, "specialist": 0.3}
+    assert cli.main(["run", BASE, *PLACED, *ADAPTERS, "--use", "style:0.7+specialist:0.3", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == first["text"]
+    assert cli.main(["run", BASE, *PLACED, "--adapter", f"style={style}:0.5", *options]) == 0
+    assert json.loads(capsys.readouterr().out)["adapter"] == {"style": 0.5}
+    for wrong in (["--use", "style:x"], ["--use", "style+none"], ["--use", "style+style"]):
+        assert cli.main(["run", BASE, *PLACED, *ADAPTERS, *wrong, *options]) == 2
+        capsys.readouterr()

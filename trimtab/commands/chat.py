@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
+from typing import Any
 
 from trimtab.api import plan_request
 from trimtab.commands.chat_input import Reader, line_reader, terminal_reader
 from trimtab.commands.chat_session import Session
 from trimtab.commands.flags import (
-    adapter_to_use,
     add_decode,
     add_placement,
     add_sampling,
     decode_of,
+    is_saved_plan,
     plan_or_request,
     sampling_options,
     system_of,
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.saying import Command
+from trimtab.commands.weights import chosen
+from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
+from trimtab.request import parse_bytes
 
 # A conversation keeps its images; `plan` counts one for a single prompt.
 CHAT_IMAGES = 4
+PREFIX_CACHE = "256MiB"
 
 
 def add(command: Command) -> None:
@@ -59,11 +65,26 @@ def run_chat(options: argparse.Namespace) -> int:
         return session.run(reader)
 
 
-def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, str | None]:
+def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
+    """Return the plan, and the adapter or mix that answers first: with several and no weights, the base."""
+    is_default, is_off = options.prefix_cache is None, options.prefix_cache == "off"
     counted = {} if options.images is not None else {"images": CHAT_IMAGES}
+    if is_off:
+        options.prefix_cache = None
+    elif is_default and decode != "eager" and not is_saved_plan(options.model):
+        counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
     given = plan_or_request(options, **counted, head="auto", decode=decode)
-    request = given.request if isinstance(given, Plan) else given
-    names = list(request.adapters)
-    # With several, the base begins; `run` has one question and has to know.
-    adapter = adapter_to_use(options.use, names) if options.use is not None or len(names) < 2 else None
-    return (given if isinstance(given, Plan) else plan_request(given)), adapter
+    adapter = chosen(options, given, base_of_several=True)
+    if isinstance(given, Plan):
+        return given, adapter
+    try:
+        return plan_request(given), adapter
+    except DoesNotFitError:
+        if not is_default:
+            raise
+    plan = plan_request(replace(given, prefix_cache_bytes=0))
+    print(
+        "the host's budget has no room for the keys and values of earlier turns: each prompt is computed whole",
+        file=sys.stderr,
+    )
+    return plan, adapter

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab import interrupts
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
+from trimtab.commands.weights import MIX_FORM, mix_text, parse_mix
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.plan.plan import write_whole
@@ -24,6 +25,7 @@ BASE_NAMES = ("base", "none")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
     ("/adapter [NAME]", "answer with this adapter from now on, `base` with none; alone, list them"),
+    (f"/adapter {MIX_FORM}", "answer with a weighted sum of several"),
     ("/adapter NAME=PATH", "load one more adapter and answer with it"),
     ("/reload [NAME]", "read adapters again whose files have changed"),
     ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation stays as it is"),
@@ -101,7 +103,7 @@ class Session:
 
     def _prompt(self) -> str:
         waiting = "".join(f" +{Path(path).name}" for path in (*self._images, *self._audios))
-        return f"{_called(self.chat.adapter)}{waiting}> "
+        return f"{mix_text(self.chat.adapter)}{waiting}> "
 
     def _refuse(self, exc: TrimtabError) -> None:
         if not self.is_terminal:
@@ -170,7 +172,7 @@ class Session:
     def _adapter(self, rest: str) -> None:
         if not rest:
             lines = [
-                f"{'*' if name == self.chat.adapter else ' '} {_called(name)}" for name in (None, *self.model.adapters)
+                f"{'*' if name == self.chat.adapter else ' '} {mix_text(name)}" for name in (None, *self.model.adapters)
             ]
             self._say("\n".join(lines), adapters=list(self.model.adapters))
             return
@@ -178,10 +180,14 @@ class Session:
         if equals:
             self.model.load_adapter(name, path)
         self.chat.adapter = self._named(name)
-        self._say(f"answers come from {_called(self.chat.adapter)}")
+        self._say(f"answers come from {mix_text(self.chat.adapter)}")
 
-    def _named(self, name: str) -> str | None:
-        """Return an adapter's name, None for the base. Errors: RequestError if it is not loaded."""
+    def _named(self, name: str) -> Any:
+        """Return an adapter's name, a mix, None for the base. Errors: RequestError if it is not loaded."""
+        if "+" in name or ":" in name:
+            mix = parse_mix(name)
+            self.model.mixes.check(mix)
+            return mix
         if name in BASE_NAMES and name not in self.model.adapters:
             return None
         if name not in self.model.adapters:
@@ -200,9 +206,9 @@ class Session:
         texts = []
         for name in names:
             if not self.as_json:
-                print(self.style.bold(f"--- {_called(name)}"), flush=True)
+                print(self.style.bold(f"--- {mix_text(name)}"), flush=True)
             texts.append(self._show(self.chat.beside(question, adapter=name), name))
-        self._say(marked(*texts, names=(_called(names[0]), _called(names[1])), style=self.style))
+        self._say(marked(*texts, names=(mix_text(names[0]), mix_text(names[1])), style=self.style))
 
     def _again(self, rest: str) -> None:
         adapter = self._named(rest) if rest else self.chat.adapter
@@ -279,14 +285,10 @@ class Session:
         if self.chat.system:
             parts.append(f"*System:* {self.chat.system}")
         for turn in self.chat.turns:
-            who = "You" if turn.role == "user" else _called(turn.adapter)
+            who = "You" if turn.role == "user" else mix_text(turn.adapter)
             media = "".join(f"\n\n`{source}`" for source in turn.sources)
             parts.append(f"**{who}**{media}\n\n{turn.text}")
         return "\n\n".join(parts) + "\n"
-
-
-def _called(adapter: Any) -> str:
-    return BASE_NAMES[0] if adapter is None else str(adapter)
 
 
 def _path(rest: str, command: str) -> str:

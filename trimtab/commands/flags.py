@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.adapter_names import parse_unweighted
+from trimtab.adapter_names import parse_adapters, parse_unweighted
 from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
 
-def add_placement(found: argparse.ArgumentParser, *, model_help: str) -> None:
+def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: bool = False) -> None:
     """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known."""
     found.add_argument("model", metavar="MODEL", help=model_help)
     group = found.add_argument_group("placement")
-    add_adapters(group, "load this adapter")
+    add_adapters(group, "load this adapter", weights=weights)
+    found.set_defaults(takes_weights=weights)
     group.add_argument("--gpu-memory", metavar="SIZE", help="budget, such as 4GiB or 4G (default: what is free)")
     group.add_argument("--host-memory", metavar="SIZE", help="budget, such as 16GiB (default: what is available)")
     group.add_argument(
@@ -128,7 +129,10 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
         if name in ("gpu_memory", "host_memory", "prefix_cache"):
             value = parse_bytes(value, field_name=f"--{name.replace('_', '-')}")
         elif name == "adapter":
-            value = parse_unweighted(value, field="--adapter")
+            if getattr(options, "takes_weights", False):
+                value = {one.name: one.path for one in parse_adapters(value, field="--adapter")}
+            else:
+                value = parse_unweighted(value, field="--adapter")
         elif name == "place":
             value = pairs(value, "--place", "PATTERN=TIER", first=False)
         elif name == "device_map":

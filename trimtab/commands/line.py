@@ -14,7 +14,6 @@ from trimtab import show
 from trimtab.commands.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
-    adapter_to_use,
     add_decode,
     add_placement,
     add_sampling,
@@ -27,8 +26,10 @@ from trimtab.commands.flags import (
     sampling_options,
     system_of,
 )
+from trimtab.commands.many import run_many
 from trimtab.commands.opening import ENDED_AT_ONCE, opened, say_fallbacks
 from trimtab.commands.saying import Command, print_json
+from trimtab.commands.weights import MIX_FORM, chosen
 from trimtab.commands.wording import in_flags
 from trimtab.commands.words_apart import Style
 from trimtab.errors import DoesNotFitError, RequestError
@@ -63,13 +64,29 @@ def add(command: Command) -> None:
         "--patched", metavar="OUT", help="write a copy whose config names the inner linears of MODEL, for stock PEFT"
     )
 
-    ran = command("run", run_run, "plan, load and answer one prompt")
-    add_placement(ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
+    ran = command("run", run_run, "plan, load and answer one prompt, or a file of them")
+    add_placement(
+        ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote", weights=True
+    )
     prompt = ran.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
     ran.add_argument(
         "--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the question from a file"
     )
-    ran.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
+    ran.add_argument(
+        "--prompts",
+        metavar="FILE",
+        action=InPlaceOf,
+        other=prompt,
+        help="answer all prompts of a JSONL file, into --out",
+    )
+    ran.add_argument(
+        "--out", metavar="FILE", help="append the answers to this JSONL file; a run that stopped goes on there"
+    )
+    ran.add_argument("--rows", type=int, metavar="N", help="prompts of a file decoded together (default: 4)")
+    ran.add_argument(
+        "--use", metavar="NAME",
+        help=f"the adapter that answers, or a mix: {MIX_FORM} (default: the only one given, all if they have weights)",
+    )  # fmt: skip
     ran.add_argument(
         "--memory", action="store_true", help="print each share of the device's memory, planned and measured"
     )
@@ -174,6 +191,11 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 def run_run(options: argparse.Namespace) -> int:
     from trimtab.runtime.memory_shares import shares_text
 
+    if options.prompts is not None:
+        return run_many(options)
+    for flag, value in (("--out", options.out), ("--rows", options.rows)):
+        if value is not None:
+            raise RequestError("has no effect without --prompts", field=flag, value=value)
     answering, decode, prompt = sampling_options(options), decode_of(options), prompt_of(options)
     if not (prompt.strip() or options.image or options.audio):
         raise RequestError("is empty: there is nothing to answer", field="PROMPT", value=prompt)
@@ -225,8 +247,8 @@ def prompt_of(options: argparse.Namespace) -> str:
     return str(options.prompt)
 
 
-def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, str | None]:
-    """Return the plan, and the adapter that answers."""
+def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, Any]:
+    """Return the plan, and the adapter or mix that answers."""
     from trimtab.api import plan_request
     from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
@@ -234,8 +256,7 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
     given = plan_or_request(options, images=len(options.image), audio_s=sound_s, head="auto", decode=decode)
-    request = given if isinstance(given, LoadRequest) else given.request
-    adapter = adapter_to_use(options.use, list(request.adapters))
+    adapter = chosen(options, given)
     return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter
 
 

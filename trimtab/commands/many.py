@@ -1,0 +1,127 @@
+"""What `trimtab run --prompts` does: prompts of a file are decoded together, answers are appended to a file as they finish."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from typing import Any
+
+from trimtab import show
+from trimtab.api import plan_request
+from trimtab.commands.flags import check_folder_of, decode_of, plan_or_request, sampling_options, system_of
+from trimtab.commands.opening import opened, say_fallbacks
+from trimtab.commands.prompts_file import AnswersFile, PromptLine, read_prompts
+from trimtab.commands.saying import print_json
+from trimtab.commands.weights import chosen
+from trimtab.errors import RequestError
+from trimtab.plan import Plan
+
+ROWS = 4
+
+
+def run_many(options: argparse.Namespace) -> int:
+    """Answer a file of prompts. Returns the exit code: that of a wrong question if a prompt could not be answered."""
+    answering, decode, system = sampling_options(options), decode_of(options), system_of(options)
+    for flag, value in (("PROMPT", options.prompt), ("--prompt-file", options.prompt_file), ("--image", options.image),
+                        ("--audio", options.audio)):  # fmt: skip
+        if value:
+            raise RequestError("has no effect beside --prompts", field=flag, hint="Say it in the file")
+    if options.out is None:
+        raise RequestError("--prompts needs a file for the answers", field="--out")
+    check_folder_of(options.out, "--out")
+    lines = images = 0
+    for line in read_prompts(options.prompts):
+        lines, images = lines + 1, max(images, line.images)
+    if not lines:
+        raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
+    counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
+    given = plan_or_request(options, **counted, head="auto", decode=decode)
+    plan = given if isinstance(given, Plan) else plan_request(given)
+    defaults = {"system": system, "adapter": chosen(options, plan), **answering}
+    answers = AnswersFile(options.out, _header(plan, defaults, decode))
+    with closing(answers):
+        answers.open()
+        waiting = sum(not answers.check(line) for line in read_prompts(options.prompts))
+        summary = {"prompts": lines, "answered_before": lines - waiting, "answered": 0, "errors": 0, "out": options.out}
+        if waiting:
+            _answer(options, plan, decode, defaults, answers, waiting, summary)
+    if options.json:
+        print_json(summary)
+    else:
+        print(_text(summary), file=sys.stderr)
+    return 2 if summary["errors"] else 0
+
+
+def _header(plan: Plan, defaults: Mapping[str, Any], decode: str) -> dict[str, Any]:
+    """Return what decides the answers. Budgets, rows and places are left out: they change no answer but by rounding."""
+    request = plan.request
+    return {
+        "model": request.model, "model_files": [list(stamp) for stamp in plan.checkpoint_stamps],
+        "adapters": dict(request.adapters),
+        "adapter_files": {name: [list(one) for one in stamps] for name, stamps in plan.adapter_stamps.items()},
+        "quant": request.quant, "dtype": request.dtype, "head": plan.execution.head, "decode": decode,
+        "context": request.context_tokens, "options": dict(defaults),
+    }  # fmt: skip
+
+
+def _answer(
+    options: argparse.Namespace, plan: Plan, decode: str, defaults: Mapping[str, Any], answers: AnswersFile,
+    waiting: int, summary: dict[str, Any],
+) -> None:  # fmt: skip
+    """Answer what is not answered yet, and count it."""
+    asked: list[PromptLine] = []
+    sampling = {name: value for name, value in defaults.items() if name not in ("system", "adapter")}
+    question = {name: value for name, value in defaults.items() if name in ("system", "adapter") and value is not None}
+    done = 0
+
+    def add(line: PromptLine, result: Any) -> None:
+        nonlocal done
+        if isinstance(result, RequestError):
+            answers.add(line, {"error": {"class": "RequestError", "message": str(result), "field": result.field}})
+            summary["errors"] += 1
+        else:
+            answers.add(line, _values(result))
+            summary["answered"] += 1
+        done += 1
+        if bar is not None:
+            bar(done, waiting)
+
+    def requests() -> Iterator[Mapping[str, Any]]:
+        for line in read_prompts(options.prompts):
+            if answers.check(line):
+                continue
+            if isinstance(line.request, RequestError):
+                add(line, line.request)
+                continue
+            asked.append(line)
+            yield {**question, **line.request}
+
+    with opened(plan, decode) as model, show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar:
+        results = model.batch_as_finished(requests(), rows=plan.request.batch, errors="return", **sampling)
+        with closing(results) as found:  # type: ignore[type-var]
+            for index, result in found:
+                add(asked[index], result)
+        say_fallbacks(model)
+
+
+def _values(answer: Any) -> dict[str, Any]:
+    values = {
+        "text": answer.text, "finish_reason": answer.finish_reason, "prompt_tokens": answer.prompt_tokens,
+        "answer_tokens": len(answer.token_ids),
+    }  # fmt: skip
+    if answer.logprobs:
+        values["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": one.top} for one in answer.logprobs
+        ]
+    return values
+
+
+def _text(summary: Mapping[str, Any]) -> str:
+    text = f"{summary['out']}: {summary['answered']} answered"
+    if summary["answered_before"]:
+        text += f", {summary['answered_before']} were there before"
+    if summary["errors"]:
+        text += f", {summary['errors']} could not be answered (their lines hold an error)"
+    return text

@@ -1,0 +1,208 @@
+"""What `trimtab run --prompts` reads and writes: one prompt a line in, one answer a line out, whole lines only.
+
+A line of the prompts is a JSON object: `prompt` (or `messages`, as a chat), and as far as they are given `id`, `image`, `audio`
+(files beside the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers names the model, the
+adapters and the options, with their hash: a run goes on where it stopped only if they are the same. Every other line is one
+answer or one error, with the number of its prompt and a hash of its line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import trimtab
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+
+LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000
+FIELDS = ("id", "prompt", "messages", "image", "audio", "system", "adapter")
+# What other tools keep beside a prompt.
+UNUSED = ("expected", "answers", "kind", "metadata")
+OPTIONS = tuple(item.name for item in fields(GenerateRequest))
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line. number: from 1 on. digest: of its bytes. request: as `LoadedModel.batch` takes it, or what is wrong with it."""
+
+    number: int
+    digest: str
+    id: Any
+    request: Mapping[str, Any] | RequestError
+
+    @property
+    def images(self) -> int:
+        """How many images it has, those in messages left out."""
+        return 0 if isinstance(self.request, RequestError) else len(self.request.get("image", ()))
+
+
+def read_prompts(path: str) -> Iterator[PromptLine]:
+    """Yield the prompts of a file; empty lines are left out, a wrong line holds its error.
+
+    Errors: RequestError if the file cannot be read, has a line that is too long, or too many of them.
+    """
+    folder = Path(path).absolute().parent
+    try:
+        with Path(path).open("rb") as file:
+            number = 0
+            while line := file.readline(LONGEST_LINE_BYTES + 1):
+                number += 1
+                if number > MOST_LINES:
+                    raise RequestError(f"has more than {MOST_LINES} lines", field="--prompts", value=path)
+                if len(line) > LONGEST_LINE_BYTES:
+                    raise RequestError(
+                        f"line {number} has more than {LONGEST_LINE_BYTES} bytes", field="--prompts", value=path
+                    )
+                if line.strip():
+                    yield _read_line(number, line.strip(), folder)
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field="--prompts", value=path) from exc
+
+
+def _read_line(number: int, line: bytes, folder: Path) -> PromptLine:
+    digest, name = hashlib.sha256(line).hexdigest()[:16], f"line {number}"
+    try:
+        values = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as exc:
+        return PromptLine(number, digest, None, RequestError(f"is not JSON ({exc})", field=name))
+    if not isinstance(values, dict):
+        return PromptLine(number, digest, None, RequestError("is not a JSON object", field=name))
+    try:
+        return PromptLine(number, digest, values.get("id"), _request(values, name, folder))
+    except RequestError as exc:
+        return PromptLine(number, digest, values.get("id"), exc)
+
+
+def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    for key in values:
+        if key not in (*FIELDS, *UNUSED, *OPTIONS):
+            raise RequestError("unknown key", field=f"{name}: {key}", allowed=(*FIELDS, *OPTIONS))
+    if ("prompt" in values) == ("messages" in values):
+        raise RequestError("has either a prompt or messages", field=name)
+    request = {key: values[key] for key in (*OPTIONS, "system", "adapter") if values.get(key) is not None}
+    request["prompt"] = values["prompt"] if "prompt" in values else values["messages"]
+    if "stop" in request:
+        request["stop"] = tuple(request["stop"]) if isinstance(request["stop"], list) else request["stop"]
+    for kind in ("image", "audio"):
+        given = values.get(kind)
+        files = [given] if isinstance(given, str) else given or []
+        if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
+            raise RequestError("is a file or a list of files", field=f"{name}: {kind}")
+        if files:
+            request[kind] = [str(folder / file) for file in files]
+    return request
+
+
+class AnswersFile:
+    """The file of answers. header: what the run is, without what changes no answer. done: number -> digest of what is there."""
+
+    def __init__(self, path: str, header: Mapping[str, Any]) -> None:
+        self.path, self.done = Path(path), dict[int, str]()
+        text = json.dumps(header, sort_keys=True, default=str)
+        self._header = {
+            "trimtab": trimtab.__version__, "options_sha256": hashlib.sha256(text.encode()).hexdigest(), **json.loads(text),
+        }  # fmt: skip
+        self._handle: int | None = None
+
+    def open(self) -> None:
+        """Open the file, begun or new, and read what is done. A part of a line that a kill left is cut off.
+
+        Errors: RequestError if it is another run's, no such file, or being written by another process.
+        """
+        try:
+            self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._lock()
+            with os.fdopen(os.dup(self._handle), "rb") as file:
+                whole = self._read(file)
+            os.truncate(self._handle, whole)
+        except OSError as exc:
+            raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=str(self.path)) from exc
+        if not whole:
+            self._write(self._header)
+
+    def _lock(self) -> None:
+        with suppress(ImportError):  # Windows
+            import fcntl
+
+            assert self._handle is not None
+            try:
+                fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                why = "another process is writing it"
+                raise RequestError(why, field="--out", value=str(self.path)) from exc
+
+    def _read(self, file: Any) -> int:
+        """Take up what is done. Returns the bytes of whole lines."""
+        whole = 0
+        file.seek(0)
+        for count, line in enumerate(file):
+            if not line.endswith(b"\n"):
+                break
+            values = self._values(line, count + 1)
+            if count == 0:
+                self._check_header(values)
+            else:
+                self.done[values["line"]] = values["prompt_sha256"]
+            whole += len(line)
+        return whole
+
+    def _values(self, line: bytes, count: int) -> dict[str, Any]:
+        try:
+            values = json.loads(line)
+            if count > 1:
+                _ = values["line"], values["prompt_sha256"]
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
+            raise RequestError(
+                f"line {count} was not written by trimtab run",
+                field="--out",
+                value=str(self.path),
+                hint="Give another file",
+            ) from exc
+        return dict(values)
+
+    def _check_header(self, values: Mapping[str, Any]) -> None:
+        if values.get("options_sha256") == self._header["options_sha256"]:
+            return
+        known = [key for key in self._header if key not in ("trimtab", "options_sha256")]
+        changed = [key for key in known if values.get(key) != self._header[key]]
+        raise RequestError(
+            f"holds answers of another run ({', '.join(changed) or 'no header'} differ)", field="--out", value=str(self.path),
+            hint="Give the same model, adapters and options, or another file",
+        )  # fmt: skip
+
+    def check(self, line: PromptLine) -> bool:
+        """Return whether a prompt is answered. Errors: RequestError if another prompt was on its line."""
+        digest = self.done.get(line.number)
+        if digest is not None and digest != line.digest:
+            raise RequestError(
+                f"line {line.number} of the prompts is another one than the answered one", field="--out",
+                value=str(self.path), hint="Give another file",
+            )  # fmt: skip
+        return digest is not None
+
+    def add(self, line: PromptLine, values: Mapping[str, Any]) -> None:
+        """Write one answer or error, a whole line at once. Errors: RequestError if the disk is full, say."""
+        about = {"line": line.number, "prompt_sha256": line.digest, **({} if line.id is None else {"id": line.id})}
+        self._write({**about, **values})
+        self.done[line.number] = line.digest
+
+    def _write(self, values: Mapping[str, Any]) -> None:
+        assert self._handle is not None
+        data = (json.dumps(values, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
+        try:
+            while data:
+                data = data[os.write(self._handle, data) :]
+        except OSError as exc:
+            raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=str(self.path)) from exc
+
+    def close(self) -> None:
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None

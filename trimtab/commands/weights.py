@@ -1,0 +1,60 @@
+"""Which adapters answer, with which weights: what `--adapter NAME=PATH:0.7` and `--use` say together."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from trimtab.adapter_names import NAME, parse_adapters
+from trimtab.commands.flags import adapter_to_use
+from trimtab.errors import RequestError
+from trimtab.plan import Plan
+from trimtab.request import LoadRequest
+
+MIX_FORM = "A:0.7+B:0.3"
+
+
+def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
+    """Return the adapter that answers: a name, name -> weight, or None for the base.
+
+    With a weight on any of them and no --use, all adapters answer together. base_of_several: whether several without a weight
+    leave the choice open. Errors: RequestError.
+    """
+    weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
+    request = given.request if isinstance(given, Plan) else given
+    names, use = list(request.adapters), options.use
+    if use is not None and ("+" in use or ":" in use):
+        mix = parse_mix(use)
+        for name in mix:
+            adapter_to_use(name, names)
+        return mix
+    if use is None and any(weight != 1 for weight in weights.values()):
+        return dict(weights)
+    if use is None and base_of_several and len(names) > 1:
+        return None
+    one = adapter_to_use(use, names)
+    weight = 1.0 if one is None else weights.get(one, 1.0)
+    return one if weight == 1 else {one: weight}
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Return name -> weight of "A:0.7+B:0.3"; without a number a weight is 1. Errors: RequestError."""
+    mix: dict[str, float] = {}
+    for part in text.split("+"):
+        name, colon, number = part.strip().partition(":")
+        try:
+            weight = float(number) if colon else 1.0
+        except ValueError:
+            weight = None
+        if weight is None or not NAME.fullmatch(name) or name in mix:
+            raise RequestError("is not a mix of adapters", field="--use", value=text, allowed=("A", MIX_FORM))
+        mix[name] = weight
+    return mix
+
+
+def mix_text(adapter: Any) -> str:
+    """Return an adapter, or a mix of several, as it is written."""
+    if isinstance(adapter, Mapping):
+        return "+".join(f"{name}:{weight:g}" for name, weight in adapter.items())
+    return "base" if adapter is None else str(adapter)
