@@ -96,7 +96,7 @@ class Terminal:
 
     def wait_for(self, pattern):
         """Read until the pattern is seen; returns what came, without escape sequences, and forgets it."""
-        until = time.monotonic() + 120
+        until = time.monotonic() + 400  # a limit for what hangs, on a machine that has other work
         while time.monotonic() < until:
             try:
                 self.seen += os.read(self.master, 65536).decode(errors="replace")

@@ -22,7 +22,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.saying import Command
-from trimtab.commands.weights import chosen
+from trimtab.commands.weights import MIX_FORM, chosen
 from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
 from trimtab.request import parse_bytes
@@ -35,8 +35,16 @@ PREFIX_CACHE = "256MiB"
 def add(command: Command) -> None:
     """Add the command."""
     found = command("chat", run_chat, "talk to a model: turns, images, sounds, adapters switched and compared")
-    add_placement(found, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
-    found.add_argument("--use", metavar="NAME", help="the adapter that answers first (default: the only one given)")
+    add_placement(
+        found,
+        model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote",
+        weights=True,
+    )
+    found.add_argument(
+        "--use",
+        metavar="NAME",
+        help=f"the adapter that answers first, or a mix: {MIX_FORM} (default: the only one given)",
+    )
     found.add_argument("--images", type=int, metavar="N", help=f"images in one conversation (default: {CHAT_IMAGES})")
     found.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one conversation (default: 30)")
     found.add_argument("--system", metavar="S", help="a system message")
