@@ -18,9 +18,10 @@ from trimtab.doctor.claims import CLAIMS, NOT_TESTED, REFUTED, WIDER, decide_cla
 from trimtab.doctor.draft_buckets import BUCKETS, STATES, Bucket
 from trimtab.doctor.draft_clean import check_clean, clean
 from trimtab.doctor.draft_evidence import Point, Run, Statement, differences, evidence_of, nearest_pass, raised_in
-from trimtab.doctor.draft_front import came_back, fixed_here, owner_of
 from trimtab.doctor.draft_scripts import SCRIPTS, script
-from trimtab.doctor.draft_text import Gap, Link, Quote, Section, Table, Wish, cell, fence, inline, plain
+from trimtab.doctor.issues.issue import Recorded
+from trimtab.doctor.issues.markdown import cell, fence, inline, plain
+from trimtab.doctor.issues.owner import came_back, fixed_here, owner_of
 from trimtab.doctor.labels import LABELS
 from trimtab.errors import RequestError
 
@@ -145,9 +146,8 @@ def test_a_sentence_without_a_run_cannot_be_made():
     assert (caught.value.field, caught.value.value) == ("statement", "it fails")
     with pytest.raises(RequestError):
         Statement("it fails", ({"case": "made up"},))
-    for kind in (lambda: Quote("x", "text", ()), lambda: Table(("a",), (("b",),), ())):
-        with pytest.raises(RequestError):
-            kind()
+    with pytest.raises(RequestError):
+        Recorded("x", ())
 
 
 def test_what_is_no_record_is_no_evidence():
@@ -173,24 +173,28 @@ def test_every_fact_of_a_draft_names_a_run_and_every_number_in_it_was_recorded()
     recorded = json.dumps(the_runs()) + json.dumps(ENVIRONMENT)
     for one in made.drafts:
         known = {run.mark for run in one.runs} | {"reproducer", "environment"}
-        for section in one.sections:
-            assert isinstance(section, Section)
-            for block in section.blocks:
-                assert isinstance(block, Statement | Quote | Table | Wish | Link | Gap)
-                if isinstance(block, Statement | Quote | Table):
-                    assert block.sources and {source.mark for source in block.sources} <= known
-                if isinstance(block, Statement) and one.shown not in block.sources:
-                    for number in re.findall(r"(?<![\w-])\d+(?![\w-])", block.text):
-                        assert number in recorded, block.text
-            if section.title in ("Expected behaviour", "Questions"):
-                assert all(isinstance(block, Wish) for block in section.blocks)
+        for facts in one.facts.values():
+            for fact in facts:
+                assert isinstance(fact, Statement | Recorded)
+                assert fact.sources and {source.mark for source in fact.sources} <= known
+                if isinstance(fact, Statement) and one.shown not in fact.sources:
+                    for number in re.findall(r"(?<![\w-])\d+(?![\w-])", fact.text):
+                        assert number in recorded, fact.text
+        # What the template adds to the facts has no number of its own.
+        body = one.markdown().partition("\n---\n")[2]
+        for text in sorted((str(fact) for facts in one.facts.values() for fact in facts), key=len, reverse=True):
+            body = body.replace(text, "")
+        for _, quoted in commonmark_fences(body):
+            body = body.replace(quoted, "")
+        own = [line for line in body.splitlines() if not line.startswith("|") and "http" not in line]
+        assert not re.search(r"(?<![\w#-])\d+(?![\w-])", "\n".join(own).replace("PEFT 0", "")), own
 
 
 def test_each_line_of_the_issue_with_a_fact_ends_with_its_runs():
     body = the_draft(make(), "quant-state-meta-item").markdown().partition("\n---\n")[2]
     facts = re.search(r"### Summary\n(.*?)\n### Exact", body, re.DOTALL).group(1).strip().splitlines()
     assert [re.search(r"(\[[^\]]+\])$", line).group(1) for line in facts[:3]] == ["[r1]", "[r2]", "[reproducer]"]
-    assert len(facts) == 4 and facts[3].startswith("- Marks in brackets say where")
+    assert facts[3] == "" and facts[4].startswith("Marks such as [r2] are rows of the table")
 
 
 def test_every_run_that_a_sentence_names_stands_in_the_table_of_results():
@@ -219,7 +223,7 @@ def test_a_wrong_answer_is_told_by_mode_and_number():
     undone = {"label": "PASS_BUT_PLACEMENT_UNDONE", "placement_kept": False, "asked": TOWERS}
     text = make([record("A", modes=modes, **undone), record("C")]).drafts[0].markdown()
     assert "text right, image another answer, audio failed" in text
-    assert "another answer than that of the same model on one device: image (a logit differs by 3.14). [r1]" in text
+    assert "Another answer than that of the same model on one device: image (a logit differs by 3.14). [r1]" in text
 
 
 def test_what_sets_two_runs_apart_is_said():
@@ -238,7 +242,11 @@ def test_long_lines_are_cut_and_say_so():
     output = printed("RuntimeError", f"{ITEM} {'x' * 2000}", "bitsandbytes/functional.py")
     runs = [{**r03(), "exception": long}, record("R05")]
     text = the_draft(make(runs, run_script=lambda _: came(output)), "quant-state-meta-item").markdown()
-    assert max(map(len, text.splitlines())) < 800 and text.count("characters left out]") >= 4
+    assert max(map(len, text.splitlines())) < 800
+    fenced = "\n".join(body for _, body in commonmark_fences(text))
+    # In what is quoted with a count, in sentences with an ellipsis.
+    assert text.count("characters left out]") == fenced.count("characters left out]") >= 2
+    assert f"`RuntimeError: {ITEM} ...`" in text
 
 
 def test_lines_that_differ_in_a_module_are_told_once():
@@ -444,7 +452,7 @@ def test_a_draft_has_every_section():
     assert re.findall(r"^### (.*)", text, re.M) == [
         "System information", "Summary", "Exact configuration", "Reproducer: the case that works and the case that fails",
         "Observed results", "Trace", "Expected behaviour", "Actual behaviour", "Why it is specific",
-        "Related observations", "Questions", "Links",
+        "Related observations", "Checks on another model", "Questions", "Links",
     ]  # fmt: skip
 
 

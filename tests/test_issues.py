@@ -1,19 +1,28 @@
 """Issues: what saved lanes carry, where a failure is filed, what is withheld and why."""
 
+import ast
+import contextlib
+import io
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 from trimtab import cli
+from trimtab.doctor import draft as module
 from trimtab.doctor.claims import decide_claims
 from trimtab.doctor.draft import make_drafts
-from trimtab.doctor.draft_evidence import differences, evidence_of
-from trimtab.doctor.draft_front import _action, front_matter
+from trimtab.doctor.draft_buckets import BUCKETS
+from trimtab.doctor.draft_evidence import Shown, Statement, differences, evidence_of
+from trimtab.doctor.environment import read_environment
+from trimtab.doctor.issues.owner import action_for
 from trimtab.doctor.trackers import Tracker
 
 ROOT = Path(__file__).resolve().parent.parent
+NEVER_RECORDED = {"merge-4bit"}  # the merge lanes carry it (trimtab verify --lanes)
+CODE_SPAN = re.compile(r"(?<!`)(`+)(?!`)(.*?)(?<!`)\1(?!`)")
 
 
 @pytest.fixture
@@ -100,8 +109,10 @@ def test_clippable_draft_sends_to_the_thread_that_is_open():
         run_script=shown(run, "ValueError", "Target module Gemma4ClippableLinear("),
     )  # fmt: skip
     (draft,) = made.drafts
-    target = dict(front_matter(draft))["Target repository"]
-    assert "add the evidence to huggingface/peft#3129, no new issue" in target
+    assert (
+        "| Target repository | `huggingface/peft`: add the evidence to huggingface/peft#3129, no new issue |"
+        in draft.markdown()
+    )
     assert "peft-clippable-linear.md: huggingface/peft#3129" in made.not_to_file
 
 
@@ -119,10 +130,10 @@ def test_offload_folder_has_a_draft_about_documentation():
 
 def test_unknown_thread_comes_before_a_new_issue():
     known = (Tracker("huggingface/peft", 7, "named by users"), Tracker("huggingface/peft", 8, "closed"))
-    said = _action("primary", known, "huggingface/peft")
+    said = action_for("primary", known, "huggingface/peft")
     assert said.startswith("look at huggingface/peft#7 first") and said.endswith("else new issue")
-    assert _action("primary", known[1:], "huggingface/peft") == "new issue"
-    assert _action("fixed", known, "huggingface/peft") == "no new issue, a release has the fix"
+    assert action_for("primary", known[1:], "huggingface/peft") == "new issue"
+    assert action_for("fixed", known, "huggingface/peft") == "no new issue, a release has the fix"
 
 
 def test_qlora_adapters_are_broken_is_a_claim_that_a_pass_refutes():
@@ -171,25 +182,135 @@ def test_written_map_leads_before_an_automatic_one():
     assert (draft.failing[0].case, draft.passing.case) == ("R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT")
 
 
-def test_draft_has_what_a_maintainer_asks_for():
-    text = item_draft().markdown()
+@cache
+def drafts_of(matrix):
+    """Return a draft for every failure that a recorded matrix has one for; their reproducers are taken as run."""
+    runs = json.loads((ROOT / "bench" / "results" / f"matrix_{matrix}.json").read_text(encoding="utf-8"))["runs"]
+    output = "works: it\nTraceback (most recent call last):\nRuntimeError: it\n"
+
+    def taken(text, bucket, run, came):
+        return Shown(text, output, 1, 3.0, run.versions), ""
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(module, "show", taken)
+        made = make_drafts(runs, environment_of(runs[0]), run_script=lambda text: {})
+    return {draft.bucket.name: draft for draft in made.drafts}
+
+
+MATRICES = ("cpu_newest", "cpu_oldest", "gpu_newest", "gpu_oldest")
+ALL = [(matrix, name) for matrix in MATRICES for name in drafts_of(matrix)]
+
+
+def test_the_matrices_give_a_draft_for_every_bucket_but_those_that_need_another_stack():
+    seen = {name for _, name in ALL}
+    assert {bucket.name for bucket in BUCKETS} - seen <= NEVER_RECORDED
+    assert len(ALL) > 20
+
+
+def body_of(text):
+    """Return the issue's text without what it quotes: fences, then code spans."""
+    body = text.partition("\n---\n")[2]
+    return CODE_SPAN.sub("``", re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.S | re.M))
+
+
+def packing(run):
+    quant = (run.configuration.get("base") or {}).get("quantization_config") or {}
+    return {name: value for name, value in quant.items() if name.startswith(("load_in", "bnb_4bit"))}
+
+
+def check_as_a_maintainer(draft):
+    """Raise AssertionError with the first point of a maintainer's checklist that the draft misses."""
+    text, first = draft.markdown(), draft.failing[0]
     above, _, body = text.partition("\n---\n")
     # Versions and the setting, whole.
-    for row in (
-        "| peft |",
-        "| transformers |",
-        "| model |",
-        "| adapter |",
-        "| attn\\_implementation |",
-        "| trust\\_remote\\_code |",
-    ):
-        assert row in body, row
-    assert "small model that comes with trimtab" in body
-    # The half that works comes first, in the words and in the script that was run.
-    assert body.index("Works, the nearest case") < body.index("- Fails:")
-    assert body.index('print("works:') < body.index("model(ids)\n")
-    # One claim a sentence, each with its run; no marks alone, nothing cut for a few characters.
-    lines = body.splitlines()
-    assert not [line for line in lines if re.fullmatch(r"(\[[^\]]+\] ?)+", line.strip())]
-    assert not re.search(r"\[\d{1,2} characters left out\]", body)
-    assert "quantization, device_map" in above and "https://huggingface.co/docs/" in body
+    for name in first.versions:
+        assert f"| {name} | {first.versions[name]} |" in body, name
+    for name in ("device", "model", "adapter", "attn\\_implementation", "trust\\_remote\\_code"):
+        assert re.search(rf"^\| {re.escape(name)} \| [^|]+ \|$", body, re.M), name
+    assert ("bundled demo model" in body) == (first.record["model"] == "demo")
+    # The half that works comes first: in the summary, in the script, in what it printed.
+    if draft.passing is not None:
+        assert body.index("- Works, the nearest case") < body.index("- Fails:")
+    assert draft.shown.text.find("works: ") >= 0 and body.index(draft.shown.text.rstrip()) < body.index("\nworks: ")
+    assert draft.shown.output.index("works: ") < draft.shown.output.index("Traceback")
+    # One claim a sentence, each with its runs; no marker alone, no sentence without its end.
+    for facts in draft.facts.values():
+        for fact in facts:
+            if isinstance(fact, Statement):
+                own = CODE_SPAN.sub("``", fact.text)
+                assert ";" not in own and not re.search(r"[.!?] [A-Z]", own), fact.text
+                assert re.search(r"[.:`)]$", fact.text), fact.text
+                assert f"- {fact}" in body and fact.marks
+    lines = body_of(text).splitlines()
+    assert not [line for line in lines if re.fullmatch(r"[\s.:-]*(Recorded in )?(\[[^\]]+\][ .:]*)+", line)]
+    assert not re.search(r"\[\d+ characters left out\]", re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.S | re.M))
+    # The contrast is of single settings: the same packing beside it where such a run passed.
+    if draft.passing is not None:
+        beside = [
+            run for run in draft.runs
+            if run.is_stock and run.passed and run.versions == first.versions and run.device_kind() == first.device_kind()
+        ]  # fmt: skip
+        assert packing(draft.passing) == packing(first) or packing(first) not in map(packing, beside), (
+            draft.passing.case
+        )
+    assert "https://huggingface.co/docs/" in body and "| Labels | " in above and "\n\n\n\n" not in body
+
+
+@pytest.mark.parametrize("matrix, name", ALL)
+def test_every_draft_has_what_a_maintainer_asks_for(matrix, name):
+    check_as_a_maintainer(drafts_of(matrix)[name])
+
+
+@pytest.mark.parametrize("matrix, name, failing, passing", [
+    ("cpu_oldest", "params4bit-constructor", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
+    ("gpu_oldest", "params4bit-constructor", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
+    ("cpu_newest", "quant-state-meta-item", "R03_SPLIT_4BIT_DOUBLE_QUANT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT"),
+    ("cpu_newest", "quant-state-meta-copy", "R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
+    ("cpu_oldest", "shared-kv-states", "SPLIT_4BIT_ADAPTER_SAME_MAP", "R05_ALL_GPU_4BIT"),
+])  # fmt: skip
+def test_a_draft_leads_with_the_pair_of_cases_that_was_recorded_for_it(matrix, name, failing, passing):
+    draft = drafts_of(matrix)[name]
+    assert (draft.failing[0].case, draft.passing.case) == (failing, passing)
+
+
+@pytest.mark.parametrize("matrix, name", ALL)
+def test_a_reproducer_quantizes_as_the_run_of_its_draft(matrix, name):
+    draft = drafts_of(matrix)[name]
+    quant = (draft.failing[0].configuration.get("base") or {}).get("quantization_config") or {}
+    asked = set(re.findall(r"bnb_4bit_use_double_quant=(True|False)", draft.shown.text))
+    if asked and quant.get("load_in_4bit"):
+        assert asked == {str(bool(quant.get("bnb_4bit_use_double_quant")))}
+
+
+def test_checks_of_a_draft_run_and_name_what_is_wrong():
+    """The snippet as a reader would paste it, on a stock 4-bit model of which one scale has lost its data."""
+    from tests.stock import load_stock
+
+    text = item_draft().markdown()
+    snippet = re.search(r"### Checks on another model\n.*?```python\n(.*?)```", text, re.S).group(1)
+    model = load_stock(ROOT / "trimtab" / "demo" / "base", "nf4-dq")
+    path = "model.language_model.layers.0.self_attn.q_proj"
+    state = model.get_submodule(path).weight.quant_state
+    state.offset = state.offset.to("meta")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(snippet, {"model": model, "device_map": {"model.vision_projector": "cpu", "model.vision_tower": "cpu"}})
+    scales, keys = map(ast.literal_eval, printed.getvalue().splitlines())
+    assert scales == [f"{path}.weight.quant_state: offset"]
+    assert list(keys) == ["model.vision_projector"]
+    assert {"model.vision_tower", "model.embed_vision"} <= set(keys["model.vision_projector"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("matrix", ["cpu_newest", "cpu_oldest"])
+def test_every_draft_s_own_reproducer_runs(matrix):
+    """With the reproducers really run, in the environment of this test: those of other versions are withheld by name."""
+    runs = json.loads((ROOT / "bench" / "results" / f"matrix_{matrix}.json").read_text(encoding="utf-8"))["runs"]
+    environment = read_environment()
+    made = make_drafts(runs, environment)
+    if any(environment.versions.get(name) != value for name, value in evidence_of(runs)[0].versions.items()):
+        assert made.drafts == () and any("recorded under other versions" in one.reason for one in made.withheld)
+        return
+    assert {draft.bucket.name for draft in made.drafts} == set(drafts_of(matrix))
+    for draft in made.drafts:
+        check_as_a_maintainer(draft)

@@ -32,11 +32,10 @@ from trimtab.doctor.draft_evidence import (
     setting_groups,
     without_numbers,
 )
-from trimtab.doctor.draft_front import fixed_here, front_matter, owner_of
-from trimtab.doctor.draft_not import not_to_file
 from trimtab.doctor.draft_scripts import script
-from trimtab.doctor.draft_sections import sections_of
-from trimtab.doctor.draft_text import Section, render
+from trimtab.doctor.issues.issue import Fact, facts_of, issue_markdown
+from trimtab.doctor.issues.not_to_file import not_to_file
+from trimtab.doctor.issues.owner import fixed_here, owner_of
 from trimtab.errors import RequestError
 
 NOT_TO_FILE = "NOT_TO_FILE.md"
@@ -70,12 +69,12 @@ class Draft:
         return f"{self.owner}-{self.bucket.name}.md"
 
     @property
-    def sections(self) -> tuple[Section, ...]:
-        return sections_of(self)
+    def facts(self) -> dict[str, tuple[Fact, ...]]:
+        return facts_of(self)
 
     def markdown(self) -> str:
         """Return the file's text. Errors: RequestError if something personal would get into it."""
-        text = render(self.bucket.title, front_matter(self), self.sections)
+        text = issue_markdown(self)
         check_clean(text, what=self.file_name)
         return text
 
@@ -229,18 +228,27 @@ class _Maker:
             if bucket is not None:
                 found.setdefault(bucket.name, (bucket, []))[1].append(run)
         # Runs of one bucket under several version sets: the first set is the draft's, the others are told beside it.
-        return [(bucket, self._plainest_first(runs)) for bucket, runs in found.values()]
+        return [(bucket, self._plainest_first(bucket, runs)) for bucket, runs in found.values()]
 
-    def _plainest_first(self, runs: list[Run]) -> tuple[Run, ...]:
+    def _passing(self, bucket: Bucket, run: Run) -> Run | None:
+        """Return the run that works beside a failing one: the other of the bucket's pair, else the nearest."""
+        if run.case == bucket.pair[0]:
+            beside = [other for other in self.runs if other.case == bucket.pair[1]]
+            if pair := nearest_pass(run, beside):
+                return pair
+        return nearest_pass(run, self.runs)
+
+    def _plainest_first(self, bucket: Bucket, runs: list[Run]) -> tuple[Run, ...]:
         """Return the runs with the one first that the draft is about: it was run under the environment's versions, so that
-        the reproducer can be, and it is nearest to a case that works."""
+        the reproducer can be, and it is the bucket's own case or nearest to a case that works."""
 
-        def order(run: Run) -> tuple[bool, bool, int]:
-            passing = nearest_pass(run, self.runs)
+        def order(run: Run) -> tuple[bool, bool, bool, int]:
+            passing = self._passing(bucket, run)
+            is_pair = passing is not None and (run.case, passing.case) == bucket.pair
             # A map that is written out can be read; an automatic one depends on the card.
             is_automatic = isinstance((run.configuration.get("base") or {}).get("device_map"), str)
             far = 1000 if passing is None else setting_groups(run, passing)
-            return not self.machine.has(run.versions), is_automatic, far
+            return not self.machine.has(run.versions), not is_pair, is_automatic, far
 
         first = min(runs, key=order)
         return (first, *(run for run in runs if run is not first))
@@ -285,7 +293,7 @@ class _Maker:
             self._withhold(bucket.name, reason, failing)
             return None
         bug = self.bugs.get(bucket.bug)
-        passing = nearest_pass(first, self.runs)
+        passing = self._passing(bucket, first)
         state = FIXED if bug is not None and fixed_here(bug, first) else bucket.state if passing else DEFERRED
         probed = tuple(one for one in self.probed if one.bug_id == bucket.bug)
         owner, _ = owner_of(bug, first)

@@ -34,7 +34,8 @@ def _any(run: Run) -> bool:
 class Bucket:
     """One issue. name: of its file. labels: of the runs it gathers, those that `only` takes. bug: catalogue id. title: of
     the issue. kinds: GitHub labels to suggest. state: before "fixed" and "deferred" are decided. script: of draft_scripts.
-    shows: (exception type, text) that the reproducer must end in. expected: alternatives. beside: buckets to link."""
+    shows: (exception type, text) that the reproducer must end in. pair: the cases, failing and passing, that make the plainest
+    contrast where both were recorded. expected: alternatives. beside: buckets to link."""
 
     name: str
     labels: tuple[str, ...]
@@ -42,6 +43,7 @@ class Bucket:
     title: str
     shows: tuple[str, str]
     script: str = ""
+    pair: tuple[str, str] = ("", "")
     kinds: tuple[str, ...] = ("bug",)
     state: str = PRIMARY
     expected: tuple[str, ...] = ()
@@ -126,7 +128,8 @@ RE_PLAN_LOG = Point(
 
 BUCKETS: tuple[Bucket, ...] = (
     Bucket(
-        name="params4bit-constructor", labels=("FAIL_BNB_PARAM_CONSTRUCTOR",), bug="A3", script="layer-double-quant",
+        name="params4bit-constructor", pair=("R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
+        labels=("FAIL_BNB_PARAM_CONSTRUCTOR",), bug="A3", script="layer-single-quant",
         shows=("TypeError", r"__new__\(\) got an unexpected keyword argument '_is_hf_initialized'"),
         title="Offloading a quantized weight raises TypeError: unexpected keyword argument '_is_hf_initialized'",
         expected=(
@@ -138,7 +141,8 @@ BUCKETS: tuple[Bucket, ...] = (
         beside=("quant-state-meta-item", "placement-planned-again"),
     ),
     Bucket(
-        name="quant-state-meta-item", labels=("FAIL_QUANT_STATE_META_ITEM",), bug="A1", state=SUPPORTING,
+        name="quant-state-meta-item", pair=("R03_SPLIT_4BIT_DOUBLE_QUANT", "R05_ALL_GPU_4BIT_DOUBLE_QUANT"),
+        labels=("FAIL_QUANT_STATE_META_ITEM",), bug="A1", state=SUPPORTING,
         script="layer-double-quant", shows=("RuntimeError", r"Tensor\.item\(\) cannot be called on meta tensors"),
         title="Offloading a double-quantized 4-bit layer raises: Tensor.item() cannot be called on meta tensors",
         expected=(
@@ -154,7 +158,8 @@ BUCKETS: tuple[Bucket, ...] = (
         beside=("quant-state-meta-copy", "placement-planned-again"),
     ),
     Bucket(
-        name="quant-state-meta-copy", labels=("FAIL_QUANT_STATE_META_COPY", "FAIL_QUANT_STATE_META_USE"), bug="A2",
+        name="quant-state-meta-copy", pair=("R03_SPLIT_4BIT", "R05_ALL_GPU_4BIT"),
+        labels=("FAIL_QUANT_STATE_META_COPY", "FAIL_QUANT_STATE_META_USE"), bug="A2",
         script="layer-single-quant", shows=("NotImplementedError", r"Cannot copy out of meta tensor; no data"),
         title="An offloaded 4-bit layer loads without an error and fails at the first forward: Cannot copy out of meta tensor",
         expected=(
@@ -212,7 +217,8 @@ BUCKETS: tuple[Bucket, ...] = (
         questions=("Would a sentence in the docstring be welcome?",), beside=("map-ignored",),
     ),
     Bucket(
-        name="shared-kv-states", labels=("FAIL_SHARED_KV_KEYERROR",), bug="B4", script="shared-kv",
+        name="shared-kv-states", pair=("SPLIT_4BIT_ADAPTER_SAME_MAP", "R05_ALL_GPU_4BIT"),
+        labels=("FAIL_SHARED_KV_KEYERROR",), bug="B4", script="shared-kv",
         shows=("KeyError", r"^(\d+|'(sliding|full)_attention')$"),
         title="KeyError in shared_kv_states at the first prefill of a model that PEFT dispatched",
         expected=(

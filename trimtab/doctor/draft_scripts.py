@@ -45,7 +45,7 @@ LOAD = """
 def load(device_map, quantize=True, **options):
     if quantize:
         options["quantization_config"] = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=False,
             bnb_4bit_compute_dtype=torch.bfloat16, llm_int8_enable_fp32_cpu_offload=True,
         )
     return Gemma4ForConditionalGeneration.from_pretrained(

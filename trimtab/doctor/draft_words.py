@@ -8,7 +8,7 @@ from typing import Any
 
 from trimtab.doctor.cases import TARGETS
 from trimtab.doctor.draft_evidence import OFFLOAD, Run
-from trimtab.doctor.draft_text import inline
+from trimtab.doctor.issues.markdown import inline
 
 MOST_NAMES = 3
 LINE_CHARS = 300
@@ -108,7 +108,7 @@ def ended(run: Run) -> str:
     from trimtab.doctor.labels import LABELS, meaning_of
 
     if run.exception is not None:
-        return inline(cut(run.ended()))
+        return inline(whole_sentences(run.ended()))
     return f"{meaning_of(run.label)} ({inline(run.label)})" if run.label in LABELS else inline(run.label)
 
 
@@ -140,6 +140,14 @@ def cut(line: str) -> str:
         return line
     kept = line[:LINE_CHARS].rpartition(" ")[0] or line[:LINE_CHARS]
     return f"{kept} [{len(line) - len(kept)} characters left out]"
+
+
+def whole_sentences(text: str) -> str:
+    """Return recorded prose without its last sentences if it is long; of a single long one the first words and "..."."""
+    if len(text) <= LINE_CHARS + SPARE_CHARS:
+        return text
+    end = max(text.rfind(mark, 0, LINE_CHARS) for mark in (". ", "! ", "? "))
+    return text[: end + 1] if end > 0 else f"{text[:LINE_CHARS].rpartition(' ')[0] or text[:LINE_CHARS]} ..."
 
 
 def shortened(output: str, *, first: int = 15, last: int = 45) -> str:

@@ -1,1 +1,1 @@
-"""Issues that are made of something else than runs of the matrix: templates and what fills them."""
+"""Issues: the jinja templates, and the evidence that fills them."""

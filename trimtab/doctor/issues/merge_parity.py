@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.doctor.draft_clean import check_clean, clean, clean_all
+from trimtab.doctor.issues.markdown import render
 from trimtab.errors import CheckpointError, RequestError
 
 DIRECT, CONTROL = "direct_4bit_merge", "fresh_bf16_merge"
 FILE = "peft-merge-parity.md"
 TRACKER = "huggingface/peft#2321"
 TITLE = "Direct merge_and_unload into bitsandbytes 4-bit layers does not reproduce the adapter-loaded output; a bf16 merge does"
-TEMPLATE = Path(__file__).with_name("merge_parity.md.j2")
+TEMPLATE = "merge_parity.md.j2"
 MOST_BYTES = 64 * 2**20
 
 
@@ -51,10 +52,7 @@ def merge_parity(report: Mapping[str, Any]) -> tuple[str | None, str]:
     reason = _why_not(direct, control)
     if reason or direct is None or control is None:
         return None, reason
-    import jinja2
-
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(clean_all({
+    text = render(TEMPLATE, **clean_all({
         "title": TITLE, "tracker": TRACKER, "state": "supporting: a finding of its own, not part of an issue on offload",
         "versions": dict(report.get("versions") or {}), "device": str(report.get("device") or "not said"),
         "model": _name(report.get("model")), "adapter": _name(report.get("adapter")), "direct": _lane(direct),

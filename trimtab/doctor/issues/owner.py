@@ -1,6 +1,6 @@
-"""What the filer must know before filing, above the line: whose it is, new issue or old thread, state, what is fixed.
+"""Whose a failure is, and where it is filed: the owner, a new issue or an open thread, labels, whether a release fixes it.
 
-Here the catalogue may speak too, and is named as what it is; the text of the issue below the line rests on runs alone.
+Here the catalogue may speak too, and is named as what it is; the text of an issue rests on runs alone.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trimtab.doctor.bug import Bug
-from trimtab.doctor.draft_buckets import FIXED, REPOSITORIES, STATES
+from trimtab.doctor.draft_buckets import FIXED, REPOSITORIES
 from trimtab.doctor.draft_evidence import Run
-from trimtab.doctor.draft_text import cell, inline, marks
+from trimtab.doctor.issues.markdown import inline
 from trimtab.doctor.trackers import NAMED, Tracker, known_trackers, release
 
 if TYPE_CHECKING:
@@ -67,29 +67,6 @@ def _has_fix(package: str, fixed_in: str, run: Run) -> bool:
     return package in run.versions and release(run.versions[package]) >= release(fixed_in)
 
 
-def front_matter(draft: Draft) -> list[tuple[str, str]]:
-    """Return the rows above the line."""
-    repository = REPOSITORIES.get(draft.owner, draft.owner)
-    known = trackers_of(draft.bug, draft.failing[0])
-    action = _action(draft.state, known, repository)
-    _, why = owner_of(draft.bug, draft.failing[0])
-    rows = [
-        ("Target repository", f"{inline(repository)}: {action}"),
-        ("Why there", cell(why)),
-        ("State", f"{draft.state}: {STATES[draft.state]}"),
-        ("Labels", ", ".join(labels_of(draft))),
-        ("Cross-links", ", ".join(_cross_links(draft, repository)) or "none"),
-        ("Known threads", "; ".join(f"{one.name} ({one.state or 'state not known'})" for one in known) or "none found"),
-    ]
-    if draft.bug is not None:
-        fixes = [f"{one.package} {one.fixed_in}" for one in draft.bug.affected if one.fixed_in]
-        rows.append(("Fixed in", f"{' or '.join(fixes)} (catalogue)" if fixes else "no release known (catalogue)"))
-        rows.append(("Way round", f"{cell(draft.bug.way_round)} (catalogue)"))
-    if back := came_back(draft.bug, draft.failing[0]):
-        rows.append(("Came back", f"fails with {', '.join(back)} {marks(draft.failing[:1])}"))
-    return rows
-
-
 def labels_of(draft: Draft) -> list[str]:
     """Return labels to suggest: the kind of issue, then what the recorded failure has to do with."""
     first = draft.failing[0]
@@ -103,7 +80,7 @@ def labels_of(draft: Draft) -> list[str]:
     return [*draft.bucket.kinds, *(name for name, holds in about if holds)]
 
 
-def _action(state: str, known: Sequence[Tracker], repository: str) -> str:
+def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
     """Return what to do there: a thread that is open or may be open comes before a new issue."""
     here = [one for one in known if one.repository == repository]
     is_open = [one for one in here if one.is_open]
@@ -120,6 +97,7 @@ def _action(state: str, known: Sequence[Tracker], repository: str) -> str:
     return "new issue"
 
 
-def _cross_links(draft: Draft, repository: str) -> list[str]:
+def cross_links(draft: Draft, repository: str) -> list[str]:
+    """Return the other repositories that the catalogue names, and the drafts written beside this one."""
     others = [REPOSITORIES[name] for name in (draft.bug.owner if draft.bug else ()) if name in REPOSITORIES]
     return [*(inline(name) for name in dict.fromkeys(others) if name != repository), *draft.beside]

@@ -1,0 +1,298 @@
+"""What one issue states: facts with the recorded runs that they rest on; the words around them are `issue.md.j2`'s."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from trimtab.doctor.draft_buckets import REPOSITORIES, STATES
+from trimtab.doctor.draft_evidence import PACKAGES, Machine, Point, Run, Source, Statement, as_json, differences
+from trimtab.doctor.draft_words import (
+    described,
+    ended,
+    failing_frame,
+    shortened,
+    telling_lines,
+    trace_text,
+    whole_sentences,
+)
+from trimtab.doctor.issues.markdown import inline, marks, plain, render
+from trimtab.doctor.issues.owner import action_for, came_back, cross_links, labels_of, owner_of, trackers_of
+from trimtab.errors import RequestError, gib
+
+if TYPE_CHECKING:
+    from trimtab.doctor.draft import Draft
+
+TAIL_LINES = 40
+MAP_ENTRIES = 12
+MOST_NOTES = 4
+DEMO = "demo"
+DOCUMENTATION_OF = {
+    "peft": "https://huggingface.co/docs/peft/package_reference/peft_model",
+    "accelerate": "https://huggingface.co/docs/accelerate/package_reference/big_modeling",
+    "bitsandbytes": "https://huggingface.co/docs/transformers/quantization/bitsandbytes",
+    "transformers": "https://huggingface.co/docs/transformers/peft",
+}
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A text, or the rows of a table, shown as recorded, with the runs that it comes from."""
+
+    value: Any
+    sources: tuple[Source, ...]
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise RequestError("what is shown needs a recorded run", field="recorded", value=str(self.value)[:60])
+
+
+Fact = Statement | Recorded
+
+
+def issue_markdown(draft: Draft) -> str:
+    """Return the whole file: what the filer must know above the line, the issue's text below it."""
+    first = draft.failing[0]
+    repository = REPOSITORIES.get(draft.owner, draft.owner)
+    known = trackers_of(draft.bug, first)
+    back = came_back(draft.bug, first)
+    return render(
+        "issue.md.j2", title=draft.bucket.title, failing=first.mark, passing=draft.passing, repository=repository,
+        action=action_for(draft.state, known, repository),
+        why=owner_of(draft.bug, first)[1], state=draft.state, state_words=STATES[draft.state], labels=labels_of(draft),
+        cross_links=cross_links(draft, repository), bug=draft.bug,
+        threads=[f"{one.name} ({one.state or 'state not known'})" for one in known],
+        fixes=[f"{one.package} {one.fixed_in}" for one in (draft.bug.affected if draft.bug else ()) if one.fixed_in],
+        came_back=f"fails with {', '.join(back)} {marks([first])}" if back else "", **facts_of(draft),
+        expected=draft.bucket.expected, questions=draft.bucket.questions, links=_links(draft),
+    )  # fmt: skip
+
+
+def facts_of(draft: Draft) -> dict[str, tuple[Fact, ...]]:
+    """Return all that an issue states, by its name in the template: nothing in it is without a source."""
+    first, passing, shown = draft.failing[0], draft.passing, draft.shown
+    tail = str((first.exception or {}).get("tail") or "")
+    found: dict[str, tuple[Fact, ...]] = {
+        "packages": (Recorded(_packages(first), (first,)),),
+        "machine": (Recorded(_machine_rows(draft.machine), (draft.machine,)),),
+        "setting": tuple(Statement(text, (first,)) for text in _setting(first)),
+        "works": (Statement(f"Works, the nearest case: {described(passing)}.", (passing,)),) if passing else (),
+        "fails": (Statement(f"Fails: {described(first)}: {ended(first)}{failing_frame(first)}.", (first,)),),
+        "script": (Statement("The script below first runs a case that works, then ends in this failure.", (shown,)),),
+        "configuration": (Recorded(as_json(_short_maps(first.configuration)), (first,)),),
+        "contrast": (Recorded(_contrast(first, passing), (first, passing)),) if passing else (),
+        "reproducer": (Recorded(shown.text, (shown,)),),
+        "ran": (
+            Statement(f"Run by itself, it ended with exit code {shown.exit_code} after {shown.seconds:.0f} s.", (shown,)),
+        ),
+        "printed": (Recorded(shortened(shown.output), (shown,)),),
+        "trace": (Recorded(trace_text(tail, TAIL_LINES), (first,)),) if tail else (),
+        "actual": tuple(_actual(draft)), "specific": tuple(_points(draft, draft.bucket.specific)),
+        "related": tuple(_related(draft)),
+    }  # fmt: skip
+    # Every run that a sentence names stands in the table, so that its reader can look it up.
+    return found | {
+        "results": (_results(draft, [source for facts in found.values() for fact in facts for source in fact.sources]),)
+    }
+
+
+def _packages(first: Run) -> list[tuple[str, str]]:
+    base = first.configuration.get("base") or {}
+    model = str(first.record.get("model") or "")
+    rows = [(name, first.versions[name]) for name in PACKAGES if name in first.versions]
+    rows += [
+        ("device", first.device), ("model", "the demo's Gemma 4" if model == DEMO else model),
+        ("adapter", _adapter(first)),
+        ("attn_implementation", str(base.get("attn_implementation") or "not given")),
+        ("trust_remote_code", str(base.get("trust_remote_code", "not given (False)"))),
+    ]  # fmt: skip
+    return [(name, value) for name, value in rows if value]
+
+
+def _adapter(run: Run) -> str:
+    if not run.adapter:
+        return "none"
+    owner = "the demo's LoRA" if run.record.get("model") == DEMO else "LoRA"
+    targets = run.configuration.get("targets")
+    return f"{owner}, target_modules: {targets}" if targets else owner
+
+
+def _setting(run: Run) -> list[str]:
+    """Return what a reader needs to judge the runs: which model, and how a GPU was played."""
+    found = []
+    if run.record.get("model") == DEMO:
+        found.append("The recorded runs are on the bundled demo model, which is small, not on a released one.")
+    if "imitated" in run.device:
+        found += [
+            '`torch.device("cpu")` stands for the GPU in every map.',
+            'accelerate takes the string "cpu" for another device, so that hooks, meta tensors and moves are its own.',
+            "An error of tensors on two real devices cannot show.",
+        ]
+        if run.record.get("how_pressed"):
+            found.append(f"What accelerate reads as free memory was set: {plain(str(run.record['how_pressed']))}.")
+    return found
+
+
+def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
+    values = machine.values
+    gpus = ", ".join(str(gpu.get("name")) for gpu in values.get("gpus") or () if isinstance(gpu, dict))
+    driver = f" (driver {values['driver']})" if values.get("driver") else ""
+    rows = (
+        ("OS", values.get("os")), ("Python", values.get("python")), ("CPU", values.get("cpu")),
+        ("GPU", f"{gpus}{driver}" if gpus else ""), ("CUDA", values.get("cuda")),
+        ("memory", gib(values["host_total_bytes"]) if isinstance(values.get("host_total_bytes"), int) else ""),
+    )  # fmt: skip
+    return [(name, str(value)) for name, value in rows if value]
+
+
+def _short_maps(value: Any) -> Any:
+    """Return a configuration in which a long list or map is cut, with how much was left out."""
+    if isinstance(value, dict):
+        items = list(value.items())
+        kept = {name: _short_maps(inner) for name, inner in items[:MAP_ENTRIES]}
+        return kept | ({"...": f"{len(items) - MAP_ENTRIES} more"} if len(items) > MAP_ENTRIES else {})
+    if isinstance(value, list):
+        return [_short_maps(inner) for inner in value[:MAP_ENTRIES]] + (["..."] if len(value) > MAP_ENTRIES else [])
+    return value
+
+
+def _contrast(first: Run, passing: Run) -> list[tuple[str, str, str]]:
+    return [(name, _value(one), _value(other)) for name, (one, other) in differences(first, passing).items()]
+
+
+def _value(value: Any) -> str:
+    return "not set" if value is None else inline(str(value))
+
+
+def _results(draft: Draft, named: Sequence[Source]) -> Recorded:
+    """Return the table of the failing runs, the nearest passing one and every other that a sentence names."""
+    first = [*draft.failing, *([draft.passing] if draft.passing else [])]
+    others = {source.mark: source for source in named if isinstance(source, Run) and source not in first}
+    listed = [*first, *sorted(others.values(), key=draft.runs.index)]
+    rows = [
+        (
+            run.mark,
+            inline(run.case),
+            described(run),
+            inline(run.label),
+            run.stage,
+            _modes(run),
+            _peak(run),
+            _versions(run),
+        )
+        for run in listed
+    ]
+    return Recorded(rows, tuple(listed))
+
+
+def _modes(run: Run) -> str:
+    """Return how each mode ended; an answer is compared with the same model's, all on one device with stock PEFT."""
+    words = {True: "right", False: "another answer", None: "ok"}
+    modes = run.record.get("modes") or {}
+    said = {name: words[mode.get("equals_reference")] if mode.get("ok") else "failed" for name, mode in modes.items()}
+    return ", ".join(f"{name} {word}" for name, word in said.items()) or "none reached"
+
+
+def _peak(run: Run) -> str:
+    memory = run.record.get("memory") or {}
+    found = [("GPU", memory.get("gpu_peak_bytes")), ("host", memory.get("host_peak_bytes"))]
+    return ", ".join(f"{name} {gib(count)}" for name, count in found if isinstance(count, int)) or "not measured"
+
+
+def _versions(run: Run) -> str:
+    return ", ".join(f"{name} {value}" for name, value in run.versions.items() if name != "torch")
+
+
+def _moved(run: Run) -> str:
+    """Return what became of the placement, as a sentence; "" if it was kept or is not known."""
+    moved = run.record.get("offloaded") or {}
+    if run.record.get("placement_kept") is not False or not {"before", "after", "of"} <= set(moved):
+        return ""
+    return f"{moved['before']} of {moved['of']} weights were off the GPU before the adapter, {moved['after']} after it."
+
+
+def _differing(run: Run) -> str:
+    """Return which answers are not those of the unsplit model with the adapter, as a sentence; "" if none is known to differ."""
+    modes = (run.record.get("modes") or {}).items()
+    found = [
+        f"{name} (a logit differs by {mode['max_abs']:.3g})"
+        for name, mode in modes
+        if mode.get("equals_reference") is False and isinstance(mode.get("max_abs"), int | float)
+    ]
+    return f"Another answer than that of the same model on one device: {', '.join(found)}." if found else ""
+
+
+def _actual(draft: Draft) -> list[Statement]:
+    """Return what happened, one claim a sentence, runs of which the same is said in one."""
+    alike: dict[str, list[Run]] = {}
+    for run in draft.failing:
+        alike.setdefault(f"{ended(run)}{failing_frame(run)}.", []).append(run)
+    found = [
+        Statement(f"{', '.join(dict.fromkeys(inline(run.case) for run in runs))}: {text}", tuple(runs))
+        for text, runs in alike.items()
+    ]
+    for say in (_moved, _differing):
+        said: dict[str, list[Run]] = {}
+        for run in draft.failing:
+            if text := say(run):
+                said.setdefault(text, []).append(run)
+        found += [Statement(text, tuple(runs)) for text, runs in said.items()]
+    return found
+
+
+def _points(draft: Draft, points: Sequence[Point]) -> list[Statement]:
+    first = draft.failing[0]
+    beside = [
+        run for run in draft.runs
+        if run.is_stock and run.versions == first.versions and run.device_kind() == first.device_kind()
+    ]  # fmt: skip
+    stated = (point.stated(beside) for point in points)
+    return [one for one in stated if one is not None]
+
+
+def _related(draft: Draft) -> list[Statement]:
+    found = _points(draft, draft.bucket.related)
+    first = draft.failing[0]
+    for line, count in telling_lines(first)[:MOST_NOTES]:
+        times = f" ({count} times)" if count > 1 else ""
+        found.append(Statement(f"Said while it ran{times}: {inline(whole_sentences(line))}", (first,)))
+    found += [Statement(text, (first,)) for text in _scanned(first)]
+    found += _elsewhere(draft)
+    for probe in draft.probed:
+        seen = inline(whole_sentences(probe.evidence))
+        found.append(Statement(f"A check of {plain(probe.where)} says {probe.state}: {seen}", (probe,)))
+    return found
+
+
+def _scanned(run: Run) -> list[str]:
+    """Return what a scan of the live model counted: its linears by class, and what it noticed by kind."""
+    linears = {name: count for name, count in (run.record.get("quantized") or {}).items() if count}
+    kinds: dict[str, int] = {}
+    for one in run.record.get("scan") or ():
+        kinds[one["kind"]] = kinds.get(one["kind"], 0) + int(one.get("count") or 1)
+    said = [("The model had these linears", linears), ("A scan of the live model counted", kinds)]
+    return [
+        f"{what}: {', '.join(f'{count} {inline(name)}' for name, count in counts.items())}."
+        for what, counts in said
+        if counts
+    ]
+
+
+def _elsewhere(draft: Draft) -> list[Statement]:
+    """Return what the same cases did under other versions."""
+    cases = {run.case for run in draft.failing}
+    others = [run for run in draft.runs if run.is_stock and run.case in cases and run not in draft.failing]
+    return [
+        Statement(f"{inline(run.case)} with {_versions(run)}: {ended(run)}.", (run,))
+        for run in others
+        if run.versions != draft.failing[0].versions
+    ]
+
+
+def _links(draft: Draft) -> list[str]:
+    threads = [
+        f"{one.name}{f' ({one.state})' if one.state else ''}" for one in trackers_of(draft.bug, draft.failing[0])
+    ]
+    packages = dict.fromkeys((draft.owner, *(one.package for one in (draft.bug.affected if draft.bug else ()))))
+    return [*threads, *(f"{DOCUMENTATION_OF[name]} (documentation)" for name in packages if name in DOCUMENTATION_OF)]

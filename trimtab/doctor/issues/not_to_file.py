@@ -1,0 +1,63 @@
+"""What the recorded runs do not carry, as NOT_TO_FILE.md: failures without a draft, claims, keys, threads that are open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from trimtab.doctor.claims import NOT_TESTED, REFUTED, Decision
+from trimtab.doctor.draft_buckets import DEFERRED, DOCUMENTATION, FIXED, REPOSITORIES
+from trimtab.doctor.draft_evidence import Run
+from trimtab.doctor.draft_words import trace_text
+from trimtab.doctor.issues.markdown import inline, render
+from trimtab.doctor.issues.owner import trackers_of
+
+if TYPE_CHECKING:
+    from trimtab.doctor.draft import Draft, Withheld
+
+MOST_MARKS = 8
+TAIL_LINES = 12
+_WAITING = {
+    FIXED: "fixed in a release, upgrade instead", DEFERRED: "no passing case beside it",
+    DOCUMENTATION: "no bug: a change of the documentation",
+}  # fmt: skip
+
+
+def not_to_file(
+    drafts: Sequence[Draft],
+    withheld: Sequence[Withheld],
+    decisions: Sequence[Decision],
+    keys: Mapping[str, Sequence[Run]],
+    runs: Sequence[Run],
+) -> str:
+    """Return the file's text. runs: all that were recorded, so that its marks can be looked up."""
+    return render(
+        "not_to_file.md.j2", decisions=decisions, refuted=REFUTED, not_tested=NOT_TESTED, keys=keys, most_marks=MOST_MARKS,
+        withheld=[_failure(one) for one in withheld], threads=_threads(drafts),
+        waiting=[(draft.file_name, _WAITING[draft.state]) for draft in drafts if draft.state in _WAITING],
+        rows=[
+            (run.mark, inline(run.case), run.engine, inline(run.label), run.stage,
+             ", ".join(f"{name} {value}" for name, value in run.versions.items()))
+            for run in runs
+        ],
+    )  # fmt: skip
+
+
+def _failure(one: Withheld) -> dict[str, object]:
+    tail = str((one.runs[0].exception or {}).get("tail") or "")
+    return {
+        "name": one.name, "reason": one.reason, "cases": ", ".join(dict.fromkeys(inline(run.case) for run in one.runs)),
+        "runs": one.runs, "trace": trace_text(tail, TAIL_LINES) if tail else "",
+    }  # fmt: skip
+
+
+def _threads(drafts: Sequence[Draft]) -> list[tuple[str, str]]:
+    found = []
+    for draft in drafts:
+        repository = REPOSITORIES.get(draft.owner, draft.owner)
+        known = trackers_of(draft.bug, draft.failing[0])
+        here = [one for one in known if one.may_be_open and one.repository == repository]
+        if here:
+            names = ", ".join(one.name if one.is_open else f"{one.name} (look: its state is not known)" for one in here)
+            found.append((draft.file_name, names))
+    return found
