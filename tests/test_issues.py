@@ -301,6 +301,16 @@ def test_checks_of_a_draft_run_and_name_what_is_wrong():
     assert {"model.vision_tower", "model.embed_vision"} <= set(keys["model.vision_projector"])
 
 
+def test_drafts_count_what_a_scan_of_the_live_model_noticed():
+    draft = drafts_of("cpu_newest")["quant-state-meta-copy"]
+    first = draft.failing[0]
+    lost = [one for one in first.record["scan"] if one["kind"] == "quant-state-on-meta"]
+    body = draft.markdown().partition("\n---\n")[2]
+    assert f"- The model had these linears: 115 `Linear4bit`, 224 `Linear`. [{first.mark}]" in body
+    count = re.search(r"A scan of the live model counted: .*?(\d+) `quant-state-on-meta`", body)
+    assert int(count.group(1)) == len(lost) == sum(one["count"] for one in lost) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("matrix", ["cpu_newest", "cpu_oldest"])
 def test_every_draft_s_own_reproducer_runs(matrix):
