@@ -99,6 +99,12 @@ def test_tokens_of_a_sentencepiece_vocabulary_are_found_by_text():
     assert ids_of(read_completion(completion()), table) == [(1, {1: -0.5, 2: -1.0})]
 
 
+def test_the_piece_of_a_byte_is_not_taken_for_a_letter_that_has_a_piece_of_its_own():
+    table = TokenTable(Vocabulary("\u2581a", "<0x2C>", "<0x0A>", ",", "<0xC3>"))
+    entries = [entry(",", logprob=-0.1), entry("\n", logprob=-0.2), entry("\ufffd", logprob=-0.3, bytes=[0xC3])]
+    assert [chosen for chosen, _ in table.positions(read_chat(chat(*entries)))] == [3, 2, 4]
+
+
 def test_tokens_of_a_byte_level_vocabulary_are_found_by_text_and_by_bytes():
     table = TokenTable(Vocabulary("x", "Ġa", "Ġb", "Ã¤"))
     assert ids_of(read_completion(completion()), table) == [(1, {1: -0.5, 2: -1.0})]

@@ -26,10 +26,12 @@ class TokenTable:
         self._by_bytes: dict[bytes, int | None] = {}
         self._by_text: dict[str, int | None] = {}
         self._by_stripped: dict[str, int | None] = {}
-        for number, piece in enumerate(pieces):
-            if piece is None:
-                continue
+        # The piece of one byte stands for what no other piece does: "<0x2C>" is no comma where "," is a piece.
+        numbered = [(number, piece) for number, piece in enumerate(pieces) if piece is not None]
+        for number, piece in sorted(numbered, key=lambda one: not is_byte_level and _byte(one[1]) is not None):
             raw = _raw(piece, bytes_of if is_byte_level else None)
+            if raw in self._by_bytes and not is_byte_level and _byte(piece) is not None:
+                continue
             _add(self._by_bytes, raw, number)
             with suppress(UnicodeDecodeError):
                 text = raw.decode("utf-8")
@@ -75,12 +77,17 @@ def _is_byte_level(pieces: Iterable[str | None]) -> bool:
 def _raw(piece: str, letters: Mapping[str, int] | None) -> bytes:
     if letters is not None and all(letter in letters for letter in piece):
         return bytes(letters[letter] for letter in piece)
+    return _byte(piece) or piece.replace(_UNDERLINE, " ").encode()
+
+
+def _byte(piece: str) -> bytes | None:
+    """Return the byte that a piece such as "<0x0A>" stands for, None for other pieces."""
     if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
         try:
             return bytes([int(piece[3:5], 16)])
         except ValueError:
             pass
-    return piece.replace(_UNDERLINE, " ").encode()
+    return None
 
 
 def _byte_letters() -> dict[str, int]:

@@ -51,7 +51,7 @@ AUDIO_S = 30.0
 # A base that is nearer than this is the same precision: no other one is tried.
 SAME_PRECISION = 0.1
 OLLAMA = "ollama:"
-OLLAMA_URL = "http://127.0.0.1:11434"
+OLLAMA_PORT = "11434"
 # Where the server's base is farther from ours than this share of the adapter's effect, the two bases are not the same model.
 OTHER_BASE = 0.3
 
@@ -137,14 +137,24 @@ def _server(against: str, remote_model: str | None) -> tuple[str, str, bool]:
             raise RequestError(
                 "names the model of Ollama once", field="against", value=against, allowed=("ollama:NAME",)
             )
-        host = os.environ.get("OLLAMA_HOST") or OLLAMA_URL
-        return host if "://" in host else f"http://{host}", name, True
+        return _ollama_url(os.environ.get("OLLAMA_HOST", "")), name, True
     if not remote_model:
         raise RequestError(
             "is missing: which of the server's models has the adapter?", field="remote_model",
             hint="GET /v1/models lists them",
         )  # fmt: skip
     return against, remote_model, False
+
+
+def _ollama_url(host: str) -> str:
+    """Return the address that Ollama's own client takes from OLLAMA_HOST: its port where none is given, never "any address"."""
+    if "://" in host:
+        return host
+    name, colon, port = host.strip().rpartition(":") if not host.endswith("]") else (host, "", "")
+    name, port = (name, port) if colon else (port or name, "")
+    if name in ("", "0.0.0.0", "[::]"):
+        name = "127.0.0.1"
+    return f"http://{name}:{port or OLLAMA_PORT}"
 
 
 def _own_prompts(prompts: Any, send_prompts: bool) -> tuple[Prompt, ...] | None:
