@@ -73,10 +73,9 @@ EAGER_KERNELS = (19, 14)
 # Seconds of a captured chunk beyond its arithmetic, for every linear: unpacking, adapters, and what lies between. From one figure
 # (E4B, 512 tokens with an adapter: 21.8 ms on the GPU); predicted seconds of prompts were not compared with measured ones.
 CHUNK_LINEAR_S = 45e-6
-# Sizes of chunks, and the choices among them: all, a few, one; where chunks are not captured a size costs its inputs only.
+# Sizes of captured chunks, and the choices among them: all, a few, one.
 CHUNKS = (16, 64, 128, 256, 512, 1024)
-CAPTURED_CHUNKS = (CHUNKS, (128, 512), (512,), (256,))
-UNCAPTURED_CHUNKS = ((128, 1024), (128, 512), (64, 256))
+CHUNK_CHOICES = (CHUNKS, (128, 512), (256,))
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 
@@ -87,8 +86,7 @@ class Phase:
 
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
     before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged. chunks:
-    the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
-    unless the mode is eager; () where a prompt has a cache of its own.
+    the sizes in tokens of captured prompts, whose keys and values are written straight into a row's buffers.
     """
 
     mode: str

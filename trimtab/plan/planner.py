@@ -49,7 +49,7 @@ from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
 from trimtab.plan.prefix_memory import prefix_bytes
-from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
+from trimtab.plan.prompt_memory import prompt_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
 from trimtab.request import DEFAULT_QUANT, LoadRequest
@@ -111,10 +111,10 @@ def make_plan(
     """
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
+        def with_chunks(chunks: tuple[int, ...]) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
-                prefill_chunk_tokens, mode, reason, chunks, captured, request.head,
+                prefill_chunk_tokens, mode, reason, chunks, request.head,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -133,10 +133,10 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
-        mode_reason: str, chunks: tuple[int, ...], captures_prompts: bool, asked_head: str,
+        mode_reason: str, chunks: tuple[int, ...], asked_head: str,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
-        self.asked_head, self.captures_prompts = asked_head, captures_prompts
+        self.asked_head = asked_head
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.checkpoint_stamps, self.disk_free_bytes = checkpoint_stamps, disk_free_bytes
@@ -231,7 +231,7 @@ class _Planner:
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes),
         )  # fmt: skip
-        if self.is_captured and not self.captures_prompts:
+        if self.is_captured and not self.chunks:
             counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
@@ -240,10 +240,8 @@ class _Planner:
         return counted
 
     def _prompt_bytes(self) -> dict[str, int]:
-        """Return what prompts in chunks take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        """Return what captured prompts take beside weights and caches, by item: with one adapter graphs read it where it is."""
         sizes = self.adapter_sizes.values()
-        if not self.captures_prompts:
-            return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant)
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
@@ -327,7 +325,7 @@ class _Planner:
             step = Phase(mode=self.mode, bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
-            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
+            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.chunks else launched)
             link_Bps = rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
             one_s = step_s(self.mode, work, rates, link_Bps=link_Bps, has_adapters=has_adapters)
             step = Phase(
@@ -338,7 +336,7 @@ class _Planner:
                 is_asked=self._is_asked(),
             )
         prompt = Phase(
-            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            mode="graph" if self.chunks else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
         return Execution(
@@ -346,17 +344,14 @@ class _Planner:
         )
 
     def _prompt_reason(self) -> str:
-        sizes = f"in chunks of {', '.join(map(str, self.chunks))} tokens"
-        if self.captures_prompts:
-            return f"captured {sizes}"
+        if self.chunks:
+            return f"captured in chunks of {', '.join(map(str, self.chunks))} tokens"
         if self.machine.on_cpu:
             return "the CPU computes"
         if not self.is_captured:
             why = "steps are not captured"
         else:
             why = self.anatomy.prompts_unsupported or "captured ones would take room from the decoder"
-        if self.chunks:
-            return f"{why}, {sizes}"
         return f"{why}, in pieces of {self.use.prefill_tokens} tokens"
 
     def _is_asked(self) -> bool:

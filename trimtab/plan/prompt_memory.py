@@ -1,4 +1,4 @@
-"""How many bytes of the device prompts in chunks take: their graphs, what the passes hand to each other, their inputs.
+"""How many bytes of the device captured prompts take: their graphs, what the passes hand to each other, their inputs.
 
 Pure: sizes of the model, of the request and of the chunks. What runs them is `runtime/prefill_graphs.py`.
 """
@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of, widths_of
-from trimtab.plan.blocks import quant_of
+from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
 
 # A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
 # for 9 graphs of E4B with bitsandbytes' kernels alone, 73 with ours, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided
@@ -23,9 +22,6 @@ LEAST_LARGEST = 128
 QUANTIZED_KERNELS, PLAIN_KERNELS, ADAPTER_KERNELS, LAYER_KERNELS, OTHER_KERNELS = 4, 1, 5, 40, 120
 # Graphs of one chunk size: a prompt of one chunk, and, for the largest size, a first and a later chunk of a longer prompt.
 GRAPHS_OF_LONG_PROMPTS = 3
-# With chunks of one size attention reads the whole context of up to so many tokens in every chunk: the last chunk of a prompt and
-# all others then take one graph each.
-MOST_CONTEXT_OF_ONE_SIZE = 8192
 # Embeddings of tokens that are given, and what up to three layers add to them.
 EMBEDDINGS = 4
 INDEX_BYTES = 8
@@ -50,15 +46,8 @@ def prompt_graph_bytes(
     return graphs * kernels * KERNEL_BYTES + activations + adapter_bytes + _input_bytes(anatomy, chunks)
 
 
-def reads_whole_context(chunks: Sequence[int], context_tokens: int) -> bool:
-    """Return whether every captured chunk reads the whole context, so that its place in the prompt makes no other graph."""
-    return len(chunks) == 1 and context_tokens <= MOST_CONTEXT_OF_ONE_SIZE
-
-
 def planned_graphs(chunks: Sequence[int], context_tokens: int) -> int:
     """Return how many graphs are counted; the runtime keeps so many and drops the one used longest ago."""
-    if reads_whole_context(chunks, context_tokens):
-        return 1 + (context_tokens > max(chunks))
     return len(chunks) + (GRAPHS_OF_LONG_PROMPTS if context_tokens > max(chunks) else 0)
 
 
@@ -76,15 +65,6 @@ def prompt_bytes(
     nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
     counted = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
-
-
-def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> dict[str, int]:
-    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the room that the largest 4-bit weight is
-    unpacked into, which stay while towers run. A chunk's activations are in `activations.needs_of`."""
-    if not chunks:
-        return {}
-    widths = widths_of(anatomy, "language", quant=quant_of(anatomy, quant))
-    return {"prompt_buffers": widths.dequantized * DTYPE_BYTES[anatomy.dtype] + _input_bytes(anatomy, chunks)}
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:

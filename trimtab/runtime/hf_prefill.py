@@ -341,8 +341,6 @@ class ChunkForward:
     """Passes of chunks through a model, their keys and values in one row of a cache. Inference only.
 
     Everything that a pass reads and writes stays where it is: a pass may be captured, after one of its form was not.
-    reads_whole_context: attention reads every place of a full layer's cache in every chunk, the first one too, so that forms
-    differ in fewer things.
     """
 
     def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
@@ -360,7 +358,6 @@ class ChunkForward:
         self._kinds = self._kinds_of_layers()
         self.first_shared = self._first_shared()
         self.row = 0
-        self.reads_whole_context = False
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
         # Any mask of four dimensions is one that is ready: each layer gets its own instead.
@@ -393,9 +390,7 @@ class ChunkForward:
     def form_of(self, chunk: Chunk, media: Media | None = None) -> Form:
         """Return the form of a chunk's pass."""
         places = 0
-        if self.reads_whole_context:
-            places = self.cache.context_tokens
-        elif chunk.start:
+        if chunk.start:
             places = SMALLEST_PLACES
             while places < chunk.start + chunk.count:
                 places *= 2

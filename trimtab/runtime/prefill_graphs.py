@@ -29,13 +29,7 @@ from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
 from trimtab.plan.adapter_room import MOST_LAYOUTS
 from trimtab.plan.execution import CAPTURED
-from trimtab.plan.prompt_memory import (
-    LEAST_LARGEST,
-    choose_chunks,
-    planned_graphs,
-    prompt_graph_bytes,
-    reads_whole_context,
-)
+from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
@@ -50,8 +44,6 @@ if TYPE_CHECKING:
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 24
-# A graph is not dropped for another one before so many chunks went by without it.
-KEPT_CHUNKS = 32
 
 
 @dataclass(eq=False)
@@ -80,11 +72,8 @@ class _Layout:
 
 @dataclass(eq=False)
 class _Captured:
-    """serial: of the adapter whose own addresses it reads. last_used: the number of the chunk that used it last."""
-
     graph: torch.cuda.CUDAGraph
-    serial: int | None
-    last_used: int = 0
+    serial: int | None  # of the adapter whose own addresses it reads
 
 
 class Prompts:
@@ -109,7 +98,6 @@ class Prompts:
         self._four_bit: list[Leaf] = []
         self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
         self._met: set[tuple[Hashable, ...]] = set()
-        self._chunks_run = 0
         self._layouts: OrderedDict[Hashable, _Layout] = OrderedDict()
         self._pool: Any = None
         self._outputs: dict[bool, Tensor] = {}
@@ -210,8 +198,6 @@ class Prompts:
     def _new_forward(self) -> hf_prefill.ChunkForward:
         if self._forward is None:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
-            context_tokens = self._forward.cache.context_tokens
-            self._forward.reads_whole_context = self.captures and reads_whole_context(self.sizes, context_tokens)
         return self._forward
 
     def _is_row_free(self) -> bool:
@@ -307,7 +293,6 @@ class Prompts:
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
         name = prompt.row.adapter
-        self._chunks_run += 1
         self.is_steady = not self.captures
         key, serial = self._set_adapter(name)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
@@ -321,7 +306,7 @@ class Prompts:
         if captured is None:
             return self._static(form)
         self._graphs.move_to_end(whole)
-        captured.last_used, self.is_steady = self._chunks_run, True
+        self.is_steady = True
         self._stage(chunk, prompt.row.token_ids)
         with self._streamed():
             captured.graph.replay()
@@ -337,14 +322,10 @@ class Prompts:
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
         if not self.captures:
             return False
-        if key not in self._met:
-            self._met.add(key)
-            return False
-        if len(self._graphs) < self._most_graphs():
+        if key in self._met:
             return True
-        # Prompts that come in turn would else drop each other's graphs.
-        oldest = next(iter(self._graphs.values()))
-        return self._chunks_run - oldest.last_used > KEPT_CHUNKS
+        self._met.add(key)
+        return False
 
     def _static(self, form: Form) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel."""
@@ -466,7 +447,7 @@ class Prompts:
 
     def prepare(self, token: int, adapter: str | None) -> None:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory.
-        Of one size alone, a chunk of a longer prompt too. No row may be active."""
+        No row may be active."""
         if not self.captures or not self.sizes or not self._is_row_free():
             return
         before = outside_torch(self.device)
@@ -474,14 +455,11 @@ class Prompts:
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
     def _prepare(self, token: int, adapter: str | None) -> None:
-        forward, context_tokens = self._new_forward(), self.batch.cache.context_tokens
-        kinds = [(size, True) for size in sorted(self.sizes, reverse=True)]
-        if forward.reads_whole_context and context_tokens > self.sizes[0]:
-            kinds.append((self.sizes[0], False))
-        for size, is_last in kinds:
+        for size in sorted(self.sizes, reverse=True):
             if not self.captures:
                 return
-            chunk = Chunk(0, min(size, context_tokens - 1), size, is_last)
+            forward = self._new_forward()
+            chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
             key, serial = self._set_adapter(adapter)
@@ -503,7 +481,7 @@ class Prompts:
         for table in self._tables:
             table.reads_staged = True
         try:
-            found = _Captured(self._graph(form, before), serial, self._chunks_run)
+            found = _Captured(self._graph(form, before), serial)
         except Exception as exc:
             self._pool = None  # a failed capture leaves its pool unusable
             self._graphs.clear()
