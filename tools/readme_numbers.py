@@ -198,9 +198,11 @@ def load(results: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where, row = results["environment"], results["rows"][0]
     packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
+    prompt_tokens = results["settings"].get("text_tokens")
+    texts = f"texts of {prompt_tokens} tokens, " if prompt_tokens else ""
     closing = (
         f"{where['gpu']}, {row['model'].upper()}'s size with random weights, {row['quant']}, {row['adapters']} adapters, "
-        f"{results['settings']['rows']} rows, answers of {results['settings']['max_tokens']} tokens, no errors; "
+        f"{results['settings']['rows'] or 32} rows, {texts}answers of {results['settings']['max_tokens']} tokens, no errors; "
         f"Python {where['python']}, {packages}."
     )
     return "\n\n".join([table, closing, "\n".join(f"- {note}" for note in results["notes"])]) + "\n"
@@ -283,12 +285,15 @@ def cards(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
     rows = [row for row in results["rows"] if "error" not in row]
     # Of a case that was measured twice the later run counts.
-    latest = {(row["model"], row["card_gib"], row["head"]): row for row in rows}
-    ordered = sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, row["head"]))
+    latest = {(row["model"], row["card_gib"], row["head"], row.get("copies", 1)): row for row in rows}
+    ordered = sorted(
+        latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, row["head"], row.get("copies", 1))
+    )
     head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
     lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
     for row in ordered:
         size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "all of it"
+        size += f", link / {row['copies']}" if "copies" in row else ""
         label = [row["model"].upper(), size, row["head"], row["chosen_head"], row["execution"]]
         lines.append([*label, *(f"{row[key]:.{decimals}f}" for _, key, decimals in CARD_COLUMNS)])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
@@ -305,6 +310,7 @@ MAKERS = {
     "bridge": bridge,
     "lanes": lanes,
     "load": load,
+    "load_text": load,
 }
 
 
