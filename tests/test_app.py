@@ -148,7 +148,7 @@ def test_tokens_whose_states_were_kept_are_told_once_a_prompt():
     assert found["prompt_tokens_details"] == {"cached_tokens": 5} and found["prompt_tokens"] == 7
 
 
-def test_a_key_has_kept_beginnings_of_its_own_unless_they_are_shared():
+def test_a_key_has_cached_prefixes_of_its_own_unless_they_are_shared():
     def post(found, key):
         asked = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
         return found.post("/v1/chat/completions", json=asked, headers={"authorization": f"Bearer {key}"})

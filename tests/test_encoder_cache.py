@@ -92,7 +92,7 @@ def test_a_picture_that_was_seen_is_not_seen_again(family, how, tmp_path):
 
         # Sounds of Gemma 4 are kept beside its pictures.
         each = 2 if family == "gemma4" else 1
-        # Text before it is another one every time, so that no beginning is kept.
+        # Text before it is another one every time, so that no prefix is cached.
         assert passes(seen(model, family, 9)) == each
         assert passes(seen(model, family, 10)) == 0
         assert passes(seen(model, family, 11), client="other") == each

@@ -1,4 +1,4 @@
-"""A prompt whose beginning is kept says what it says alone: every family, adapters, pictures, chunk borders; and nothing that is
+"""A prompt whose prefix is cached says what it says alone: every family, adapters, pictures, chunk borders; and nothing that is
 another client's, another adapter's or another picture's is ever reused."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REQUEST = GenerateRequest(max_new_tokens=6)
 
 
 def keeping(model, capacity=2**22, block_tokens=SIZE):
-    """Let a model keep beginnings, with nothing kept yet."""
+    """Give a model an empty prefix cache."""
     if model.prefix_cache is not None:
         model.prefix_cache.close()
     model.prefix_cache = PrefixCache(model, capacity, block_tokens=block_tokens)
@@ -378,18 +378,18 @@ def test_the_memory_is_never_exceeded_and_the_oldest_chat_goes_first(tmp_path):
         assert small.numbers()["bytes"] == 0
 
 
-def test_a_failed_copy_leaves_nothing_behind(tmp_path, monkeypatch):
+def test_a_failed_copy_switches_the_cache_off_and_the_answer_goes_on(tmp_path, monkeypatch):
     with load("llama", tmp_path) as model:
         cache = keeping(model)
         batch = eager(model)
         scores(batch, model.prepare(ids(20)))
         with monkeypatch.context() as patch:
             patch.setattr(PrefixCache, "_to_pages", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
-            with pytest.raises(MemoryError):
-                scores(batch, model.prepare(ids(40)))
+            expected = clone(model, eager(model), model.prepare(ids(40)))
+            assert differ(scores(batch, model.prepare(ids(40)))[0], expected) < TOLERANCE
         assert cache.numbers()["bytes"] == 0
-        batch.active.clear()
-        assert scores(batch, model.prepare(ids(40)))[1] == 0
+        assert ("prefix cache", "switched off: MemoryError: no room") in [(f.what, f.why) for f in model.fallbacks]
+        assert [scores(batch, model.prepare(ids(40)))[1] for _ in range(2)] == [0, 0]
 
 
 def test_what_is_kept_is_planned(tmp_path):
@@ -403,7 +403,7 @@ def test_what_is_kept_is_planned(tmp_path):
     assert "prefix cache" in str(plan) and "prefix_cache" not in without.host
     with trimtab.load(plan) as model:
         assert model.prefix_cache.capacity_bytes == 2**26
-        with pytest.raises(RequestError, match="kept already"):
+        with pytest.raises(RequestError, match="already"):
             model.keep_prefixes(2**20)
         cache = model.prefix_cache
     assert cache.store is None
@@ -478,7 +478,7 @@ def told(engine, *jobs):
     return found
 
 
-def test_clients_of_a_server_have_beginnings_of_their_own_and_adapters_too(served, cuts_soon):
+def test_clients_of_a_server_have_cached_prefixes_of_their_own_and_adapters_too(served, cuts_soon):
     model, paths = served
     keeping(model, capacity=2**26)
     engine = LoadedEngine(model, rows=2, resident_limit=1)

@@ -1,4 +1,4 @@
-"""What is kept of prompts' beginnings: never another's, never more than its memory, the oldest gone first."""
+"""What is cached of prompts: never another's, never more than its memory, the oldest gone first."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_family_with_snapshots_resumes_only_there():
     assert store.add(key([50, 51]), snapshot=True).snapshot == ()
 
 
-def test_where_a_beginning_may_end_is_asked():
+def test_a_prefix_ends_only_where_it_may():
     full = PrefixStore(pages=20, block_tokens=SIZE)
     full.add(key(range(16)))
     assert full.find(key(range(16)), limit=15, may_end_at=lambda place: place != 12).tokens == 8
@@ -83,7 +83,7 @@ def test_the_oldest_goes_first_and_nothing_that_is_needed():
     store.find(key([1] * 8), limit=8)
     store.add(key([3] * 4))  # the end of what was used longest ago
     assert [store.find(key([token] * 8), limit=8).tokens for token in (1, 2, 3)] == [8, 4, 4]
-    # A prompt that is longer than all of the memory keeps its beginning.
+    # A prompt that is longer than all of the memory keeps its prefix.
     assert len(store.add(key([4] * 40)).blocks) == 4
     assert store.find(key([4] * 40), limit=40).tokens == 16 and store.used_pages == 4
     assert store.counts.evicted == 5

@@ -61,7 +61,8 @@ def plan(
     head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where they keep
     more of the decoder on the GPU. decode: how steps run: "auto", or by name "eager", "graph" or "fused". card: plan for this
     GPU, which need not be here: a name such as "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the
-    budgets in transformers' form. prefix_cache: host memory for keys and values of beginnings that later prompts share.
+    budgets in transformers' form. prefix_cache: host memory for keys and values of prompts and answers, for later prompts with
+    the same prefix; None: no cache.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {

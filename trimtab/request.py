@@ -107,7 +107,7 @@ class LoadRequest:
     unless 8 bits keep more of the decoder on the GPU. card: plan for this GPU, which need not be here, from estimates.
     disk_memory_bytes: the most that the disk tier may take, None for what is free. decode: how steps run, one of
     DECODE_MODES; a mode given by name is an error where it cannot be had. prefix_cache_bytes: host memory for keys and values of
-    beginnings that later prompts share; 0 keeps none.
+    prompts and answers, for later prompts with the same prefix; 0: no cache.
     """
 
     model: str

@@ -51,7 +51,7 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: b
     )
     group.add_argument(
         "--prefix-cache", metavar="SIZE",
-        help="host memory for keys and values of beginnings that later prompts share, such as 1GiB (default: none are kept)",
+        help="host memory for keys and values, for later prompts with the same prefix, such as 1GiB (default: no cache)",
     )  # fmt: skip
     group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
     group.add_argument(

@@ -74,7 +74,7 @@ def add(command: Command) -> None:
     )  # fmt: skip
     group.add_argument(
         "--share-prefix-cache", action="store_true",
-        help="clients of different API keys use each other's kept beginnings; who measures times learns what others have asked",
+        help="clients of different API keys use each other's cached prefixes; by timing, they can learn what others have sent",
     )  # fmt: skip
     group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
     group.add_argument("--timeout", type=float, metavar="S", help="the longest that one answer may take, in seconds")

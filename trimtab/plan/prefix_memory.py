@@ -1,4 +1,4 @@
-"""What kept beginnings of prompts take: the memory asked for, in host memory, and a buffer on the device that copies pass.
+"""What the prefix cache takes: the host memory that the request gives it, and a buffer on the device that copies pass through.
 
 Host memory, because device memory is what a plan is short of and a copy is cheap beside a prompt: 2,000 tokens of an 8B model
 are 290 MB, 12 ms on a link of 25 GB/s, where the prompt takes hundreds. On a CPU both are the same memory.
@@ -31,5 +31,5 @@ def staging_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int)
 
 
 def prefix_bytes(layers: Sequence[KVLayer], dtype: str, *, context_tokens: int, is_kept: bool) -> dict[str, int]:
-    """Return what kept beginnings take on the device, by item."""
+    """Return what the prefix cache takes on the device, by item."""
     return {"prefix_staging": staging_bytes(layers, dtype, context_tokens=context_tokens)} if is_kept else {}

@@ -97,7 +97,8 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
         before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
     model.forget_batch()
     batch = Batch(model, rows=1)
-    prompt = batch.begin(inputs, GenerateRequest(max_new_tokens=max(len(continuation), 1)), adapter=adapter)
+    request = GenerateRequest(max_new_tokens=max(len(continuation), 1))
+    prompt = batch.begin(inputs, request, adapter=adapter, client=None)
     while not prompt.step():
         pass
     batch.join(prompt)

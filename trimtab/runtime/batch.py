@@ -53,7 +53,7 @@ class Row:
     finish: str | None = None
     constraint: Constraint | None = None
     error: Exception | None = None
-    # Whose kept beginnings it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
+    # Whose cached prefixes it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
     # have been written.
     client: str | None = None
     cached_tokens: int = 0
@@ -199,9 +199,9 @@ class Batch:
         """Return a prompt to put through the model. Nothing is computed yet, and no row is taken.
 
         top_logprobs: how many of the likeliest tokens to report with each token (0: the token's own alone; None: none).
-        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. client: whose kept beginnings the prompt
-        may use and is kept for, where the model keeps any; None: nobody's, every position goes through. Errors: RequestError
-        if prompt and answer exceed the context, or for an adapter that is not loaded.
+        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. client: whose cached prefixes the prompt
+        may use and is cached for, where the model has a prefix cache; None: nobody's, every position goes through.
+        Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         check_fits(self.model, inputs, request.max_new_tokens)
         if adapter is not None and adapter not in self.model.route.names:

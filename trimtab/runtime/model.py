@@ -369,16 +369,16 @@ class LoadedModel(Asking):
                 allowed=near_names(name, list(self._specs)) or list(self._specs),
             )  # fmt: skip
 
-    # Kept beginnings --------------------------------------------------------------------------------------------------
+    # Prefix cache -----------------------------------------------------------------------------------------------------
 
     def keep_prefixes(self, capacity_bytes: int) -> None:
-        """Keep keys and values of prompts and answers in so much host memory, so that equal beginnings are not computed again.
+        """Cache keys and values of prompts and answers in so much host memory: a prefix that comes again is not computed again.
 
-        What the plan has counted is kept from the start. Errors: RequestError if it is kept already, DoesNotFitError if the
-        host's budget leaves no room.
+        A model that was planned with `prefix_cache=` has a cache from the start. Errors: RequestError if there is one already,
+        DoesNotFitError if the host's budget leaves no room.
         """
         if self.prefix_cache is not None:
-            raise RequestError("beginnings are kept already", field="prefix_cache", value=capacity_bytes)
+            raise RequestError("the model has a prefix cache already", field="prefix_cache", value=capacity_bytes)
         self.prefix_cache = prefix_cache.PrefixCache.within(self, capacity_bytes)
 
     def adapter_content(self, name: str | None) -> str:
@@ -411,7 +411,7 @@ class LoadedModel(Asking):
         """
         from trimtab.runtime.batch import Batch
 
-        # Where beginnings are kept, transformers' generation would compute them again.
+        # transformers' generation would not use the prefix cache.
         keeps = self.prefix_cache is not None and self.prefix_cache.why_not is None
         is_eager = self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda")
         if is_eager and not keeps:

@@ -1,4 +1,4 @@
-"""How keys and values of equal beginnings are kept in host memory and copied back into a row: system prompts, tools, chats.
+"""The prefix cache: keys and values of prompts and answers in host memory, copied back for prompts that begin with the same tokens.
 
     cache = PrefixCache(model, capacity_bytes)           # LoadedModel.prefix_cache
     prefixes = Prefixes(batch)
@@ -116,7 +116,7 @@ States = Mapping[tuple[int, str], Tensor]
 
 
 class PrefixCache:
-    """Kept beginnings of one loaded model, in `capacity_bytes` of host memory. Errors: RequestError below one page.
+    """Cached prefixes of one loaded model, in `capacity_bytes` of host memory. Errors: RequestError below one page.
 
     why_not: why this family's state cannot be kept, None if it can.
     """
@@ -162,6 +162,12 @@ class PrefixCache:
     def staging_bytes(self) -> int:
         """Bytes of the buffer on the device that copies pass."""
         return 0 if self._staging is None else self._staging.numel()
+
+    def switch_off(self, exc: Exception) -> None:
+        """Stop using the cache after a failure, which `LoadedModel.fallbacks` names."""
+        self.why_not = f"switched off: {type(exc).__name__}: {exc}"
+        if self.store is not None:
+            self.store.clear()
 
     def scope(self, client: str, adapter_content: str) -> bytes:
         """Return what separates clients and adapters of other content."""
@@ -232,9 +238,8 @@ class PrefixCache:
         try:
             for start, flat in zip(starts, flats, strict=False):
                 self._to_pages(pages, start, flat)
-        except BaseException:
-            self.store.clear()
-            raise
+        except Exception as exc:  # the answer goes on without a cache
+            self.switch_off(exc)
 
     def get_blob(self, key: bytes) -> Any:
         """Return a value that was kept, on the model's device; None if it was not."""
@@ -345,14 +350,14 @@ class Reuse:
 
 
 class Prefixes:
-    """What one batch reuses of its model's kept beginnings; nothing where the model keeps none."""
+    """What one batch reuses of its model's prefix cache; nothing where the model has none."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.model = batch, batch.model
 
     @property
     def cache(self) -> PrefixCache | None:
-        """Where beginnings are kept, None if they are not: rings of another context have another layout."""
+        """The model's cache, None if this batch cannot use it: rings of another context have another layout."""
         cache: PrefixCache | None = getattr(self.model, "prefix_cache", None)
         if cache is None or cache.why_not is not None or cache.context_tokens != self.batch.context_tokens:
             return None
@@ -520,7 +525,11 @@ class Prefixes:
         if serial != reuse.serial:  # another adapter has this name now
             return False
         key = PrefixKey(reuse.key.scope, row.token_ids[:count], reuse.key.marks)
-        cache.save(key, states, snapshot=snapshot, offset=offset)
+        try:
+            cache.save(key, states, snapshot=snapshot, offset=offset)
+        except Exception as exc:  # the answer goes on without a cache
+            cache.switch_off(exc)
+            return False
         return True
 
     def _row_states(self, row: int) -> States:

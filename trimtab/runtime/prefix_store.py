@@ -1,4 +1,4 @@
-"""Which beginnings of prompts are kept, in which pages of a fixed memory, and which one goes when room is needed.
+"""Which prefixes of prompts are cached, in which pages of a fixed memory, and which are evicted when room is needed.
 
     store = PrefixStore(pages=1000, block_tokens=32, snapshot_pages=21)
     key = PrefixKey(scope, token_ids)
@@ -40,7 +40,7 @@ class Mark:
 
 
 def scope_of(*parts: bytes | str) -> bytes:
-    """Return the digest of what a kept beginning belongs to: no two different lists of parts have the same one."""
+    """Return the digest of what a cached prefix belongs to: no two different lists of parts have the same one."""
     digest = hashlib.sha256()
     for part in parts:
         text = part.encode() if isinstance(part, str) else part
@@ -50,7 +50,7 @@ def scope_of(*parts: bytes | str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """What a beginning is known by: its scope, its tokens, and the content of pictures and sounds among them."""
+    """What a prefix is known by: its scope, its tokens, and the content of pictures and sounds among them."""
 
     scope: bytes
     token_ids: Sequence[int]
@@ -135,9 +135,9 @@ class PrefixStore:
     # Finding ----------------------------------------------------------------------------------------------------------
 
     def find(self, key: PrefixKey, *, limit: int, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
-        """Return the longest kept beginning of at most `limit` tokens; what it needs counts as used now.
+        """Return the longest cached prefix of at most `limit` tokens; what it needs counts as used now.
 
-        may_end_at: whether the beginning may end before this token.
+        may_end_at: whether the prefix may end before this token.
         """
         path = self._path(key, limit)
         shared = len(path) * self.block_tokens
@@ -151,7 +151,7 @@ class PrefixStore:
         return Match(match.tokens, match.blocks, match.snapshot, shared, match.offset)
 
     def _path(self, key: PrefixKey, limit: int) -> list[_Item]:
-        """Return the kept blocks of a beginning, from its first token on."""
+        """Return the cached blocks of a prefix, from its first token on."""
         path: list[_Item] = []
         parent, size = key.scope, self.block_tokens
         while (len(path) + 1) * size <= limit:
@@ -183,7 +183,7 @@ class PrefixStore:
     # Adding -----------------------------------------------------------------------------------------------------------
 
     def add(self, key: PrefixKey, *, snapshot: bool = False, offset: int | None = None) -> Added:
-        """Keep a beginning, as much of it as there is room for, and return the pages that the caller has to fill now.
+        """Cache a prefix, as much of it as there is room for, and return the pages that the caller has to fill now.
 
         snapshot: whether the state after all of its tokens is there to be kept. offset: what `find` gives back with what ends
         behind all marks of the key.

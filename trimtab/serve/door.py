@@ -81,10 +81,10 @@ class Door:
 
 
 def client_of(authorization: str, settings: Settings) -> str:
-    """Return whose kept beginnings a request may use: those of its key, and everybody's where there are no keys or they are shared.
+    """Return whose cached prefixes a request may use: those of its key, and everybody's where there are no keys or they are shared.
 
-    authorization: the header of a request that was let in. Nobody can time what others have asked: a beginning is found only by
-    the key that it was kept for.
+    authorization: the header of a request that was let in. Nobody can time what others have sent: a prefix is
+    found only by the key that it was cached for.
     """
     if not settings.api_keys or settings.share_prefixes:
         return ""

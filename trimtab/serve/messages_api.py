@@ -1,7 +1,7 @@
 """What clients of Anthropic's Messages API send, and the same request as a chat: the rest of the server knows chats alone.
 
 Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields that have no meaning here are refused by name, as in
-`wire.py`; `cache_control` is taken, because equal beginnings are kept without being asked.
+`wire.py`; `cache_control` is taken, because the prefix cache does not need it.
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ RECENT = 50
 UNLOADED = "(unloaded)"
 # What `PrefixCache.numbers` says.
 PREFIX_CACHE = {
-    "lookups": "Prompts that were looked up", "hits": "Prompts whose beginning was kept", "bytes": "Bytes of kept beginnings",
-    "hit_tokens": "Tokens that did not go through the model again", "capacity_bytes": "Most bytes of kept beginnings",
+    "lookups": "Prompts that were looked up", "hits": "Prompts with a cached prefix", "bytes": "Bytes of cached prefixes",
+    "hit_tokens": "Tokens that did not go through the model again", "capacity_bytes": "Most bytes of cached prefixes",
     "evicted": "Blocks and snapshots that made room for others", "media_passes": "Passes of towers",
     "media_lookups": "Images and groups of sounds that were looked up", "media_hits": "Those whose tower's output was kept",
 }  # fmt: skip
@@ -133,7 +133,7 @@ class Metrics:
     def ended(
         self, labels: tuple[str, str], how: str, prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0
     ) -> None:
-        """Count one request. cached_tokens: those of its prompt that were kept already."""
+        """Count one request. cached_tokens: those of its prompt whose keys and values were cached."""
         self._endings.setdefault(labels, set()).add(how)
         self.requests.labels(*labels, how).inc()
         self.tokens.labels(*labels, "prompt").inc(prompt_tokens)

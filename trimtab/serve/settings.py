@@ -100,8 +100,8 @@ class Settings:
     call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
     the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
     long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
-    share_prefixes: whether clients of different keys use each other's kept beginnings, which tells who measures times what
-    others have asked. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
+    share_prefixes: whether clients of different keys use each other's cached prefixes; by timing, a client can then learn
+    what others have sent. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
     """
 
     host: str = "127.0.0.1"

@@ -247,7 +247,7 @@ class _Worker:
             "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
             "adapter_host_bytes": shelf.host.nbytes,
             "prompt_chunks": list(batch.prompts.sizes),
-            "fallbacks": [f"{one.what}: {one.why}" for one in batch.steps.fallbacks],
+            "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
             "prefix_cache": None if self.model.prefix_cache is None else self.model.prefix_cache.numbers(),
             "captures": batch.steps.captures, "capture_s": batch.steps.capture_s,
             "swap_p50_s": swap_s[len(swap_s) // 2] if swap_s else None,
