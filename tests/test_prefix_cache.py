@@ -15,7 +15,7 @@ import trimtab
 from tests import pico
 from tests.test_prefill import differ, eager, ids, in_chunks, load, picture
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import DoesNotFitError, RequestError
+from trimtab.errors import DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_slots
 from trimtab.runtime.batch import Batch
@@ -295,6 +295,31 @@ def test_an_adapter_that_changes_while_a_prompt_is_on_its_way_is_not_kept(tmp_pa
             pass
         batch.leave(batch.join(prompt).row)
         assert cache.numbers()["added"] == 0
+
+
+@pytest.mark.parametrize("how", BATCHES)
+def test_an_adapter_that_is_gone_is_refused_by_name(how, tmp_path):
+    plan = trimtab.plan(
+        adapters(tmp_path), adapters={"one": tmp_path / "one"}, quant="none", dtype="float32", context=96, device=DEVICE
+    )
+    with trimtab.load(plan) as model:
+        keeping(model)
+        batch = BATCHES[how](model)
+        prompt = batch.begin(model.prepare(ids(40)), REQUEST, adapter="one")
+        model.unload_adapter("one")
+        with pytest.raises(RequestError, match="one"):
+            prompt.step()
+
+
+def test_states_that_are_no_numbers_are_not_cached(tmp_path):
+    with load("llama", tmp_path) as model:
+        cache = keeping(model)
+        batch = eager(model)
+        prompt = through(batch, model.prepare(ids(40)))
+        prompt.logits.fill_(float("nan"))
+        with pytest.raises(DeviceError):
+            batch.join(prompt)
+        assert batch.active == [] and cache.numbers()["added"] == 0
 
 
 # Pictures ------------------------------------------------------------------------------------------------------------

@@ -316,6 +316,7 @@ class Batch:
                 raise first.why
             found = self._draw(row, logits, int(first.token))
         except BaseException:
+            row.reuse = None  # what such logits came from is not cached
             self.leave(row)  # without a token it could not take part in a step
             raise
         self._commit(found)

@@ -368,7 +368,7 @@ class Prefixes:
         where it is worth a snapshot."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.reuse, row.cached_tokens = None, 0
-        if cache is None or row.client is None or (inputs.has_media and not inputs.marks):
+        if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
         serial = None if row.adapter is None else self.model.route.serials.get(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
@@ -387,6 +387,10 @@ class Prefixes:
             if border - match.tokens >= LEAST_SAVED_TOKENS and may_end_at(border):
                 reuse.border = border
         return match
+
+    def _is_gone(self, adapter: str | None) -> bool:
+        """Whether an adapter was unloaded: the pass itself refuses it by name."""
+        return adapter is not None and adapter not in self.model.route.serials
 
     def _find_all(
         self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
@@ -460,9 +464,9 @@ class Prefixes:
             if layer.is_sliding:
                 order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
                 keys, values = keys.index_select(2, order), values.index_select(2, order)
+            layer.update(keys, values)
+            if layer.is_sliding:
                 layer.cumulative_length = match.tokens
-            layer.lazy_initialization(keys, values)
-            layer.keys, layer.values = keys, values
         return made
 
     def _order(self, tokens: int, window: int, places: int) -> Tensor:
@@ -473,7 +477,7 @@ class Prefixes:
     def encoders(self, prompt: Prompt) -> AbstractContextManager[None]:
         """Return a context in which the towers answer from what is kept of a prompt's pictures and sounds."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
-        if cache is None or row.client is None or not inputs.marks:
+        if cache is None or row.client is None or not inputs.marks or self._is_gone(row.adapter):
             return nullcontext()
         cache.learn(self.batch.cache)
         scope = cache.scope(row.client, self.model.tower_content(row.adapter))
