@@ -11,10 +11,11 @@ OLDEST := .venv-oldest/made-from-$(shell cat locks/oldest.txt pyproject.toml | c
 
 PEERS := .venv-peers/made-from-$(shell cat locks/peers.txt | cksum | cut -d ' ' -f 1)
 
+CLIENTS := $(shell cat locks/clients.txt tests/clients/package-lock.json | cksum | cut -d ' ' -f 1)
 FUZZ := schemathesis-4.32.5
 AXE := axe-core-4.14.1
 
-.PHONY: demo test test-oldest test-upstream test-slow test-ray test-peers test-page test-gpu lint format bench clean
+.PHONY: demo test test-oldest test-upstream test-slow test-ray test-peers test-clients test-page test-gpu lint format bench clean
 
 demo: $(NEWEST)
 	.venv/bin/python -m trimtab demo
@@ -37,6 +38,17 @@ test-slow: $(NEWEST) $(OLDEST) .venv-fuzz/made-from-$(FUZZ)
 	rm -rf .venv-fuzz
 	$(PYTHON) -m venv .venv-fuzz
 	.venv-fuzz/bin/python -m pip install --quiet --disable-pip-version-check $(subst schemathesis-,schemathesis==,$(FUZZ))
+	touch $@
+
+# The official clients, in Python and npm environments of their own, against a served demo model.
+test-clients: $(NEWEST) .venv-clients/made-from-$(CLIENTS)
+	$(ENV) TRIMTAB_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python .venv/bin/python -m pytest -q -m slow tests/clients
+
+.venv-clients/made-from-$(CLIENTS):
+	rm -rf .venv-clients tests/clients/node_modules
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r locks/clients.txt
+	cd tests/clients && npm ci --ignore-scripts --no-audit --no-fund
 	touch $@
 
 # Two replicas on a local Ray, in an environment of its own beside the newest one.
@@ -80,7 +92,7 @@ bench:
 	$(ENV) $(PYTHON) -m bench.memory --work $${TMPDIR:-/tmp}/trimtab-bench --save bench/results/memory.json
 
 clean:
-	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .venv-peers .npm-page .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest .venv-ray .venv-fuzz .venv-clients tests/clients/node_modules .venv-peers .npm-page .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(NEWEST): LOCK = locks/newest.txt
 $(OLDEST): LOCK = locks/oldest.txt

@@ -121,6 +121,13 @@ def test_how_a_message_ended_is_said(finish, stop_text, expected):
     assert (found["stop_reason"], found["stop_sequence"]) == expected
 
 
+def test_more_tokens_than_there_are_is_as_many_as_there_are():
+    # Clients that have to say a number say that of the model that they were made for.
+    pool = MockPool()
+    assert messages(client(pool), max_tokens=64_000).is_success
+    assert (pool.jobs[0].request.max_new_tokens, pool.jobs[0].fills_context) == (384, True)
+
+
 def test_a_call_that_was_cut_says_so():
     def cut(job):
         pieces = [{"index": 0, "id": "c", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a'}]

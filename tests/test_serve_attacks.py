@@ -57,10 +57,10 @@ def peak_bytes(server):
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
 
 
-def post(server, body):
+def post(server, body, path=PATH):
     """Send a body and return (status, error); one that is refused while it is sent is read all the same."""
     connection = server.connect()
-    connection.putrequest("POST", PATH)
+    connection.putrequest("POST", path)
     connection.putheader("content-type", "application/json")
     connection.putheader("content-length", str(len(body)))
     connection.endheaders()
@@ -98,6 +98,50 @@ ATTACKS = {
     ),
     "60 MiB that are no image": (lambda: chat_of(image_of(45 * 2**20)), 400, "messages[0].content[0].image_url.url"),
 }  # fmt: skip
+
+
+def field(name, value):
+    return b'{"model":"toy","%s":' % name + value + b"}"
+
+
+def tools_of(parameters):
+    tool = b'{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}"
+    return chat_of(VALID)[:-1] + b',"tools":[' + tool + b'],"tool_choice":"required"}'
+
+
+ARGUMENTS = b'{"role":"assistant","tool_calls":[{"id":"a","type":"function","function":{"name":"f","arguments":"%s"}}]}'
+BLOCKS = b'{"model":"toy","max_tokens":5,"messages":[{"role":"user","content":[%s]}]}'
+# The same of the other routes: what a body is called -> its path, how it is made, status and field.
+MORE_ATTACKS = {
+    "tools without end": (PATH, lambda: chat_of(VALID)[:-1] + b',"tools":[' + b"{}," * 10**6 + b"{}]}", 400, "body"),
+    "a schema of references": (PATH, lambda: tools_of(b'{"$ref":"#"}'), 400, "tools[0].function.parameters"),
+    "a large schema": (PATH, lambda: tools_of(b'{"description":"' + b"x" * 10**6 + b'"}'), 400, "tools"),
+    "deep arguments inside a text": (
+        PATH, lambda: chat_of(ARGUMENTS % (b"[" * 1_000_000)), 400, "messages[0].tool_calls[0].function.arguments"),
+    "many arguments inside a text": (
+        PATH, lambda: chat_of(ARGUMENTS % (b"[" + b"0," * 500_000 + b"0]")), 400, "messages[0].tool_calls[0].function.arguments"),
+    "blocks without end": ("/v1/messages", lambda: BLOCKS % b",".join([b'{"type":"text"}'] * 10**6), 400, "body"),
+    "a deep input": (
+        "/v1/messages", lambda: BLOCKS % (b'{"type":"tool_use","id":"a","name":"f","input":' + b'{"a":' * 10**5), 400, "body"),
+    "items without end": ("/v1/responses", lambda: field(b"input", b"[" + b"{}," * 10**6 + b"{}]"), 400, "body"),
+    "texts without end": ("/v1/embeddings", lambda: field(b"input", b"[" + b'"a",' * 200_000 + b'"a"]'), 400, "body"),
+    "a text without end": ("/tokenize", lambda: field(b"prompt", b'"' + b"a" * 60_000_000 + b'"'), 400, "prompt"),
+    "ids without end": ("/detokenize", lambda: field(b"tokens", b"[" + b"1," * 900_000 + b"1]"), 400, "body"),
+}  # fmt: skip
+
+
+@posix
+def test_bodies_made_to_cost_are_refused_on_the_other_routes_too(server):
+    before, figures = peak_bytes(server), {}
+    for name, (path, make, status, param) in MORE_ATTACKS.items():
+        body = make()
+        with Watch(server) as watch:
+            seen = post(server, body, path)
+        figures[name] = max(watch.times_s, default=0.0)
+        assert (seen[0], seen[1].get("param")) == (status, param), (name, seen)
+        assert not watch.errors, name
+    assert max(figures.values()) < 1.0, figures
+    assert peak_bytes(server) - before < 400 * 2**20
 
 
 @posix

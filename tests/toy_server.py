@@ -22,6 +22,10 @@ from trimtab.serve.settings import Limits, Settings
 from trimtab.serve.supervisor import Supervisor
 
 PIECE_S = 0.05
+# What jobs that are no answers are told.
+RESULTS = {
+    "embedding": {"embedding": [0.6, 0.8]}, "tokens": {"tokens": [5, 6], "token_strs": ["a", "b"]}, "text": {"prompt": "a b"},
+}  # fmt: skip
 
 
 def worker(connection, settings):
@@ -35,6 +39,11 @@ def worker(connection, settings):
                 message = channel.receive()
                 if message["do"] == "submit":
                     job = job_from_message(message["job"])
+                    if job.kind != "answer":
+                        usage = {"prompt_tokens": 2, "completion_tokens": 0}
+                        done = Event(job.id, "done", finish="stop", usage=usage, result=RESULTS[job.kind])
+                        channel.send({"say": "events", "events": [event_to_message(done)]})
+                        continue
                     text = job.prompt["text"] if isinstance(job.prompt, dict) else ""
                     jobs[job.id] = [
                         0,

@@ -21,5 +21,5 @@ def test_every_answer_is_one_that_the_description_allows():
     assert record["operations"]["tested"] == record["operations"]["total"] - 1  # all but the comparison
     assert record["is_healthy"] and record["log"] == ""
     # Otherwise every request would end at its first look.
-    for operation in ("POST /v1/chat/completions", "POST /v1/completions"):
+    for operation in ("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/messages", "POST /v1/responses"):
         assert record["answers"][operation]["fuzzing"]["accepted"] > 20

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -271,20 +272,25 @@ class _Api:
 
     async def messages(self, request: Request) -> Response:
         given, size = await self.reader.read(messages_api.MessagesRequest, request)
-        asked = await self.reader.run(size, lambda: messages_api.chat_of(given))
+        longest = self.pool.context_tokens(self.pool.resolve(given.model)[0])
+        longest = min(longest, self.settings.limits.max_tokens or longest)
+        asked = await self.reader.run(size, lambda: messages_api.chat_of(given, longest=longest))
         if given.thinking is not None and given.thinking.budget_tokens is not None:
             request.state.ignored = [*(request.state.ignored or ()), "thinking.budget_tokens"]
-        return await self._chat(request, asked, size, MessagesShape)
+        return await self._chat(request, asked, size, MessagesShape, may_be_shorter=True)
 
     async def _chat(
-        self, request: Request, asked: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape]
-    ) -> Response:
+        self, request: Request, asked: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape], *,
+        may_be_shorter: bool = False,
+    ) -> Response:  # fmt: skip
         asking.check_shape(asked)
         model, adapter = self.pool.resolve(asked.model)
         messages = await self._read_messages(asked, size, model)
         # What stays for as long as the answer takes is each image once, decoded.
         asked = asked.model_copy(update={"messages": []})
-        return await self._answer(request, asked, model, adapter, [messages], shape(asked))
+        return await self._answer(
+            request, asked, model, adapter, [messages], shape(asked), may_be_shorter=may_be_shorter
+        )
 
     async def _read_messages(self, asked: wire.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
         limits = self.settings.limits
@@ -301,8 +307,10 @@ class _Api:
         return await self._answer(request, asked, model, adapter, asking.prompts_of(asked), CompletionShape(asked))
 
     async def _answer(
-        self, request: Request, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape
-    ) -> Response:
+        self, request: Request, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape,
+        *, may_be_shorter: bool = False,
+    ) -> Response:  # fmt: skip
+        """Answer every prompt. may_be_shorter: than max_tokens, where the prompt leaves less of the context."""
         make = partial(
             asking.jobs_of, asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
@@ -311,6 +319,8 @@ class _Api:
         # Schemas may take a moment to look through.
         is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
         jobs = await self.reader.run(0, make) if is_long else make()
+        if may_be_shorter:
+            jobs = [replace(job, fills_context=True) for job in jobs]
         seen = self.metrics.begin(model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started)
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage

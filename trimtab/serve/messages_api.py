@@ -157,8 +157,11 @@ class CountRequest(_Question):
     """POST /v1/messages/count_tokens."""
 
 
-def chat_of(asked: MessagesRequest | CountRequest) -> ChatRequest:
-    """Return the same request as a chat. Errors: RequestError for blocks that stand where none may."""
+def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> ChatRequest:
+    """Return the same request as a chat. longest: the most tokens of an answer; clients that must say a number say more.
+
+    Errors: RequestError for blocks that stand where none may.
+    """
     made: dict[str, Any] = {"model": asked.model, "messages": _messages(asked)}
     if asked.tools:
         made["tools"] = [_tool(tool) for tool in asked.tools]
@@ -169,7 +172,7 @@ def chat_of(asked: MessagesRequest | CountRequest) -> ChatRequest:
         made |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
     if isinstance(asked, MessagesRequest):
         made |= {
-            "max_tokens": asked.max_tokens,
+            "max_tokens": min(asked.max_tokens, longest),
             "stream": asked.stream,
             "temperature": asked.temperature,
             "top_p": asked.top_p,

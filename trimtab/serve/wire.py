@@ -149,6 +149,8 @@ class FunctionCall(Strict):
     name: FunctionName
     # A JSON object, as text.
     arguments: Text
+    # What OpenAI's own helpers add to an answer, and send back with it; `arguments` says the same.
+    parsed_arguments: Any = None
 
 
 class ToolCall(Strict):
@@ -223,6 +225,8 @@ class AssistantMessage(Strict):
     audio: None = None
     function_call: None = None
     annotations: EmptyList | None = None
+    # What OpenAI's own helpers add to an answer; `content` says the same.
+    parsed: Any = None
 
 
 class ToolMessage(Strict):
