@@ -22,16 +22,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 import trimtab
 from trimtab import interrupts, threads
-from trimtab.commands import bench, chat, doctor, line, merging, serve, tune
-from trimtab.commands.saying import print_json
+from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
+from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
     AdapterError,
@@ -54,7 +56,7 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (UpstreamError, 8),
 )
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
-WITHOUT_THREADS, LASTING = ("plan", "inspect"), ("serve",)
+WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
 MISSING, STOPPED, READER_GONE = 3, interrupts.STOPPED, 141
 
 
@@ -93,8 +95,12 @@ def _main(arguments: Sequence[str] | None) -> int:
     flags: dict[str, str] = {}
     try:
         _check_readable(given)
+        if set(given) == {"--version", "--json"}:
+            print_json(versions())
+            return 0
         options = parser().parse_args(given)
         flags = flags_of(options.parser)
+        use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
         interrupts.raise_again()
@@ -164,6 +170,43 @@ def error_json(exc: BaseException, flags: Mapping[str, str] = MappingProxyType({
     return {"class": kind.__name__, "message": _text(exc, flags), "fields": fields}
 
 
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "safetensors",
+    "tokenizers",
+    "huggingface-hub",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Return what is installed: package -> release, None for one that is not there. Nothing is imported."""
+    found: dict[str, str | None] = {"trimtab": trimtab.__version__, "python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def exit_codes_text() -> str:
+    """Return the exit codes for --help."""
+    kinds = {
+        code: (kind.__doc__ or "").strip().splitlines()[0].partition(":")[0].rstrip(".") for kind, code in EXIT_CODES
+    }
+    texts = {
+        0: "done", 1: "two routes do not agree; a server's adapter is ignored or wrong", **kinds,
+        9: "the answers of a server do not tell whether its adapter is alive", STOPPED: "stopped by Ctrl-C",
+        READER_GONE: "the reader of the output went away",
+    }  # fmt: skip
+    lines = [f"  {code}  {text[:1].lower()}{text[1:]}" for code, text in sorted(texts.items())]
+    return "\n".join(["exit codes:", *lines])
+
+
 # Flags ----------------------------------------------------------------------------------------------------------------
 
 
@@ -172,8 +215,14 @@ def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
         description="Any LoRA adapter on a quantized multimodal model that does not fit the GPU.",
+        epilog=exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    top.add_argument("--version", action="version", version=f"trimtab {trimtab.__version__}")
+    top.add_argument(
+        "--version",
+        action="version",
+        version=f"trimtab {trimtab.__version__}",
+        help="the version; with --json of other packages too",
+    )
     commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
@@ -181,10 +230,12 @@ def parser() -> argparse.ArgumentParser:
         found.set_defaults(command=function, parser=found, name_of_command=name)
         return found
 
-    for room in (line, chat, merging, bench, tune, doctor, serve):
+    for room in (line, chat, listing, pull, merging, bench, tune, doctor, serve):
         room.add(command)
     for found in commands.choices.values():
         found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        found.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
+    commands.choices["completion"].set_defaults(top=top)
     for name, found in commands.choices.items():
         if name not in WITHOUT_THREADS:
             found.add_argument(

@@ -157,8 +157,8 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     cached = hub_cache() / "--".join(("models", *parts))
     if not os.path.isdir(cached):
         raise CheckpointError(
-            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is ever downloaded",
-            path=text, hint=f"Fetch it first with `hf download {text}`, or give a folder",
+            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded unasked",
+            path=text, hint=f"Fetch it first with `trimtab pull {text}`, or give a folder",
         )  # fmt: skip
     return _snapshot(cached)
 

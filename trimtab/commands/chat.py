@@ -21,6 +21,7 @@ from trimtab.commands.flags import (
     system_of,
 )
 from trimtab.commands.opening import opened, say_fallbacks
+from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.commands.weights import MIX_FORM, chosen
 from trimtab.errors import DoesNotFitError
@@ -55,12 +56,14 @@ def add(command: Command) -> None:
     found.add_argument(
         "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
     )
+    add_pull(found)
     add_decode(found)
     add_sampling(found, longest="what is left of the context")
 
 
 def run_chat(options: argparse.Namespace) -> int:
     answering, decode, system = sampling_options(options), decode_of(options), system_of(options)
+    pull_if_asked(options)
     plan, adapter = _plan(options, decode)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and not options.json
     with opened(plan, decode) as model:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trimtab import interrupts
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
+from trimtab.commands.saying import has_color
 from trimtab.commands.weights import MIX_FORM, mix_text, parse_mix
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
@@ -51,7 +52,7 @@ class Session:
     def __init__(self, chat: Conversation, model: LoadedModel, *, as_json: bool, is_terminal: bool) -> None:
         self.chat, self.model = chat, model
         self.as_json, self.is_terminal = as_json, is_terminal
-        self.style = Style(is_terminal)
+        self.style = Style(is_terminal, has_color(sys.stdout) and not as_json)
         self._images: list[str] = []
         self._audios: list[str] = []
         self._commands: dict[str, Callable[[str], None]] = {

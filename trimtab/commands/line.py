@@ -28,6 +28,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.many import run_many
 from trimtab.commands.opening import ENDED_AT_ONCE, opened, say_fallbacks
+from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.weights import MIX_FORM, chosen
 from trimtab.commands.wording import in_flags
@@ -97,6 +98,7 @@ def add(command: Command) -> None:
     ran.add_argument(
         "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
     )
+    add_pull(ran)
     add_decode(ran)
     add_sampling(ran)
 
@@ -191,6 +193,7 @@ def _patch(options: argparse.Namespace) -> dict[str, Any]:
 def run_run(options: argparse.Namespace) -> int:
     from trimtab.runtime.memory_shares import shares_text
 
+    pull_if_asked(options)
     if options.prompts is not None:
         return run_many(options)
     for flag, value in (("--out", options.out), ("--rows", options.rows)):

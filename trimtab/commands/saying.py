@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 
 class Command(Protocol):
@@ -27,3 +28,26 @@ def saying(options: argparse.Namespace) -> Callable[[str], None] | None:
 def print_json(value: Any) -> None:
     """Print one JSON object."""
     print(json.dumps(value, indent=1, default=str))
+
+
+COLORS = ("auto", "always", "never")
+
+
+def use_color(choice: str | None) -> None:
+    """Let --color decide for this process and those that it starts; "auto" leaves the environment as it is.
+
+    Source: https://no-color.org and https://force-color.org; rich and Python's own messages read the same variables.
+    """
+    if choice == "always":
+        os.environ["FORCE_COLOR"] = "1"
+        os.environ.pop("NO_COLOR", None)
+    elif choice == "never":
+        os.environ["NO_COLOR"] = "1"
+        os.environ.pop("FORCE_COLOR", None)
+
+
+def has_color(stream: TextIO) -> bool:
+    """Return whether text on a stream may be set off."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (stream.isatty() and os.environ.get("TERM") != "dumb")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
+from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -47,6 +48,7 @@ def add(command: Command) -> None:
     group.add_argument(
         "--eager", action="store_true", default=None, help="launch every kernel of a step by itself, to compare with"
     )
+    add_pull(group)
     add_decode(group)
     group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
@@ -121,7 +123,7 @@ def run_serve(options: argparse.Namespace) -> int:
         print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
     journal.set_up(options.log_format, options.log_level)
-
+    pull_if_asked(options)
     if options.ray:
         return _run_ray(options, say)
     for name, flag in RAY_FLAGS.items():

@@ -13,18 +13,24 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 @dataclass(frozen=True)
 class Style:
-    """How text is set off. is_terminal: whether escape sequences may be sent; else marks are plain characters."""
+    """How text is set off. is_terminal: whether it obeys control characters. has_color: whether it may be set off, as on a
+    terminal if None; else marks are plain characters."""
 
     is_terminal: bool
+    has_color: bool | None = None
+
+    @property
+    def _sets_off(self) -> bool:
+        return self.is_terminal if self.has_color is None else self.has_color
 
     def bold(self, text: str) -> str:
-        return f"\x1b[1m{text}\x1b[0m" if self.is_terminal else text
+        return f"\x1b[1m{text}\x1b[0m" if self._sets_off else text
 
     def dim(self, text: str) -> str:
-        return f"\x1b[2m{text}\x1b[0m" if self.is_terminal else text
+        return f"\x1b[2m{text}\x1b[0m" if self._sets_off else text
 
     def mark(self, text: str) -> str:
-        return f"\x1b[1;4m{text}\x1b[0m" if self.is_terminal else f"[{text}]"
+        return f"\x1b[1;4m{text}\x1b[0m" if self._sets_off else f"[{text}]"
 
     def printable(self, text: str) -> str:
         """Return a model's text as a terminal may show it; where it is not a terminal, as it is."""

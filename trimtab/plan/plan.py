@@ -6,6 +6,7 @@ saves as JSON and comes back equal. Bytes are integers everywhere.
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -101,6 +102,19 @@ class Plan:
         from trimtab.plan.table import table
 
         return table(self) if self.card is None else marked(table(self), self.card)
+
+    def draw(self, path: str | os.PathLike[str]) -> None:
+        """Draw the plan as .svg or .png. Errors: RequestError for another ending, or a place that cannot be written."""
+        from trimtab.plan import picture
+
+        picture.check_path(path, field="path")
+        picture.draw(self, path)
+
+    def _repr_html_(self) -> str:
+        """Return the picture and the table, for notebooks."""
+        from trimtab.plan import picture
+
+        return f"<div>{picture.svg(*picture.layout(self))}<pre>{html.escape(str(self))}</pre></div>"
 
     def tier_of(self, block_path: str) -> str:
         """Return the tier of a block; KeyError if the model has no such block."""

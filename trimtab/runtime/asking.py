@@ -25,6 +25,16 @@ Chosen: TypeAlias = "str | Mapping[str, float] | None"
 class Asking:
     """The base of `LoadedModel`: nothing here holds memory."""
 
+    def __repr__(self: Any) -> str:
+        """What it is, where it computes and which adapters it has."""
+        if self._loaded is None:
+            return f"LoadedModel({self.plan.request.model!r}, closed)"
+        names = ", ".join(self.adapters) or "none"
+        return (
+            f"LoadedModel({self.plan.request.model!r}, {self.hf_model.config.architectures[0]}, {self.plan.request.quant} on "
+            f"{self.device}, context {self.context_tokens}, adapters: {names})"
+        )
+
     def batch(
         self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
     ) -> Iterator[Answer]:

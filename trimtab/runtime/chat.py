@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.answer_forms import AnswerForm, form_of
+from trimtab.runtime.content_parts import own_form
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
@@ -140,7 +141,7 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
     if not isinstance(parts, (list, tuple)):
         raise RequestError(f"message {place} has no content", field="prompt")
     made = []
-    for part in parts:
+    for part in map(own_form, parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PART_TYPES or kind not in part:
             raise RequestError(

@@ -43,14 +43,19 @@ def several(value: Any) -> Sequence[Any]:
 
 
 def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return an RGB picture from a path, bytes or a Pillow image. Errors: RequestError(field="image")."""
+    """Return an RGB picture from a path, bytes, a Pillow image, or uint8 values [H, W] or [H, W, 3 or 4].
+
+    Errors: RequestError(field="image").
+    """
     if isinstance(source, LowDetail):
         return source.read()
+    if isinstance(source, np.ndarray):
+        source = _of_array(source)
     if isinstance(source, Image.Image):
         return _upright(source, max_pixels, _named(source))
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
-        raise RequestError("is neither a path, bytes nor a Pillow image", field="image", value=_named(source))
+        raise RequestError("is neither a path, bytes, a Pillow image nor an array", field="image", value=_named(source))
     try:
         with Image.open(stream, formats=IMAGE_FORMATS) as found:
             return _upright(found, max_pixels, _named(source))
@@ -74,6 +79,17 @@ class LowDetail:
         """Return it as `read_image` does, made smaller if it is larger."""
         picture, most = read_image(self.source), (LOW_DETAIL_SIDE, LOW_DETAIL_SIDE)
         return ImageOps.contain(picture, most) if max(picture.size) > LOW_DETAIL_SIDE else picture
+
+
+def _of_array(values: np.ndarray) -> Image.Image:
+    is_shaped = values.ndim == 2 or (values.ndim == 3 and values.shape[2] in (3, 4))
+    if values.dtype != np.uint8 or not is_shaped or not values.size:
+        raise RequestError(
+            "values are uint8, in the shape [H, W] or [H, W, 3 or 4]",
+            field="image",
+            value=(values.shape, str(values.dtype)),
+        )
+    return Image.fromarray(np.ascontiguousarray(values))
 
 
 def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:

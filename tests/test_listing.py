@@ -1,0 +1,123 @@
+"""The commands that list: models with what fits, adapters with the models that they fit, completion, versions, colour."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import trimtab
+from tests import pico
+from trimtab import cli, demo
+
+
+@pytest.fixture
+def models(tmp_path):
+    pico.build("llama", tmp_path / "llama")
+    pico.build("gemma3", tmp_path / "deep" / "gemma")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    pico.adapter(tmp_path / "llama", tmp_path / "adapters" / "one", targets="all")
+    shutil.copytree(demo.ADAPTERS["style"], tmp_path / "adapters" / "group" / "two")
+    (tmp_path / "adapters" / "bad").mkdir()
+    (tmp_path / "adapters" / "bad" / "adapter_config.json").write_text("{}")
+    return tmp_path
+
+
+def test_models_are_listed_with_what_fits(models, capsys):
+    assert cli.main(["models", str(models), "--json"]) == 0
+    found = {os.path.basename(one["model"]): one for one in json.loads(capsys.readouterr().out)["models"]}
+    assert set(found) == {"llama", "gemma", "broken"}
+    assert found["llama"]["class"] == "LlamaForCausalLM" and found["llama"]["fits"]
+    plan = trimtab.plan(models / "llama", head="auto")
+    assert found["llama"]["gpu_bytes"] == plan.gpu_peak_bytes and sum(found["llama"]["tiers"].values()) == len(
+        plan.tiers()
+    )
+    assert not found["broken"]["fits"] and "config.json" in found["broken"]["reason"]
+    assert cli.main(["models", str(models), "--quick"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("model ") and "not planned" in out and "LlamaForCausalLM" in out
+
+
+def test_models_of_the_cache_have_their_ids(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert cli.main(["models"]) == 0
+    assert "no models in" in capsys.readouterr().err
+    pico.build("llama", tmp_path / "models--someone--small" / "snapshots" / ("a" * 40))
+    assert cli.main(["models", "--quick"]) == 0
+    assert "someone/small  LlamaForCausalLM" in capsys.readouterr().out
+    assert cli.main(["models", str(tmp_path / "none")]) == 2
+
+
+def test_adapters_are_listed_with_the_models_that_they_fit(models, capsys):
+    wanted = [str(models / "llama"), str(demo.BASE)]
+    assert cli.main(["adapters", str(models), "--model", wanted[0], "--model", wanted[1], "--json"]) == 0
+    found = {one["adapter"]: one for one in json.loads(capsys.readouterr().out)["adapters"]}
+    assert set(found) == {"adapters/one", "adapters/group/two", "adapters/bad"}
+    assert [found["adapters/one"]["models"][model]["fits"] for model in wanted] == [True, False]
+    assert [found["adapters/group/two"]["models"][model]["fits"] for model in wanted] == [False, True]
+    assert found["adapters/one"]["rank"] == 4 and found["adapters/one"]["models"][wanted[1]]["problems"] > 0
+    assert "error" in found["adapters/bad"]
+    assert cli.main(["adapters", str(demo.FOLDER / "adapters")]) == 0
+    assert "rslora-dora" in capsys.readouterr().out
+    assert cli.main(["adapters", str(models / "llama" / "none")]) == 2
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_is_one_that_its_shell_reads(shell, tmp_path, capsys):
+    assert cli.main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "--prefix-cache" in script and "adapters" in script
+    program = shutil.which(shell)
+    if program is None:
+        pytest.skip(f"no {shell} here")
+    (tmp_path / "script").write_text(script)
+    subprocess.run([program, "-n", str(tmp_path / "script")], check=True)
+    if shell == "bash":
+        code = 'source "$1"; COMP_WORDS=(trimtab ru); COMP_CWORD=1; COMP_LINE="trimtab ru"; _shtab_trimtab; echo "${COMPREPLY[@]}"'
+        done = subprocess.run(
+            ["bash", "-c", code, "bash", str(tmp_path / "script")], capture_output=True, text=True, check=True
+        )
+        assert done.stdout.split() == ["run"]
+
+
+def test_versions_as_json(capsys):
+    assert cli.main(["--version", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["trimtab"] == trimtab.__version__
+    assert {"python", "torch", "transformers", "peft", "bitsandbytes"} <= set(found)
+
+
+def test_exit_codes_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = capsys.readouterr().out
+    assert "exit codes:" in text
+    for code in (*(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE):
+        assert f"\n  {code}  " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "has_color"),
+    [([], {}, False), (["--color", "always"], {}, True), (["--color", "always"], {"NO_COLOR": "1"}, True),
+     ([], {"FORCE_COLOR": "1"}, True), ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+     (["--color", "never"], {"FORCE_COLOR": "1"}, False)],
+)  # fmt: skip
+def test_color_is_asked_for_or_refused(arguments, environ, has_color):
+    kept = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    done = subprocess.run(
+        [sys.executable, "-m", "trimtab", "chat", str(demo.BASE), "--device", "cpu", "--context", "256", *arguments,
+         "--max-new-tokens", "4", "--adapter", f"style={demo.ADAPTERS['style']}"],
+        input="/compare base style Hello\n", capture_output=True, text=True, env={**kept, **environ}, timeout=400,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert ("\x1b[" in done.stdout + done.stderr) == has_color
+
+
+def test_a_wrong_color_is_refused(capsys):
+    assert cli.main(["models", "--color", "pink"]) == 2
+    assert "--color" in capsys.readouterr().err

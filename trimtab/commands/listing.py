@@ -1,0 +1,229 @@
+"""The commands that list what is there: models with what fits this machine, adapters with the models that they fit, completion."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import shtab
+
+from trimtab.api import plan_request
+from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
+from trimtab.commands.saying import Command, print_json
+from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
+from trimtab.request import LoadRequest
+
+SHELLS = ("bash", "zsh", "fish")
+ADAPTER_CONFIG = "adapter_config.json"
+# How deep below DIR a model or adapter may lie, and how many folders are looked into: a home folder is not searched whole.
+DEPTH, MOST_FOLDERS = 3, 10_000
+# By metavar, what a shell completes.
+_FILES = {"FILE": shtab.FILE, **dict.fromkeys(("FOLDER", "MODEL", "ADAPTER", "DIR", "OUT"), shtab.DIRECTORY)}
+
+
+def add(command: Command) -> None:
+    """Add the three commands."""
+    models = command("models", run_models, "the models of a folder or the hub's cache, and whether they fit here")
+    models.add_argument("folder", metavar="DIR", nargs="?", help="look below this folder (default: the hub's cache)")
+    models.add_argument("--quick", action="store_true", help="list them without planning each one")
+    adapters = command("adapters", run_adapters, "the adapters below a folder, and which models they fit")
+    adapters.add_argument("folder", metavar="DIR", help="look below this folder")
+    adapters.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="match every adapter with this model; may be repeated",
+    )
+    completion = command("completion", run_completion, "a script that lets a shell complete commands, flags and files")
+    completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
+
+
+# Models ---------------------------------------------------------------------------------------------------------------
+
+
+def run_models(options: argparse.Namespace) -> int:
+    folder = hub_cache() if options.folder is None else Path(options.folder)
+    if options.folder is not None and not folder.is_dir():
+        raise RequestError("no such folder", field="DIR", value=options.folder)
+    found = [_model(name, plans=not options.quick) for name in _model_names(folder)]
+    if options.json:
+        print_json({"folder": str(folder), "models": found})
+        return 0
+    if not found:
+        print(f"no models in {folder}", file=sys.stderr)
+    rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in found)]
+    _print_table(rows if found else [])
+    return 0
+
+
+def _model_names(folder: Path) -> list[str]:
+    """Return the checkpoints of a folder, hub ids where it is the hub's cache."""
+    cached = [path for path in _sorted(folder) if path.name.startswith("models--")]
+    if cached:
+        is_default = folder.resolve() == hub_cache().resolve()
+        return [
+            path.name.removeprefix("models--").replace("--", "/", 1) if is_default else str(path) for path in cached
+        ]
+    return [str(path.parent) for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
+
+
+def _model(name: str, *, plans: bool) -> dict[str, Any]:
+    about: dict[str, Any] = {"model": name}
+    try:
+        checkpoint = read_checkpoint(name)
+        if not checkpoint.has_weights:
+            return about | {"fits": False, "reason": "it has no safetensors weights"}
+        about |= {
+            "folder": str(checkpoint.folder), "class": (checkpoint.config.get("architectures") or ["-"])[0],
+            "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
+            "format": (checkpoint.quantization or {}).get("quant_method") or _dtype(checkpoint.tensors.values()),
+        }  # fmt: skip
+        if not plans:
+            return about
+        plan = plan_request(LoadRequest(model=name, head="auto"))
+    except TrimtabError as exc:
+        return about | {"fits": False, "reason": str(exc).splitlines()[0]}
+    tiers = Counter(plan.tiers().values())
+    return about | {
+        "fits": True, "device": plan.execution_device, "quant": plan.request.quant, "gpu_bytes": plan.gpu_peak_bytes,
+        "host_bytes": plan.host_peak_bytes, "tiers": dict(sorted(tiers.items())),
+    }  # fmt: skip
+
+
+def _dtype(entries: Any) -> str:
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        sizes[str(entry.dtype)] += entry.nbytes
+    return sizes.most_common(1)[0][0] if sizes else "-"
+
+
+def _model_row(one: dict[str, Any]) -> tuple[str, ...]:
+    size = gib(one["bytes"]) if "bytes" in one else "-"
+    if "fits" not in one:
+        fits = "not planned"
+    elif not one["fits"]:
+        fits = f"no: {one['reason']}"
+    else:
+        away = ", ".join(f"{count} {tier}" for tier, count in one["tiers"].items() if tier != "resident")
+        memory = f"{gib(one['gpu_bytes'])} on {one['device']}"
+        fits = f"{one['quant']}, {memory}" + (f", blocks elsewhere: {away}" if away else "")
+    return one["model"], one.get("class", "-"), size, one.get("format", "-"), fits
+
+
+# Adapters -------------------------------------------------------------------------------------------------------------
+
+
+def run_adapters(options: argparse.Namespace) -> int:
+    folder = Path(options.folder)
+    if not folder.is_dir():
+        raise RequestError("no such folder", field="DIR", value=options.folder)
+    anatomies = {model: _anatomy(model) for model in options.model}
+    found = [_adapter(path.parent, folder, anatomies) for path in _below(folder, ADAPTER_CONFIG)]
+    if options.json:
+        print_json({"folder": str(folder), "adapters": found})
+        return 0
+    if not found:
+        print(f"no adapters below {folder}", file=sys.stderr)
+        return 0
+    heads = ("adapter", "made for", "rank", "size", *options.model)
+    _print_table([heads, *(_adapter_row(one, options.model) for one in found)])
+    return 0
+
+
+def _anatomy(model: str) -> Any:
+    from trimtab.runtime import hf
+
+    return hf.read_anatomy(read_checkpoint(model), quant="none", dtype="bfloat16")
+
+
+def _adapter(path: Path, folder: Path, anatomies: dict[str, Any]) -> dict[str, Any]:
+    name = path.relative_to(folder).as_posix()
+    try:
+        file = read_adapter(str(path))
+    except TrimtabError as exc:
+        return {"adapter": path.name if name == "." else name, "path": str(path), "error": _first_line(exc)}
+    report = describe(file, None)
+    about: dict[str, Any] = {
+        "adapter": path.name if name == "." else name, "path": str(path), "base_model": report["base_model"],
+        "rank": report["config"].get("r"), "bytes": report["bytes"],
+    }  # fmt: skip
+    fits: dict[str, dict[str, Any]] = {}
+    for model, anatomy in anatomies.items():
+        try:
+            fits[model] = {
+                "fits": True,
+                "modules": len({one.module_path for one in match_adapter(file, anatomy).targets}),
+            }
+        except AdapterError as exc:
+            fits[model] = {"fits": False, "problems": len(exc.problems), "reason": exc.problems[0]}
+    return about | ({"models": fits} if anatomies else {})
+
+
+def _first_line(exc: TrimtabError) -> str:
+    return exc.problems[0] if isinstance(exc, AdapterError) else str(exc).splitlines()[0]
+
+
+def _adapter_row(one: dict[str, Any], models: Sequence[str]) -> tuple[str, ...]:
+    if "error" in one:
+        return (one["adapter"], f"cannot be used: {one['error']}", "-", "-", *("no" for _ in models))
+    fits = [one["models"][model] for model in models]
+    told = [f"fits, {f['modules']} modules" if f["fits"] else f"no, {f['problems']} problems" for f in fits]
+    return (one["adapter"], str(one["base_model"] or "-"), str(one["rank"] or "-"), gib(one["bytes"]), *told)
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+def _sorted(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []
+
+
+def _below(folder: Path, name: str) -> list[Path]:
+    """Return the files of a name in a folder and up to DEPTH below it; links to folders are not followed below it."""
+    found: list[Path] = []
+    for count, (at, folders, files) in enumerate(os.walk(folder)):
+        path = Path(at)
+        if count >= MOST_FOLDERS:
+            print(f"stopped after {MOST_FOLDERS} folders", file=sys.stderr)
+            break
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        if name in files:
+            found.append(path / name)
+        if len(path.relative_to(folder).parts) >= DEPTH:
+            folders.clear()
+    return found
+
+
+def _print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))] if rows else []
+    for row in rows:
+        print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+# Completion -----------------------------------------------------------------------------------------------------------
+
+
+def run_completion(options: argparse.Namespace) -> int:
+    top = options.top
+    commands = next(action for action in top._actions if action.dest == "name").choices
+    for parser in commands.values():
+        for action in parser._actions:
+            kind = next((kind for word, kind in _FILES.items() if word in str(action.metavar or "").split("|")), None)
+            if kind is not None:
+                action.complete = kind
+    script = shtab.complete(top, shell=options.shell)
+    if options.json:
+        print_json({"shell": options.shell, "script": script})
+    else:
+        print(script)
+    return 0
