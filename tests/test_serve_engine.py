@@ -95,6 +95,15 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
+def test_prompts_are_cut_only_where_there_is_room_for_the_graphs(engine, monkeypatch):
+    prompts = engine.batch.prompts
+    monkeypatch.setattr(prompts, "sizes", (128, 512))
+    monkeypatch.setattr(prompts, "captures", True)
+    for room, sizes in ((5, (512,)), (24, (128, 512))):
+        monkeypatch.setattr(prompts, "_most_graphs", lambda room=room: room)
+        assert engine.chunk_sizes == sizes
+
+
 def test_an_adapter_in_use_is_not_taken_off_for_another(engine):
     engine.shelf.bring("style", [])
     assert not engine.shelf.has_room_for("specialist", ["style"])

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 24
+# Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
+CUT_GRAPHS = 9
 
 
 @dataclass(eq=False)
@@ -515,6 +517,11 @@ class Prompts:
         counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
         each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
         return min(counted + max(self._left_bytes(), 0) // each, MOST_GRAPHS)
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether there is room for graphs of prompts that are cut into other chunks than the largest."""
+        return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
 
     def _rings(self) -> list[tuple[Tensor, Tensor]]:
         """Return (a sliding layer's states in the prompt's row, a copy): a second pass of a chunk would find its own there."""

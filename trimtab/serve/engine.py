@@ -309,7 +309,8 @@ class LoadedEngine:
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
         """Sizes in tokens that prompts can be cut into; empty for any."""
-        return self.batch.prompts.sizes
+        prompts = self.batch.prompts
+        return prompts.sizes if prompts.may_be_cut else prompts.sizes[-1:]
 
     def chunk_times(self) -> Iterable[tuple[int, float]]:
         return self._times.take()
