@@ -26,7 +26,7 @@ from trimtab.doctor import peft_dispatch
 from trimtab.doctor.peft_dispatch import plan_of
 from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
 from trimtab.doctor.preflight_map import MapReading, read_map
-from trimtab.doctor.preflight_second import run_peft, second_plan
+from trimtab.doctor.preflight_second import config_changes, run_peft, second_plan
 from trimtab.doctor.preflight_shape import ModelShape, read_shape
 from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_kept
 
@@ -68,7 +68,7 @@ def question(name: str, quant: str, free: dict) -> dict[str, Any]:
     reading = read_map(shape, SPLIT)
     return {
         "model": str(DEMO / "base"), "dtype": "bfloat16", "adapter": str(DEMO / "adapters" / name),
-        "targets": demo_adapter(name).plain_targets, "device_map": reading.devices, "quantized": sorted(reading.quantized),
+        "config": config_changes(demo_adapter(name)), "device_map": reading.devices, "quantized": sorted(reading.quantized),
         "quant": shape.quant, "free": [list(item) for item in free.items()],
     }  # fmt: skip
 
@@ -195,7 +195,7 @@ def test_a_base_in_one_piece_is_left_alone_by_peft_itself():
 
 def test_an_adapter_that_peft_refuses_says_so(tmp_path):
     adapter = write_by_hand(tmp_path / "a", pair("model.layers.0.self_attn.query", 8, 8), target_modules=["query"])
-    found = plan_of(question("style", "nf4-dq", {"cpu": 10_000_000}) | {"adapter": str(adapter), "targets": ""})
+    found = plan_of(question("style", "nf4-dq", {"cpu": 10_000_000}) | {"adapter": str(adapter), "config": {}})
     assert found["runs"] is False and found["why"].startswith("PEFT stops before its plan: ")
     assert "Target modules {'query'} not found in the base model" in found["why"]
 

@@ -49,7 +49,7 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
     staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     staged.chmod(0o755)
     try:
-        config = _config(file, spec, pattern)
+        config = patched_config(spec, pattern)
         (staged / CONFIG_NAME).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         renamed = _renamed(spec)
         linked = _weights(file.file, staged / TENSORS_NAME, renamed)
@@ -88,8 +88,9 @@ def _texts(shape: str, members: list[str], foreign: list[str]) -> list[str]:
     return [re.escape(path) for path in members]
 
 
-def _config(file: AdapterFile, spec: AdapterSpec, pattern: str) -> dict[str, Any]:
-    config = dict(file.config) | {"target_modules": pattern}
+def patched_config(spec: AdapterSpec, pattern: str) -> dict[str, Any]:
+    """Return an adapter's configuration with the pattern as its targets, ranks and scales unchanged."""
+    config = dict(spec.file.config) | {"target_modules": pattern}
     config |= {name: None for name in _OTHER_RULES if name in config}
     if any(target.wrapped for target in spec.targets):
         # Patterns of ranks end at the wrapper; PEFT asks them about the linear inside.

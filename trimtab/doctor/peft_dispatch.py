@@ -43,8 +43,8 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
 def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return PEFT's plan as JSON-ready values.
 
-    request: model (folder), dtype, adapter (folder), targets (a pattern of module paths, "" for the adapter's own),
-    device_map (key -> device as text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first).
+    request: model (folder), dtype, adapter (folder), config (changes of its configuration), device_map (key -> device as
+    text), quantized (module paths), quant (format), free ([device, bytes] pairs, GPUs first).
     Returns {"runs": False, "why": text} if PEFT makes no plan, else map, budgets and required as [device or path, value]
     pairs, total_bytes, largest ([path, bytes] of the layer that accelerate keeps room for), steps (accelerate's own lines).
     """
@@ -61,12 +61,8 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         try:
             config = PeftConfig.from_pretrained(request["adapter"])
-            if request["targets"]:  # a list of names may name wrappers, which PEFT refuses before it plans
-                config.target_modules, config.layers_to_transform, config.layers_pattern = (
-                    request["targets"],
-                    None,
-                    None,
-                )
+            for name, value in request["config"].items():
+                setattr(config, name, value)
             PeftModel.from_pretrained(base, request["adapter"], config=config, torch_device="cpu")
         except _Planned:
             pass

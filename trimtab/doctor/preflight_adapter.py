@@ -9,12 +9,12 @@ check_target_module_exists; utils/save_and_load.py. Imports no torch.
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.adapter_config import is_saved, names_module
 from trimtab.checkpoint.adapter_keys import PEFT_HEAD, own_path
+from trimtab.checkpoint.adapter_patch import short_pattern
 from trimtab.doctor.preflight_shape import ModelShape
 from trimtab.errors import AdapterError
 
@@ -78,27 +78,5 @@ def read_adapter_for(path: str | os.PathLike[str], shape: ModelShape) -> Adapter
         unfilled=tuple(sorted(named - have)), no_effect=tuple(key for key, _ in spec.no_effect),
         renamed=any(own_path(target.adapter_path) != target.module_path and not target.wrapped for target in lora)
         or not spec.prefix.startswith(PEFT_HEAD),
-        plain_targets=targets_pattern([target.module_path for target in lora]),
+        plain_targets=short_pattern(sorted(have), [row.module_path for row in shape.anatomy.rows if row.module_path not in have]),
     )  # fmt: skip
-
-
-def targets_pattern(paths: list[str]) -> str:
-    """Return a regular expression that fits exactly these paths, layer numbers of the same name joined."""
-    groups: dict[str, list[str]] = {}
-    for path in paths:
-        groups.setdefault(re.sub(r"\d+", "#", path), []).append(path)
-    alternatives = []
-    for shape, members in groups.items():
-        numbers = [re.findall(r"\d+", path) for path in members]
-        columns = [list(dict.fromkeys(column)) for column in zip(*numbers)]
-        count = 1
-        for column in columns:
-            count *= len(column)
-        if count != len(members):  # not every combination of the numbers is there
-            alternatives += [re.escape(path) for path in members]
-            continue
-        text = re.escape(shape).replace(r"\#", "#")
-        for column in columns:
-            text = text.replace("#", column[0] if len(column) == 1 else f"({'|'.join(column)})", 1)
-        alternatives.append(text)
-    return "|".join(alternatives)

@@ -18,6 +18,7 @@ from typing import Any
 
 from trimtab.checkpoint.adapter import AdapterSpec
 from trimtab.checkpoint.adapter_keys import PEFT_HEAD
+from trimtab.checkpoint.adapter_patch import patched_config
 from trimtab.checkpoint.anatomy import DTYPE_BYTES
 from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_map import OFF, MapReading
@@ -96,7 +97,7 @@ def second_plan(
     told = run_peft(
         {
             "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
-            "adapter": os.fspath(Path(adapter.path).absolute()), "targets": adapter.plain_targets,
+            "adapter": os.fspath(Path(adapter.path).absolute()), "config": config_changes(adapter),
             "device_map": reading.devices, "quantized": sorted(reading.quantized), "quant": shape.quant,
             "free": [[device, nbytes] for device, nbytes in left.items()],
         },
@@ -123,6 +124,15 @@ def second_plan(
         all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
         disk_keys=tuple(path for path, device in found.device_map.items() if device == "disk"),
     )  # fmt: skip
+
+
+def config_changes(adapter: AdapterReading) -> dict[str, Any]:
+    """Return what PEFT's configuration needs so that it takes the adapter: no wrapper as a target. {} for one that does not fit."""
+    if adapter.spec is None:
+        return {}
+    given = adapter.spec.file.config
+    wanted = patched_config(adapter.spec, adapter.plain_targets)
+    return {name: value for name, value in wanted.items() if value != given.get(name)}
 
 
 def run_peft(request: Mapping[str, Any], python: str | os.PathLike[str] | None) -> dict[str, Any]:
