@@ -15,6 +15,7 @@ import wave
 import zlib
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -72,6 +73,18 @@ def events_of(response):
 
 
 # Answers --------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_names_the_output_head_where_the_engine_says_it():
+    from trimtab.serve.job import Event
+    from trimtab.serve.shapes import ChatShape
+
+    asked = SimpleNamespace(model="demo", n=1, logprobs=False)
+    for head in ("full", "int8", None):
+        shape = ChatShape(asked)
+        usage = {"prompt_tokens": 7, "completion_tokens": 2} | ({} if head is None else {"output_head": head})
+        shape.chunk(0, Event("1", "done", finish="stop", usage=usage))
+        assert shape.usage().get("output_head") == head and shape.usage()["total_tokens"] == 9
 
 
 def test_a_chat_is_answered_in_openais_shape():

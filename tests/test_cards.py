@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +16,8 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import LANE_BPS, Card, check_here, find_card, known_cards, sources
+from trimtab.request import LoadRequest
+from trimtab.runtime import devices
 
 GIB = 2**30
 BASE = DEMO / "base"
@@ -210,11 +213,67 @@ def test_the_card_is_known_by_its_name_and_its_memory(name, total_gib, is_here):
     card = find_card("RTX 4060 8GB")
     here = [("NVIDIA T1000", GIB), (name, int(total_gib * GIB))]
     if is_here:
-        check_here(card, here, "cuda:0")
+        check_here(card, here, "cuda:1")
         return
     with pytest.raises(DeviceError) as caught:
-        check_here(card, here, "cuda:0")
+        check_here(card, here, "cuda:1")
     assert name in str(caught.value)
+
+
+def test_a_plan_runs_on_the_card_that_it_names_and_on_no_other():
+    card, here = find_card("RTX 4060 8GB"), [("NVIDIA T1000", GIB), ("NVIDIA GeForce RTX 4060", 8 * GIB)]
+    with pytest.raises(DeviceError, match="cuda:0 is NVIDIA T1000; that card is cuda:1") as caught:
+        check_here(card, here, "cuda:0")
+    assert "CUDA_VISIBLE_DEVICES=1" in caught.value.hint
+    check_here(card, here, "cuda:1")
+
+
+def test_a_budget_larger_than_its_card_is_refused(capsys):
+    with pytest.raises(RequestError) as caught:
+        trimtab.plan(BASE, card="8GiB", gpu_memory="24GiB")
+    assert caught.value.field == "gpu_memory" and "8.00 GiB" in str(caught.value)
+    with pytest.raises(RequestError, match="gpu_memory"):
+        trimtab.plan(BASE, card="RTX 4060 8GB", max_memory={0: "24GiB"})
+    assert trimtab.plan(BASE, card="8GiB", gpu_memory="6GiB").gpu_budget_bytes == 6 * GIB
+    assert cli.main(["plan", str(BASE), "--card", "8GiB", "--gpu-memory", "24GiB"]) == 2
+    assert "--gpu-memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("free_gib", "own_gib", "is_enough"), [(8, 0.5, True), (0.2, 7.9, True), (0.1, 0.3, False)])
+def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_read(
+    monkeypatch, free_gib, own_gib, is_enough
+):
+    plan = trimtab.plan(BASE, card="8GiB", gpu_memory="2GiB")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 8 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    monkeypatch.setattr(devices, "gpu_process_bytes", lambda device: int(own_gib * GIB))
+    if is_enough:
+        devices.check_room(plan)
+        return
+    with pytest.raises(DeviceError, match="are free") as caught:
+        devices.check_room(plan)
+    assert caught.value.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in caught.value.hint
+
+
+def test_options_read_the_model_once(monkeypatch, tmp_path):
+    """Also where nothing is kept from earlier processes and the machine is asked anew."""
+    from trimtab import api
+    from trimtab.machine import anatomies, known
+    from trimtab.runtime import hf
+
+    seen = []
+    real = hf.probe
+    monkeypatch.setattr(hf, "probe", lambda *args: (seen.append(args), real(*args))[1])
+    monkeypatch.setattr(anatomies, "find_anatomy", lambda *args: None)
+    monkeypatch.setattr(known, "find_machine", lambda device: None)
+    asked = []
+    ask = api._ask_machine
+    monkeypatch.setattr(api, "_ask_machine", lambda *args: (asked.append(args), ask(*args))[1])
+    request = LoadRequest(model=str(BASE), device="cpu", head="auto")
+    inputs = api.PlanInputs()
+    api.plan_request(request, inputs=inputs)
+    options = api.plan_options(request, 2**30, inputs=inputs)
+    assert len(options) > 4 and (len(seen), len(asked)) == (1, 1)
 
 
 def test_any_card_of_its_size_is_an_unknown_card():

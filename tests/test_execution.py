@@ -206,6 +206,52 @@ def test_a_request_that_does_not_fit_names_the_head_among_what_would_help():
     assert "head=" not in caught.value.hint
 
 
+def _refusals():
+    """Return (gib, head, rows, error) of budgets from far too small to nearly enough."""
+    found = []
+    for gib in (1.2, 1.9, 2.7):
+        for head in ("full", "auto"):
+            for rows in (1, 4):
+                try:
+                    plan(gib, head=head, batch=rows, adapters={"a": "x"})
+                except DoesNotFitError as exc:
+                    found.append((gib, head, rows, exc))
+    return found
+
+
+def test_what_would_make_a_refused_request_fit_is_named_and_does():
+    from trimtab.plan.options import _smaller
+
+    refusals = _refusals()
+    assert len(refusals) >= 5
+    fitted = 0
+    for gib, head, rows, error in refusals:
+        request = LoadRequest(model="m", quant="nf4-dq", head=head, batch=rows, adapters={"a": "x"})
+        for tries in _smaller(request):
+            for what, changed in tries:
+                whole = with_int8_head(E4B) if changed.head == "int8" else E4B
+                try:
+                    make_plan(
+                        changed, whole, adapters=ADAPTER if changed.adapters else {}, machine=card(gib), rates=H200,
+                        head8=with_int8_head(E4B), is_advised=False,
+                    )  # fmt: skip
+                except DoesNotFitError:
+                    continue
+                # The least change of each kind is enough; what is less than that is not named beside it.
+                assert f"{what}, or" in error.hint or f"{what};" in error.hint, (gib, head, rows, what, error.hint)
+                fitted += 1
+                break
+        if "This fits" not in error.hint:
+            assert gib < 1.5
+    assert fitted >= 5
+
+
+def test_changes_that_fit_only_together_are_named_together():
+    with pytest.raises(DoesNotFitError) as caught:
+        plan(1.2, head="full", batch=4, adapters={"a": "x"})
+    assert "together" in caught.value.hint and "head='int8'" in caught.value.hint
+
+
 # Options, files ------------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,7 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     usage = found["style"][1].usage
     assert usage["completion_tokens"] == len(expected["style"].token_ids)
     assert usage["prompt_tokens"] == expected["style"].prompt_tokens
+    assert usage["output_head"] == model.plan.execution.head == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 

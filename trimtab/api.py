@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +18,11 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.packed import split_packed
-from trimtab.errors import RequestError
+from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
 from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.adapter_room import head_change
 from trimtab.plan.card_machine import machine_of, rates_of
-from trimtab.plan.cards import check_here, find_card
+from trimtab.plan.cards import check_budget, check_here, find_card
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
@@ -92,11 +94,23 @@ def plan(
     )
 
 
-def plan_request(request: LoadRequest, *, later: Mapping[str, str] | None = None) -> Plan:
+@dataclass
+class PlanInputs:
+    """What plans of one model share, for a caller that makes several: its module tree, what it was read as, and the machine."""
+
+    probe: Any = None
+    anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
+    machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
+
+
+def plan_request(
+    request: LoadRequest, *, later: Mapping[str, str] | None = None, inputs: PlanInputs | None = None,
+    is_advised: bool = True,
+) -> Plan:  # fmt: skip
     """Return the plan of a request made elsewhere (the command line).
 
     later: adapters, name -> folder, that are loaded after the model: no memory is counted for them, but one that changes the output
-    head keeps it as it is.
+    head keeps it as it is. inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`.
 
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
@@ -109,68 +123,73 @@ def plan_request(request: LoadRequest, *, later: Mapping[str, str] | None = None
     files = {name: read_adapter(path) for name, path in every.items()}  # before anything that takes long
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     bytes_before = None if known.torch_is_loaded() else process_bytes()
+    inputs = inputs or PlanInputs()
     card = None if request.card is None else find_card(request.card)
+    here = inputs.machines.get((request.device, request.card))
     if card is not None:
-        here: tuple[Machine, Rates] | None = (
-            machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card),
-        )  # fmt: skip
-    else:
+        check_budget(card, request.gpu_memory_bytes)
+        here = here or (machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card))
+    elif here is None:
         here = known.find_machine(request.device)
+    is_known = here is not None
     first = replace(request, head="full") if request.head == "auto" else request
-    anatomy, probe = _anatomy(checkpoint, first, may_be_kept=here is not None)
+    anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None)
     specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
-    machine, rates = here or _ask_machine(request, bytes_before)
+    machine, rates = here = here or _ask_machine(request, bytes_before)
+    inputs.machines[request.device, request.card] = here
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)
         small = replace(request, head="int8")
-        if not head_refused and here is not None:
+        if not head_refused and is_known:
             head_refused = anatomies.find_refusal(checkpoint, small) or ""
         try:
             if not head_refused:
-                head8, probe = _anatomy(checkpoint, small, may_be_kept=here is not None, probe=probe)
+                head8 = _anatomy(checkpoint, small, inputs, may_be_kept=is_known)
         except RequestError as exc:
             head_refused = str(exc).splitlines()[0]
             anatomies.keep_refusal(checkpoint, small, head_refused)
     disk_bytes = disk_free_bytes(request.offload_dir)
-    made = make_plan(
-        request,
-        anatomy,
-        adapters={name: specs[name].nbytes("float32") for name in request.adapters},
-        adapter_stamps={name: files[name].stamps for name in request.adapters},
-        head8=head8,
-        head_refused=head_refused,
-        machine=machine,
-        rates=rates,
-        checkpoint_stamps=checkpoint.stamps,
+    make = partial(
+        make_plan, request, anatomy, adapters={name: specs[name].nbytes("float32") for name in request.adapters},
+        adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
+        rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
-    )
+    )  # fmt: skip
+    try:
+        made = make(head8=head8, is_advised=is_advised and head8 is not None)
+    except DoesNotFitError:
+        if not is_advised or head8 is not None:
+            raise
+        with suppress(TrimtabError):  # for advice alone
+            head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
+        made = make(head8=head8)
     made = replace(made, card=card)
-    if probe is not None:
+    if inputs.probe is not None:
         # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
         # it is no part of the plan's value: not compared, not saved, not copied.
-        object.__setattr__(made, PROBE, probe)
+        object.__setattr__(made, PROBE, inputs.probe)
     return made
 
 
-def _anatomy(
-    checkpoint: Checkpoint, request: LoadRequest, *, may_be_kept: bool, probe: Any = None
-) -> tuple[Anatomy, Any]:
-    """Return the anatomy of a checkpoint and the probe that it was read from: the one given, a new one, or None where an earlier
-    process kept the anatomy."""
+def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool) -> Anatomy:
+    """Return the anatomy of a checkpoint: as it was read before, here or by an earlier process, or from the model's probe."""
     from trimtab.machine import anatomies
 
-    kept = anatomies.find_anatomy(checkpoint, request) if may_be_kept else None
-    if kept is not None:
-        return kept, probe
-    from trimtab.runtime import hf
+    key = (request.model, request.quant, request.dtype, request.keep_unquantized, request.head)
+    if key in inputs.anatomies:
+        return inputs.anatomies[key]
+    anatomy = anatomies.find_anatomy(checkpoint, request) if may_be_kept else None
+    if anatomy is None:
+        from trimtab.runtime import hf
 
-    probe = probe or hf.probe(checkpoint, request.dtype)
-    anatomy = hf.anatomy_of(
-        probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
-    )
-    anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values)
-    return anatomy, probe
+        probe = inputs.probe = inputs.probe or hf.probe(checkpoint, request.dtype)
+        anatomy = hf.anatomy_of(
+            probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=request.head
+        )
+        anatomies.keep_anatomy(checkpoint, request, anatomy, compares_values=probe.compares_values)
+    inputs.anatomies[key] = anatomy
+    return anatomy
 
 
 def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machine, Rates]:
@@ -189,9 +208,14 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
     return machine, devices.measure_rates(machine.execution_device)
 
 
-def plan_options(request: LoadRequest, budget_bytes: int) -> list[Option]:
-    """Return what changes of one thing each would give: bytes and predicted tokens a second. budget_bytes: of the device."""
-    return options_of(request, plan_request, budget_bytes=budget_bytes)
+def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs | None = None) -> list[Option]:
+    """Return what changes of one thing each would give: bytes and predicted tokens a second. budget_bytes: of the device.
+
+    inputs: of the plan as it was asked for. The model is read once for all options.
+    """
+    return options_of(
+        request, partial(plan_request, inputs=inputs or PlanInputs(), is_advised=False), budget_bytes=budget_bytes
+    )
 
 
 def resolve_quant(quant: str, checkpoint: Checkpoint) -> str:
@@ -232,6 +256,7 @@ def load(
     threads.use(None, beside_others=False, environ=dict(os.environ))
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)
+        devices.check_room(made)
     return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
 
 

@@ -81,7 +81,7 @@ class DoesNotFitError(TrimtabError):
     def __init__(
         self, reason: str, *, block: str | None, device: str, needed_bytes: int, budget_bytes: int, hint: str = ""
     ) -> None:
-        self.block, self.device = block, device
+        self.reason, self.block, self.device = reason, block, device
         self.needed_bytes, self.budget_bytes = needed_bytes, budget_bytes
         where = f"{block} on {device}" if block else device
         super().__init__(

@@ -106,7 +106,7 @@ def add(command: Command) -> None:
 
 
 def run_plan(options: argparse.Namespace) -> int:
-    from trimtab.api import plan_options, plan_request
+    from trimtab.api import PlanInputs, plan_options, plan_request
     from trimtab.plan.options import options_text
     from trimtab.plan.picture import check_path
 
@@ -115,13 +115,18 @@ def run_plan(options: argparse.Namespace) -> int:
     for flag, path in (("--picture", options.picture), ("--save", options.save)):
         check_folder_of(path, flag)
     request = load_request(options, head="auto", decode=options.decode or "auto")
+    inputs = PlanInputs()
+
+    def changes(budget_bytes: int) -> list[Option]:
+        return [_spelled(one) for one in plan_options(request, budget_bytes, inputs=inputs)]
+
     try:
-        plan = plan_request(request)
+        plan = plan_request(request, inputs=inputs)
     except DoesNotFitError as exc:
         if options.options and not options.json:
-            print(options_text([_spelled(one) for one in plan_options(request, exc.budget_bytes or 0)]), end="\n\n")
+            print(options_text(changes(exc.budget_bytes or 0)), end="\n\n")
         raise
-    helpful = [_spelled(one) for one in plan_options(request, plan.gpu_budget_bytes)] if options.options else []
+    helpful = changes(plan.gpu_budget_bytes) if options.options else []
     if options.save:
         plan.save(options.save)
     if options.picture:

@@ -211,17 +211,39 @@ def _words(name: str) -> frozenset[str]:
 
 
 def check_here(card: Card, device_names: Iterable[tuple[str, int]], device: str) -> None:
-    """Raise DeviceError unless one of the machine's GPUs, as (name, total bytes), is the card that a plan was made for."""
+    """Raise DeviceError unless the GPU that a plan runs on is the card that it was made for, with as much memory.
+
+    device_names: of all GPUs, (name, total bytes). device: "cuda:N", the plan's own.
+    """
     here = list(device_names)
-    for name, total_bytes in here:
-        is_same = card.source == UNKNOWN or _words(card.name) in (_words(name), _words(name) - {"pcie"})
-        if is_same and abs(total_bytes / card.memory_bytes - 1) < MEMORY_TOLERANCE:
-            return
+    index = int(device.partition(":")[2] or 0)
+    same = [number for number, (name, total_bytes) in enumerate(here) if _is_card(card, name, total_bytes)]
+    if index in same:
+        return
+    if same:
+        raise DeviceError(
+            f"the plan is for {card.title}, and {device} is {here[index][0] if index < len(here) else 'not here'}; that card is "
+            f"cuda:{same[0]}", device=device, hint=f"Set CUDA_VISIBLE_DEVICES={same[0]}, or plan with device='cuda:{same[0]}'",
+        )  # fmt: skip
     seen = ", ".join(f"{name} ({gib(total)})" for name, total in here) or "no GPU"
     raise DeviceError(
         f"the plan is for {card.title}, which is not here: this machine has {seen}", device=device,
         hint="Plan again without card= on the machine that runs it",
     )  # fmt: skip
+
+
+def check_budget(card: Card, budget_bytes: int | None) -> None:
+    """Raise RequestError for a budget that is larger than the card."""
+    if budget_bytes is not None and budget_bytes > card.memory_bytes:
+        raise RequestError(
+            f"is more than {card.title} has: {gib(card.memory_bytes)}", field="gpu_memory", value=gib(budget_bytes),
+            hint="Leave it out to plan for the whole card",
+        )  # fmt: skip
+
+
+def _is_card(card: Card, name: str, total_bytes: int) -> bool:
+    is_same = card.source == UNKNOWN or _words(card.name) in (_words(name), _words(name) - {"pcie"})
+    return is_same and abs(total_bytes / card.memory_bytes - 1) < MEMORY_TOLERANCE
 
 
 def marked(table: str, card: Card) -> str:

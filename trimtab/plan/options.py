@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
@@ -23,6 +23,8 @@ FASTEST_FIRST = ("fused", "graph", "eager")
 # Mean KL of next-token distributions, full head against 8 bits, on the demo model with and without adapters
 # (bench/results/head8.json).
 HEAD8_KL = 1.5e-4
+# The shortest context that is offered.
+LEAST_CONTEXT = 256
 # Sizes of cards that are sold.
 CARD_GIB = (4, 6, 8, 10, 12, 16, 24, 32, 48, 80)
 
@@ -210,7 +212,7 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
         if request.head != head:
             yield f"head={head!r}", replace(request, head=head)
     for share in (2, 4):
-        if request.context_tokens // share >= 256:
+        if request.context_tokens // share >= LEAST_CONTEXT:
             tokens = request.context_tokens // share
             yield f"context={tokens}", replace(request, context_tokens=tokens)
     if request.batch > 1:
@@ -224,6 +226,54 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
     larger = [size for size in CARD_GIB if size * 2**30 > budget_bytes * 1.02][:2]
     for size in larger:
         yield f"gpu_memory='{size}GiB'", replace(request, gpu_memory_bytes=size * 2**30)
+
+
+def fitting_changes(request: LoadRequest, fits: Callable[[LoadRequest], bool]) -> list[str]:
+    """Return the changes of one thing each that make a request fit its budgets, the smallest of each kind; where there is none, all
+    of them together if that does."""
+    found, least = [], request
+    for tries in _smaller(request):
+        for what, changed in tries:
+            if fits(changed):
+                found.append(what)
+                break
+    if found:
+        return found
+    together = []
+    for tries in _smaller(request):
+        what, changed = tries[-1]
+        least = replace(least, **_differences(request, changed))
+        together.append(what)
+    return [f"{', '.join(together)} together"] if len(together) > 1 and fits(least) else []
+
+
+def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
+    pairs = ((item.name, getattr(request, item.name), getattr(changed, item.name)) for item in fields(LoadRequest))
+    return {name: after for name, before, after in pairs if before != after}
+
+
+def _smaller(request: LoadRequest) -> list[list[tuple[str, LoadRequest]]]:
+    """Return what a request may ask less of: for each kind, from a little less to the least."""
+    contexts = []
+    tokens = request.context_tokens // 2
+    while tokens >= LEAST_CONTEXT:
+        contexts.append((f"context={tokens}", replace(request, context_tokens=tokens)))
+        tokens //= 2
+    batches = [(f"batch={rows}", replace(request, batch=rows)) for rows in (4, 2, 1) if rows < request.batch]
+    kinds = [contexts, batches]
+    if request.images:
+        kinds.append([("images=0", replace(request, images=0))])
+    if request.audio_s:
+        kinds.append([("audio_s=0", replace(request, audio_s=0.0))])
+    if request.head == "full":
+        kinds.append([("head='int8'", replace(request, head="int8"))])
+    if request.decode not in ("auto", "repacked"):
+        kinds.append([("decode='auto'", replace(request, decode="auto"))])
+    if request.place or request.device_map is not None:
+        kinds.append([("no placements by hand", replace(request, place={}, device_map=None))])
+    if request.adapters:
+        kinds.append([("no adapters", replace(request, adapters={}))])
+    return [tries for tries in kinds if tries]
 
 
 def options_text(options: Sequence[Option]) -> str:

@@ -11,11 +11,14 @@ Pure: the same anatomy, request, machine and rates give the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
-from trimtab.errors import DoesNotFitError, RequestError, gib
+from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
@@ -45,7 +48,7 @@ from trimtab.plan.execution import (
     step_bytes,
     step_s,
 )
-from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan
+from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan, fitting_changes
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
 from trimtab.plan.prefix_memory import prefix_bytes
@@ -101,20 +104,42 @@ def make_plan(
     prefill_chunk_tokens: int = PREFILL_CHUNK_TOKENS,
     head8: Anatomy | None = None,
     head_refused: str = "",
+    is_advised: bool = True,
 ) -> Plan:
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
     adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
-    anatomy with an 8-bit output head, for a request that leaves the head to the plan; head_refused: why it must stay full.
+    anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why it must
+    stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know.
     Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
     smallest budget that would do.
     """
+    make = partial(
+        _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
+        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, blocks={},
+    )  # fmt: skip
+    try:
+        plan = make(request, adapters=adapters)
+    except DoesNotFitError as exc:
+        if not is_advised:
+            raise
+        raise _advised(exc, request, adapters, make, head8) from None
+    return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
+
+
+def _made(
+    request: LoadRequest, *, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
+    disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
+    blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool = True,
+) -> Plan:  # fmt: skip
+    """Return the plan without the stamps of its files. blocks: of the anatomies, by their identity and format, as far as they were
+    made. is_explained: whether an error says how much would do, which takes a search of its own."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
         def with_chunks(chunks: tuple[int, ...]) -> Plan:
             return _Planner(
-                replace(request, head=head), one, adapters, machine, rates, tuple(checkpoint_stamps), disk_free_bytes,
-                prefill_chunk_tokens, mode, reason, chunks, request.head,
+                replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
+                chunks, request.head, blocks, is_explained and not chunks,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -125,22 +150,48 @@ def make_plan(
     heads = {"full" if request.head == "auto" else request.head: anatomy}
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:
         heads["int8"] = head8
-    plan = choose_plan(request, heads, machine, planned, head_refused=head_refused)
-    return replace(plan, adapter_stamps=dict(adapter_stamps or {}))
+    return choose_plan(request, heads, machine, planned, head_refused=head_refused)
+
+
+def _advised(
+    error: DoesNotFitError, request: LoadRequest, adapters: Mapping[str, int], plan: Callable[..., Plan], head8: Anatomy | None
+) -> DoesNotFitError:  # fmt: skip
+    """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
+
+    def fits(changed: LoadRequest) -> bool:
+        options: dict[str, Any] = {"adapters": adapters if changed.adapters or not request.adapters else {}}
+        if changed.head == "int8" and request.head != "int8":
+            if head8 is None:
+                return False
+            options["anatomy"] = head8
+        with suppress(TrimtabError):
+            plan(changed, is_explained=False, **options)
+            return True
+        return False
+
+    found = fitting_changes(request, fits)
+    hint = "; ".join(part for part in (f"This fits: {', or '.join(found)}" if found else "", error.hint) if part)
+    return DoesNotFitError(
+        error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
+        budget_bytes=error.budget_bytes, hint=hint,
+    )  # fmt: skip
 
 
 class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
-        checkpoint_stamps: tuple[tuple[str, int, int], ...], disk_free_bytes: int | None, chunk_tokens: int, mode: str,
-        mode_reason: str, chunks: tuple[int, ...], asked_head: str,
+        disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
+        asked_head: str, blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
-        self.asked_head = asked_head
+        self.asked_head, self.is_explained = asked_head, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
-        self.checkpoint_stamps, self.disk_free_bytes = checkpoint_stamps, disk_free_bytes
-        self.blocks = blocks_of(anatomy, request.quant)
+        self.disk_free_bytes = disk_free_bytes
+        key = id(anatomy), request.quant
+        if key not in blocks:
+            blocks[key] = blocks_of(anatomy, request.quant)
+        self.blocks = blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
@@ -162,7 +213,12 @@ class _Planner:
 
     def plan(self) -> Plan:
         search = Search(self.items, self.limits)
-        found = search.best()
+        found = search.best() if search.may_fit() else None
+        if found is None and not self.is_explained:
+            raise DoesNotFitError(
+                "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
+                budget_bytes=self.limits.device_budget_bytes,
+            )  # fmt: skip
         if found is None:
             raise self._does_not_fit(search)
         return self._plan(*found)
@@ -309,7 +365,7 @@ class _Planner:
             gpu_budget_bytes=limits.device_budget_bytes, host_peak_bytes=totals.host_bytes,
             host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
-            unquantized=self._unquantized(), checkpoint_stamps=self.checkpoint_stamps, rates=self.rates,
+            unquantized=self._unquantized(), checkpoint_stamps=(), rates=self.rates,
             execution=self._execution(chosen), adapter_bytes=self.adapter_sizes,
         )  # fmt: skip
 

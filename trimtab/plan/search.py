@@ -213,6 +213,15 @@ class Search:
         found = (_Destinations(self.groups, limits, cap) for cap in self.caps)
         self.destinations = [to for to in found if to.is_possible]
 
+    def may_fit(self) -> bool:
+        """Return False where the device's budget is too small even for what stays when all that may leave has left."""
+        for to in self.destinations:
+            freed = sum(max(each, 0) * group.count for each, group in zip(to.freed, to.groups, strict=True))
+            least = self.limits.run_bytes + to.all_stay_bytes - freed
+            if self.limits.device_need(least) <= self.limits.device_budget_bytes:
+                return True
+        return False
+
     def best(self) -> tuple[list[Choice], Totals] | None:
         """Return the cheapest placement within the limits, None if there is none."""
         found: tuple[list[Placed], Totals] | None = None

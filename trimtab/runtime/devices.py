@@ -20,6 +20,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from trimtab.errors import DeviceError, gib
 from trimtab.machine import gpu_process, known, rates_file
 from trimtab.machine.known import resolve
 from trimtab.machine.memory import (
@@ -30,7 +31,7 @@ from trimtab.machine.memory import (
     process_bytes,
     spill_folder,
 )
-from trimtab.plan import Machine, Rates
+from trimtab.plan import Machine, Plan, Rates
 from trimtab.plan.card_machine import context_bytes
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
 # Within a budget of less than so many bytes it gets the smaller one everywhere.
 SMALL_BUDGET_BYTES = 16 * 2**30
 WORKSPACE_CONFIG = ":4096:2:16:8"
+ROOM_TOLERANCE_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**20
 DISK_SAMPLE_BYTES = 32 * 2**20
 SMALL_READ_BYTES = 4096
@@ -107,6 +109,22 @@ def outside_torch(device: torch.device) -> int:
         return 0
     torch.cuda.synchronize(device)
     return gpu_process_bytes(device) - int(torch.cuda.memory_reserved(device))
+
+
+def check_room(plan: Plan) -> None:
+    """Raise DeviceError unless the GPU of a plan has free what the plan counts, or this process holds it already.
+
+    What is free changes a little from one moment to the next: so little is let pass.
+    """
+    free, _ = torch.cuda.mem_get_info(plan.execution_device)
+    available = free + gpu_process_bytes(plan.execution_device) - torch.cuda.memory_allocated(plan.execution_device)
+    needed = plan.gpu_needed_bytes
+    if available < needed - ROOM_TOLERANCE_BYTES:
+        raise DeviceError(
+            f"the plan counts {gib(needed)} for this process, and {gib(available)} are free", device=plan.execution_device,
+            planned_bytes=needed, free_bytes=int(free),
+            hint=f"Close other programs on the GPU, or plan again with gpu_memory='{available // 2**20}MiB'",
+        )  # fmt: skip
 
 
 def gpu_names() -> list[tuple[str, int]]:

@@ -462,6 +462,7 @@ class LoadedEngine:
             "cached_tokens": answer.row.cached_tokens,
             "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
+            "output_head": self.model.plan.execution.head,
         }  # fmt: skip
 
 
