@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from importlib import resources
@@ -20,6 +20,7 @@ from typing import Any
 
 from trimtab.checkpoint.names import COMPARED_CHARS
 from trimtab.errors import DeviceError, RequestError, gib
+from trimtab.plan.reading import read_row
 from trimtab.request import parse_bytes
 
 MIB = 2**20
@@ -101,16 +102,16 @@ class Card:
     @classmethod
     def from_json(cls, values: Any) -> Card:
         """Return the card that `to_json` wrote. Errors: RequestError for other keys or values of the wrong kind."""
-        if not isinstance(values, dict) or set(values) != {item.name for item in fields(cls)}:
-            raise RequestError(
-                "is not a card's profile", field="plan.card", allowed=[item.name for item in fields(cls)]
-            )
-        kinds = {"name": str, "pcie": str, "capability": str, "source": str, "estimated": bool}
-        for name, value in values.items():
-            expected = kinds.get(name, (int, float))
-            if not isinstance(value, expected) or (isinstance(value, bool) and name != "estimated"):
-                raise RequestError("is of the wrong kind", field=f"plan.card.{name}", value=value)
-        return cls(**values)
+        card = read_row(cls, values, "plan.card")
+        if card.source not in sources():
+            raise RequestError("unknown choice", field="plan.card.source", value=card.source, allowed=sorted(sources()))
+        for name, value, pattern in (
+            ("capability", card.capability, r"\d{1,2}\.\d"),
+            ("pcie", card.pcie, r"[3-5]\.0 x\d{1,2}"),
+        ):
+            if not re.fullmatch(pattern, value):
+                raise RequestError("is no such figure", field=f"plan.card.{name}", value=value)
+        return card
 
 
 # Finding a card -------------------------------------------------------------------------------------------------------

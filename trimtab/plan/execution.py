@@ -13,13 +13,11 @@ What is not covered: graphs of several GPUs; the driver's own memory for a kerne
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
-from trimtab.errors import RequestError
 from trimtab.plan.cost import HEAD8, Rates, packed_bytes
-from trimtab.request import check_choice
 
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
@@ -120,33 +118,6 @@ class Execution:
             values[name]["bytes"] = dict(values[name]["bytes"])
             values[name]["chunks"] = list(values[name]["chunks"])
         return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Execution:
-        """Return the execution that `to_json` wrote. Errors: RequestError for unknown keys and modes."""
-        _check_keys(cls, values, "plan.execution")
-        check_choice(values["head"], ("full", "int8"), field_name="plan.execution.head")
-        phases = {}
-        for name in ("prompt", "step"):
-            where = f"plan.execution.{name}"
-            _check_keys(Phase, values[name], where)
-            check_choice(values[name]["mode"], MODES, field_name=f"{where}.mode")
-            counts = {str(key): int(count) for key, count in values[name]["bytes"].items()}
-            chunks = tuple(int(size) for size in values[name]["chunks"])
-            phases[name] = Phase(**(dict(values[name]) | {"bytes": counts, "chunks": chunks}))
-        return cls(
-            **phases, head=values["head"], head_reason=str(values["head_reason"]), is_head_asked=values["is_head_asked"]
-        )
-
-
-def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:
-    if not isinstance(values, Mapping):
-        raise RequestError("must be an object", field=where, value=values)
-    known = {item.name for item in fields(kind)}
-    for key in sorted(known ^ values.keys()):
-        raise RequestError(
-            "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
-        )
 
 
 # What can be had -------------------------------------------------------------------------------------------------------

@@ -9,17 +9,19 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
-from trimtab.plan.execution import Execution
-from trimtab.request import TIERS, LoadRequest
+from trimtab.plan.execution import MODES, Execution
+from trimtab.plan.reading import read_row
+from trimtab.request import HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 4
 HOMES = ("device", "host", "disk", "file")
@@ -27,7 +29,6 @@ HOMES = ("device", "host", "disk", "file")
 OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "fragments", "cuda_context", "allocator_reserve")
 
 Stamps = tuple[tuple[str, int, int], ...]
-Row = TypeVar("Row")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,38 +174,41 @@ class Plan:
                 "this plan was written by another release", field="plan.version", value=version,
                 allowed=(str(PLAN_VERSION),), hint="Make the plan again",
             )  # fmt: skip
-        kept = dict(values)
-        _check_keys(cls, kept, "plan")
-        try:
-            kept["request"] = LoadRequest.from_json(kept["request"])
-            kept["rates"] = _row(Rates, kept["rates"], "plan.rates")
-            kept["card"] = None if kept["card"] is None else Card.from_json(kept["card"])
-            for name, kind in (("placements", Placement), ("unquantized", Unquantized)):
-                kept[name] = tuple(_row(kind, row, f"plan.{name}[{place}]") for place, row in enumerate(kept[name]))
-            for name in ("gpu", "host", "adapter_bytes"):
-                kept[name] = {str(key): int(count) for key, count in kept[name].items()}
-            kept["execution"] = Execution.from_json(kept["execution"])
-            kept["adapter_stamps"] = {str(name): _stamps(rows) for name, rows in kept["adapter_stamps"].items()}
-            kept["checkpoint_stamps"] = _stamps(kept["checkpoint_stamps"])
-        except (TypeError, ValueError, AttributeError) as exc:
-            raise RequestError(f"holds a value of the wrong kind ({exc})", field="plan") from exc
-        plan = cls(**kept)
+        plan = read_row(cls, values, "plan")
+        if plan.card is not None:
+            Card.from_json(values["card"])
         plan._check()
         return plan
 
     def _check(self) -> None:
+        """Raise RequestError for values of the right type that no plan has."""
+        execution = self.execution
+        choices = [
+            ("execution.head", execution.head, HEADS), ("request.head", self.request.head, HEADS),
+            ("execution.prompt.mode", execution.prompt.mode, MODES), ("execution.step.mode", execution.step.mode, MODES),
+            ("version", self.version, (PLAN_VERSION,)),
+        ]  # fmt: skip
         for place, row in enumerate(self.placements):
-            for name, value, allowed in (("tier", row.tier, TIERS), ("home", row.home, HOMES)):
-                if value not in allowed:
-                    raise RequestError(
-                        "unknown choice", field=f"plan.placements[{place}].{name}", value=value, allowed=allowed
-                    )
-        counts = {item.name: getattr(self, item.name) for item in fields(self) if item.name.endswith("_bytes")}
-        counts |= {f"adapter_bytes.{name}": nbytes for name, nbytes in counts.pop("adapter_bytes").items()}
-        counts |= {"staging_slots": self.staging_slots, "prefill_tokens": self.prefill_tokens}
-        for name, value in counts.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise RequestError("must be a whole number", field=f"plan.{name}", value=value)
+            choices += [(f"placements[{place}].tier", row.tier, TIERS), (f"placements[{place}].home", row.home, HOMES)]
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise RequestError(
+                    "unknown choice", field=f"plan.{name}", value=value, allowed=tuple(map(str, allowed))
+                )
+        if not re.fullmatch(r"cpu|cuda:\d{1,3}", self.execution_device):
+            raise RequestError(
+                "unknown device", field="plan.execution_device", value=self.execution_device, allowed=("cpu", "cuda:N")
+            )
+        least = [("prefill_tokens", self.prefill_tokens), ("answer_tokens", self.answer_tokens)]
+        least += [(f"execution.prompt.chunks[{n}]", size) for n, size in enumerate(execution.prompt.chunks)]
+        least += [(f"rates.{name}", value) for name, value in asdict(self.rates).items()]
+        for name, value in least:
+            if value <= 0:
+                raise RequestError("must be above zero", field=f"plan.{name}", value=value)
+        if set(self.adapter_bytes) != set(self.request.adapters) and self.adapter_bytes and self.request.adapters:
+            raise RequestError(
+                "must name the adapters of the request", field="plan.adapter_bytes", value=", ".join(self.adapter_bytes)
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON, whole or not at all. Errors: RequestError if the place cannot be written."""
@@ -241,21 +245,3 @@ def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *
     finally:
         with suppress(OSError):  # a parent that is a file has no sibling to remove either
             sibling.unlink(missing_ok=True)
-
-
-def _stamps(rows: Iterable[Any]) -> Stamps:
-    return tuple((str(name), int(size), int(ns)) for name, size, ns in rows)
-
-
-def _check_keys(kind: type, values: Mapping[str, Any], where: str) -> None:
-    known = {item.name for item in fields(kind)}
-    for key in values:
-        if key not in known:
-            raise RequestError("unknown key", field=f"{where}.{key}", allowed=sorted(known))
-    for key in sorted(known - values.keys()):
-        raise RequestError("is missing", field=f"{where}.{key}")
-
-
-def _row(kind: type[Row], values: Mapping[str, Any], where: str) -> Row:
-    _check_keys(kind, values, where)
-    return kind(**values)
