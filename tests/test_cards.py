@@ -255,6 +255,26 @@ def test_a_card_that_is_full_of_other_programs_is_refused_before_anything_is_rea
     assert caught.value.planned_bytes == plan.gpu_needed_bytes and "gpu_memory='" in caught.value.hint
 
 
+@pytest.mark.parametrize(("platform", "is_asked"), [("win32", True), ("linux", False)])
+def test_where_the_driver_spills_what_is_free_is_asked_before_loading(monkeypatch, platform, is_asked):
+    from trimtab import api
+
+    class StopError(Exception):
+        pass
+
+    def stop(*args, **kwargs):
+        raise StopError
+
+    plan = replace(trimtab.plan(BASE, card="8GiB", gpu_memory="2GiB"), card=None)
+    asked = []
+    monkeypatch.setattr(api.sys, "platform", platform)
+    monkeypatch.setattr(devices, "check_room", asked.append)
+    monkeypatch.setattr("trimtab.runtime.model.LoadedModel", stop)
+    with pytest.raises(StopError):
+        trimtab.load(plan)
+    assert asked == ([plan] if is_asked else [])
+
+
 def test_options_read_the_model_once(monkeypatch, tmp_path):
     """Also where nothing is kept from earlier processes and the machine is asked anew."""
     from trimtab import api

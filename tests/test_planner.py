@@ -44,6 +44,7 @@ def plan(anatomy=E2B, gpu=None, host=None, *, machine=GPU, rates=None, adapters=
         rates=rates or Rates(),
         checkpoint_stamps=STAMPS,
         disk_free_bytes=disk,
+        is_advised=False,  # advice takes other plans, and has tests of its own (test_execution.py)
     )
 
 
@@ -488,7 +489,7 @@ def values(**changed):
         ({"placements": [{"surprise": 1}]}, "plan.placements[0].surprise"),
         ({"placements": [{"block_path": "a"}]}, "plan.placements[0].disk_bytes"),
         ({"rates": {"warp_Bps": 1}}, "plan.rates.warp_Bps"),
-        ({"request": {"model": "m", "surprise": 1}}, "plan.request.adapters"),
+        ({"request": {"model": "m", "surprise": 1}}, "plan.request.surprise"),
         ({"gpu_peak_bytes": "many"}, "plan.gpu_peak_bytes"),
         ({"disk_bytes": -1}, "plan.disk_bytes"),
         ({"placements": 3}, "plan.placements"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.adapter_room import head_change
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
+from trimtab.plan.dtypes import choose_dtype
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
@@ -40,7 +42,7 @@ def plan(
     gpu_memory: int | float | str | None = None,
     host_memory: int | float | str | None = None,
     quant: str = "auto",
-    dtype: str = "bfloat16",
+    dtype: str = "auto",
     context: int = 4096,
     batch: int = 1,
     images: int = 1,
@@ -123,7 +125,7 @@ def plan_request(
     files = {name: read_adapter(path) for name, path in every.items()}  # before anything that takes long
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     bytes_before = None if known.torch_is_loaded() else process_bytes()
-    inputs = inputs or PlanInputs()
+    given, inputs = request, inputs or PlanInputs()
     card = None if request.card is None else find_card(request.card)
     here = inputs.machines.get((request.device, request.card))
     if card is not None:
@@ -132,11 +134,18 @@ def plan_request(
     elif here is None:
         here = known.find_machine(request.device)
     is_known = here is not None
+    dtype_reason, model_type = "", str(checkpoint.config.get("model_type", ""))
+    if given.dtype == "auto":
+        dtype, dtype_reason = choose_dtype(model_type, here[0].capability if here else _capability(request.device))
+        request = replace(request, dtype=dtype)
     first = replace(request, head="full") if request.head == "auto" else request
     anatomy = _anatomy(checkpoint, first, inputs, may_be_kept=here is not None)
     specs = {name: match_adapter(file, anatomy) for name, file in files.items()}
     machine, rates = here = here or _ask_machine(request, bytes_before)
     inputs.machines[request.device, request.card] = here
+    if given.dtype == "auto" and choose_dtype(model_type, machine.capability)[0] != request.dtype:
+        # The card was not known before torch asked it.
+        return plan_request(given, later=later, inputs=replace(inputs, probe=None), is_advised=is_advised)
     head_refused, head8 = "", None
     if request.head == "auto" and not machine.on_cpu:
         head_refused = head_change(specs, anatomy)
@@ -164,12 +173,22 @@ def plan_request(
         with suppress(TrimtabError):  # for advice alone
             head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
         made = make(head8=head8)
-    made = replace(made, card=card)
+    made = replace(made, card=card, dtype_reason=dtype_reason)
     if inputs.probe is not None:
         # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
         # it is no part of the plan's value: not compared, not saved, not copied.
         object.__setattr__(made, PROBE, inputs.probe)
     return made
+
+
+def _capability(device: str) -> tuple[int, int] | None:
+    """Return a GPU's compute capability as the driver says it, without torch; None for a CPU and where it does not say."""
+    if device == "cpu":
+        return None
+    from trimtab.machine.gpus import read_gpus
+
+    index, gpus = int(device.partition(":")[2] or 0), read_gpus() or ()
+    return gpus[index].capability if index < len(gpus) else None
 
 
 def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *, may_be_kept: bool) -> Anatomy:
@@ -254,8 +273,11 @@ def load(
     made = _plan_to_load(plan, options, decode)
     # A program's own environment stays as it is; the command line has chosen already.
     threads.use(None, beside_others=False, environ=dict(os.environ))
+    is_on_gpu = made.execution_device != "cpu"
     if made.card is not None:
         check_here(made.card, devices.gpu_names(), made.execution_device)
+    # Windows' driver moves what has no room into host memory and says nothing: then what is free is asked before.
+    if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
     return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
 

@@ -102,7 +102,8 @@ class LoadRequest:
     together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows
     decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
     activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
-    form. keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
+    form. dtype: "auto" is bfloat16, or what a card without it computes in.
+    keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
     is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is; "auto" is full
     unless 8 bits keep more of the decoder on the GPU. card: plan for this GPU, which need not be here, from estimates.
     disk_memory_bytes: the most that the disk tier may take, None for what is free. decode: how steps run, one of
@@ -134,7 +135,7 @@ class LoadRequest:
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
         object.__setattr__(self, "dtype", full_dtype(self.dtype))
-        check_choice(self.dtype, DTYPES, field_name="dtype")
+        check_choice(self.dtype, ("auto", *DTYPES), field_name="dtype")
         check_choice(self.head, HEAD_CHOICES, field_name="head")
         check_choice(self.decode, DECODE_MODES, field_name="decode")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):

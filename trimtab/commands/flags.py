@@ -35,7 +35,9 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: b
         "(default: auto, 8 bits where they keep more of the decoder on the GPU; bench and verify: full)",
     )  # fmt: skip
     group.add_argument(
-        "--dtype", metavar="DTYPE", help="bf16, fp16, fp32 or in full: bfloat16, ... (default: bfloat16)"
+        "--dtype",
+        metavar="DTYPE",
+        help="bf16, fp16, fp32 or in full: bfloat16, ... (default: bfloat16, on GPUs without it what the plan says)",
     )
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
     group.add_argument(

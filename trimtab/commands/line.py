@@ -114,7 +114,7 @@ def run_plan(options: argparse.Namespace) -> int:
         check_path(options.picture)
     for flag, path in (("--picture", options.picture), ("--save", options.save)):
         check_folder_of(path, flag)
-    request = load_request(options, head="auto", decode=options.decode or "auto")
+    request = load_request(options, head="auto", dtype="auto", decode=options.decode or "auto")
     inputs = PlanInputs()
 
     def changes(budget_bytes: int) -> list[Option]:
@@ -263,7 +263,9 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
     for path in options.image:
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
-    given = plan_or_request(options, images=len(options.image), audio_s=sound_s, head="auto", decode=decode)
+    given = plan_or_request(
+        options, images=len(options.image), audio_s=sound_s, head="auto", dtype="auto", decode=decode
+    )
     adapter = chosen(options, given)
     return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter
 

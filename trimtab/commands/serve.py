@@ -212,7 +212,7 @@ def _request(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 
     from trimtab.plan import Plan
 
-    given = plan_or_request(options, head="auto")
+    given = plan_or_request(options, head="auto", dtype="auto")
     request = given.request if isinstance(given, Plan) else given
     return replace(request, adapters={}), dict(request.adapters)
 

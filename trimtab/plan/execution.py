@@ -139,7 +139,9 @@ def unsupported_reason(
         return anatomy.fused_unsupported
     if capability is not None and capability < LEAST_CAPABILITY:
         need = ".".join(map(str, LEAST_CAPABILITY))
-        return f"compute capability {capability[0]}.{capability[1]}; our own kernels need {need}"
+        return (
+            f"compute capability {capability[0]}.{capability[1]}; our own products need {need} and more shared memory"
+        )
     if anatomy.dtype not in FUSED_DTYPES:
         return f"our own kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if quant not in FUSED_QUANTS:

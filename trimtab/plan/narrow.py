@@ -37,6 +37,8 @@ def narrow_table(plan: Plan) -> str:
         speed = "" if title == "prompt" else f", {rate_text(execution.tokens_per_s)} tokens/s predicted"
         size = f", {gib(took)}" if took else ""
         lines += _wrapped(f"{title}: {phase.mode}{size}{speed}: {phase.reason}", hanging=4)
+    if plan.dtype_reason:
+        lines += _wrapped(f"type: {request.dtype}: {plan.dtype_reason}", hanging=4)
     lines += _wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
     if plan.unquantized:
         total = sum(row.bytes for row in plan.unquantized)

@@ -21,7 +21,7 @@ from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
 from trimtab.plan.execution import MODES, Execution
 from trimtab.plan.reading import read_row
-from trimtab.request import HEADS, TIERS, LoadRequest
+from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
 PLAN_VERSION = 4
 HOMES = ("device", "host", "disk", "file")
@@ -71,7 +71,7 @@ class Plan:
     when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned. execution: how
     prompts and steps run, and which output head they use. adapter_bytes: name -> bytes on the execution device.
     adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None where the
-    machine's own were used.
+    machine's own were used. dtype_reason: why the request's dtype was chosen, "" where it was asked for or is the usual one.
     """
 
     request: LoadRequest
@@ -97,6 +97,7 @@ class Plan:
     adapter_bytes: Mapping[str, int] = field(default_factory=dict)
     adapter_stamps: Mapping[str, Stamps] = field(default_factory=dict)
     card: Card | None = None
+    dtype_reason: str = ""
     version: int = PLAN_VERSION
 
     def __str__(self) -> str:
@@ -185,6 +186,7 @@ class Plan:
         execution = self.execution
         choices = [
             ("execution.head", execution.head, HEADS), ("request.head", self.request.head, HEADS),
+            ("request.dtype", self.request.dtype, DTYPES),
             ("execution.prompt.mode", execution.prompt.mode, MODES), ("execution.step.mode", execution.step.mode, MODES),
             ("version", self.version, (PLAN_VERSION,)),
         ]  # fmt: skip

@@ -25,7 +25,7 @@ def read_fields(kind: type[Made], value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise RequestError("must be an object", field=where, value=_short(value))
     known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-    for key in sorted(map(str, known ^ value.keys())):
+    for key in [*sorted(map(str, value.keys() - known)), *sorted(known - value.keys())]:
         raise RequestError(
             "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
         )

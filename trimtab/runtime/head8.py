@@ -151,7 +151,7 @@ def source() -> str:
 
 def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernel for a device. Errors: DeviceError if that is not possible here."""
-    return nvrtc.Module(source(), device=device, name="head8.cu")
+    return nvrtc.Module(source(), device=device, name="head8.cu", needs_bf16=True)
 
 
 def module_of(hf_model: Any) -> nvrtc.Module | None:

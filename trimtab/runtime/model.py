@@ -30,7 +30,7 @@ from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import finite, hf, hf_processor, lora, mixes, prefix_cache
+from trimtab.runtime import finite, float16_check, hf, hf_processor, lora, mixes, prefix_cache
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
@@ -105,6 +105,9 @@ class LoadedModel(Asking):
                     self._attach_planned(name, self.read_adapter(path))
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what packing took is not kept from others
+            if self.dtype == torch.float16 and plan.dtype_reason:
+                with self._out_of_memory_named("measuring activations"):
+                    float16_check.check(self)
             self._prepare_steps()
             undo.pop_all()
 

@@ -31,8 +31,8 @@ from trimtab.errors import DeviceError
 from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.runtime.launch_configs import KernelLimits
 
-# bf16 arithmetic and the tensor core shape m16n8k16 begin with compute capability 8.0.
-LEAST_CAPABILITY = (8, 0)
+# Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
+LEAST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)
 # Above this a kernel must ask for its dynamic shared memory (CUDA C++ Programming Guide, cudaFuncSetAttribute).
 PLAIN_SHARED_BYTES = 48 * 1024
 OPTIONS = ("--std=c++17", "-default-device")
@@ -253,18 +253,16 @@ def reads_registered_memory(device: torch.device) -> bool:
         return False
 
 
-def why_not(device: torch.device | str) -> str | None:
-    """Return why kernels cannot be compiled for and run on this device, or None if they can."""
+def why_not(device: torch.device | str, *, least: tuple[int, int] = LEAST_CAPABILITY) -> str | None:
+    """Return why kernels cannot be compiled for and run on this device, or None if they can. least: compute capability."""
     device = torch.device(device)
     if device.type != "cuda":
         return f"{device} is not a CUDA device"
     if torch.version.hip is not None or not torch.cuda.is_available():
         return "torch has no CUDA here"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
-        return (
-            f"compute capability {capability[0]}.{capability[1]} is below {LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}"
-        )
+    if capability < least:
+        return f"compute capability {capability[0]}.{capability[1]} is below {least[0]}.{least[1]}"
     if find_compiler() is None:
         return "NVRTC, which torch's CUDA wheels bring, is not found"
     try:
@@ -289,14 +287,16 @@ def _c_argument(value: Argument) -> Any:
 class Module:
     """A CUDA source compiled and loaded on one device; its kernels are `extern "C"`.
 
+    needs_bf16: whether it computes with bf16 whatever the model's type.
     Errors: DeviceError if it cannot run here, with the compiler's log if the source does not compile.
     """
 
     def __init__(
         self, source: str, *, device: torch.device | str, options: Sequence[str] = (), name: str = "kernels.cu",
-        _code: bytes | None = None,
+        needs_bf16: bool = False, _code: bytes | None = None,
     ) -> None:  # fmt: skip
-        reason, compiler = why_not(device), find_compiler()
+        reason = why_not(device, least=BF16_CAPABILITY if needs_bf16 else LEAST_CAPABILITY)
+        compiler = find_compiler()
         if reason is not None or compiler is None:
             raise DeviceError(reason or "NVRTC is not found", device=str(device))
         index = torch.device(device).index

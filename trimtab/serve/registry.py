@@ -242,7 +242,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
         values["keep_unquantized"] = tuple(values.get("keep_unquantized", ()))
         if "offload_dir" in values:
             values["offload_dir"] = str(folder / values["offload_dir"])
-        request = LoadRequest(model=_path(table["path"], folder), **({"head": "auto"} | values))
+        request = LoadRequest(model=_path(table["path"], folder), **({"head": "auto", "dtype": "auto"} | values))
     supports = tuple(kind for kind in MEDIA if table.get(f"supports_{kind}", True))
     return ServedModel(
         name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows"),

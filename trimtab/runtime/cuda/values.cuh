@@ -7,6 +7,7 @@ typedef long long i64;
 
 // What the machine does; the CPU's version (tests) brings its own of these.
 #ifndef TRIMTAB_CPU
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void mma_m16n8k16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
@@ -15,6 +16,21 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float* c, u32 a0, u32 a1, u32 
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+#else
+// Compute capability 7.5 multiplies halves in steps of 8 and has no bf16 at all: what would need it gives NaN, which every check of a
+// kernel finds before it is used.
+__device__ __forceinline__ void mma_m16n8k8(float* c, u32 a0, u32 a1, u32 b0) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+}
+__device__ __forceinline__ void mma_m16n8k16(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  mma_m16n8k8(c, a0, a1, b0);
+  mma_m16n8k8(c, a2, a3, b1);
+}
+__device__ __forceinline__ void mma_m16n8k16_bf16(float* c, u32, u32, u32, u32, u32, u32) {
+  c[0] = c[1] = c[2] = c[3] = __uint_as_float(0x7fffffffu);
+}
+#endif
 __device__ __forceinline__ u16 to_half(float f) {
   u16 v;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
@@ -25,6 +41,7 @@ __device__ __forceinline__ float from_half(u16 h) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
   return f;
 }
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ u16 to_bf16(float f) {
   u16 v;
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
@@ -41,6 +58,15 @@ __device__ __forceinline__ u32 two_bf16(float low, float high) {
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
   return v;
 }
+#else
+__device__ __forceinline__ u16 to_bf16(float f) {
+  const u32 v = __float_as_uint(f);
+  if ((v & 0x7fffffffu) > 0x7f800000u) return 0x7fff;  // NaN stays NaN
+  return (u16)((v + 0x7fffu + ((v >> 16) & 1u)) >> 16);  // to the nearest, ties to even
+}
+__device__ __forceinline__ u32 two_halves(float low, float high) { return to_half(low) | (u32)to_half(high) << 16; }
+__device__ __forceinline__ u32 two_bf16(float low, float high) { return to_bf16(low) | (u32)to_bf16(high) << 16; }
+#endif
 // The compiler takes this value as it is here: it is not computed again, or later.
 __device__ __forceinline__ void as_is(int& v) { asm volatile("" : "+r"(v)); }
 template <typename T>
@@ -94,6 +120,7 @@ __device__ __forceinline__ u32 shared_word(u32 offset) {
 
 // A stage of shared memory that one warp fills and others read: a barrier of 64 bits counts who has arrived, and on 9.0 and
 // newer the bytes that the copy engine has brought.
+#if __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void barrier_init(u64* barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
@@ -113,6 +140,20 @@ __device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
 #endif
   }
 }
+#else
+// Compute capability 7.5 has no such barriers: the low word counts arrivals, the high one says how many make a phase.
+__device__ __forceinline__ void barrier_init(u64* barrier, int count) { *barrier = (u64)(u32)count << 32; }
+__device__ __forceinline__ void barrier_arrive(u64* barrier) {
+  __threadfence_block();
+  atomicAdd((u32*)barrier, 1u);
+}
+__device__ __forceinline__ void barrier_wait(u64* barrier, int parity) {
+  const volatile u32* words = (const volatile u32*)barrier;
+  while ((int)(words[0] / words[1] & 1u) == parity) {
+  }
+  __threadfence_block();
+}
+#endif
 #if __CUDA_ARCH__ >= 900
 #define FILLERS 1  // one thread says how many bytes are to come
 __device__ __forceinline__ void barriers_are_made() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -135,10 +176,18 @@ __device__ __forceinline__ void fill(u8* to, int stride, const u8* from, int byt
   for (int row = 0; row < 16; row++) {
     const u8* own = (const u8*)__shfl_sync(0xffffffffu, (u64)from, row);
     for (int at = lane * 16; at < bytes; at += 512)
+#if __CUDA_ARCH__ >= 800
       asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;"
                    ::"r"(shared_address(to + row * stride + at)), "l"(own + at) : "memory");
+#else
+      *(uint4*)(to + row * stride + at) = __ldcg((const uint4*)(own + at));
+#endif
   }
+#if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
+#else
+  barrier_arrive(barrier);
+#endif
 }
 #endif
 #if __CUDA_ARCH__ >= 900

@@ -1,0 +1,199 @@
+"""How long a start takes: a plan, imports, a first answer on a card that was never seen, a server that answers.
+
+    python -m bench.start --save bench/results/start_cpu.json                                    (the demo model, on a CPU)
+    python -m bench.start --work FOLDER --size e4b --device cuda --gpu-memory 6GiB --save bench/results/start.json       (a GPU)
+
+Every row is a process of its own. "unseen" has an empty folder for what is kept between runs (module trees, rates, compiled
+kernels, launch configurations), "seen" the one that the process before it filled. Files of the checkpoint are read once before
+anything is timed, so that they are in the page cache. Seconds are of the wall clock, the median of `--runs` processes; other
+programs on the machine are in them, and its load is saved beside them. Imports are `python -X importtime`, whose own cost is in the
+figures. With `--size` random weights stand for a model's own: their words mean nothing, their costs do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from bench.load import demo, sized
+from bench.served import Served
+
+# What a start may import, and what imports it: shown by themselves, whatever package they are part of.
+PACKAGES = (
+    "torch", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers",
+    "transformers.modeling_utils", "transformers.processing_utils", "bitsandbytes", "accelerate", "PIL", "numpy", "trimtab",
+    "trimtab.runtime.model",
+)  # fmt: skip
+# A first and a second answer of one process; the time to its first text and of what came before.
+ANSWER = """
+import json, sys, time
+began = time.perf_counter()
+import trimtab
+given = json.loads(sys.argv[1])
+plan = trimtab.plan(given["model"], **given["options"])
+planned = time.perf_counter()
+with trimtab.load(plan) as model:
+    loaded = time.perf_counter()
+    times = []
+    for _ in range(2):
+        start = time.perf_counter()
+        pieces = model.generate("Describe what is there.", adapter=given["adapter"], max_new_tokens=2)
+        for _ in pieces:
+            break
+        pieces.close()
+        times.append(time.perf_counter() - start)
+    print(json.dumps({"plan": planned - began, "load": loaded - planned, "first answer": times[0], "second answer": times[1]}))
+"""
+IMPORTS = "import trimtab.api, trimtab.runtime.model, trimtab.runtime.hf, trimtab.runtime.hf_processor"
+LINE = re.compile(r"import time:\s+(\d+) \|\s+(\d+) \|(\s+)(\S+)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    given = demo() if options.size is None else sized(options.size, Path(options.work), 1, device=options.device)
+    model, adapter = given.folder, next(iter(given.adapters.values()))
+    for file in model.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            while stream.read(2**24):
+                pass
+    flags = ["--device", options.device, "--adapter", f"a={adapter}", "--images", "0", "--audio-s", "0"]
+    flags += ["--gpu-memory", options.gpu_memory] if options.gpu_memory else []
+    rows = [
+        *_processes("an empty Python", lambda home: _timed([sys.executable, "-c", "pass"], home), options.runs),
+        *_processes(
+            "import trimtab", lambda home: _timed([sys.executable, "-c", "import trimtab"], home), options.runs
+        ),
+        *_pairs("trimtab plan", lambda home: _timed(_command("plan", model, flags), home), options.runs),
+        *_answers(model, adapter, options),
+        *_pairs("trimtab serve, ready", lambda home: _served(model, flags, home), options.runs),
+    ]
+    imports = _imports()
+    whole = {
+        "about": {
+            "model": str(options.size or "demo"), "device": options.device, "gpu_memory": options.gpu_memory,
+            "machine": platform.machine(), "cpu_count": os.cpu_count(), "load": list(os.getloadavg()), "runs": options.runs,
+            "python": platform.python_version(), "versions": {name: version(name) for name in ("torch", "transformers")},
+            "gpu": _gpu(options.device),
+        },
+        "rows": rows, "imports": imports,
+    }  # fmt: skip
+    print(text_of(whole))
+    if options.save:
+        Path(options.save).write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def text_of(whole: dict[str, Any]) -> str:
+    """Return the figures as two short tables."""
+    lines = [f"{'start':<44}  {'seconds':>8}"]
+    lines += [f"{row['what']:<44}  {row['s']:>8.2f}" for row in whole["rows"]]
+    lines += ["", f"{'import':<44}  {'seconds':>8}"]
+    lines += [f"{row['package']:<44}  {row['s']:>8.2f}" for row in whole["imports"]]
+    return "\n".join(lines)
+
+
+def parse_imports(text: str) -> dict[str, float]:
+    """Return package -> seconds with all that it imports first, from the output of `python -X importtime`."""
+    found: dict[str, float] = {}
+    for match in map(LINE.match, text.splitlines()):
+        if match is not None:
+            found[match.group(4)] = int(match.group(2)) / 1e6
+    return found
+
+
+def _imports() -> list[dict[str, Any]]:
+    made = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", IMPORTS], capture_output=True, text=True, check=True
+    )
+    seconds = parse_imports(made.stderr)
+    return [{"package": name, "s": seconds[name]} for name in PACKAGES if name in seconds]
+
+
+def _command(name: str, model: Path, flags: Sequence[str]) -> list[str]:
+    return [sys.executable, "-m", "trimtab", name, str(model), *flags]
+
+
+def _environment(home: str) -> dict[str, str]:
+    # Where platformdirs looks on Linux; elsewhere the user's own folder is used, and "unseen" is not.
+    return {**os.environ, "XDG_CACHE_HOME": home, "HF_HUB_OFFLINE": "1"}
+
+
+def _timed(command: Sequence[str], home: str) -> float:
+    start = time.perf_counter()
+    subprocess.run(command, env=_environment(home), check=True, stdout=subprocess.DEVNULL)
+    return time.perf_counter() - start
+
+
+def _served(model: Path, flags: Sequence[str], home: str) -> float:
+    start = time.perf_counter()
+    with Served([str(model), "--name", "m", *flags], environment=_environment(home)):
+        return time.perf_counter() - start
+
+
+def _processes(what: str, run: Any, runs: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as home:
+        return [{"what": what, "s": statistics.median(run(home) for _ in range(runs))}]
+
+
+def _pairs(what: str, run: Any, runs: int) -> list[dict[str, Any]]:
+    """Return the row of processes that see everything for the first time, and of those after them."""
+    unseen, seen = [], []
+    for _ in range(runs):
+        with tempfile.TemporaryDirectory() as home:
+            unseen.append(run(home))
+            seen.append(run(home))
+    return [
+        {"what": f"{what}, {when}", "s": statistics.median(times)}
+        for when, times in (("unseen", unseen), ("seen", seen))
+    ]
+
+
+def _answers(model: Path, adapter: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    asked: dict[str, Any] = {"adapters": {"a": str(adapter)}, "device": options.device, "images": 0, "audio_s": 0.0}
+    asked |= {"gpu_memory": options.gpu_memory} if options.gpu_memory else {}
+    given = json.dumps({"model": str(model), "options": asked, "adapter": "a"})
+    found: dict[str, list[float]] = {}
+    for _ in range(options.runs):
+        with tempfile.TemporaryDirectory() as home:
+            for when in ("unseen", "seen"):
+                made = subprocess.run(
+                    [sys.executable, "-c", ANSWER, given], env=_environment(home), check=True, capture_output=True, text=True
+                )  # fmt: skip
+                for name, seconds in json.loads(made.stdout.splitlines()[-1]).items():
+                    found.setdefault(f"in Python: {name}, {when}", []).append(seconds)
+    return [{"what": name, "s": statistics.median(times)} for name, times in found.items()]
+
+
+def _gpu(device: str) -> str | None:
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench.start", description=__doc__.splitlines()[0])
+    parser.add_argument("--work", default=tempfile.gettempdir(), help="where checkpoints of random weights are made")
+    parser.add_argument("--size", help="a size that bench.checkpoints makes, such as e4b (default: the demo model)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--gpu-memory")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--save", metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+"""What bench/start.py reads and says: imports by package, unseen before seen, medians."""
+
+from bench import start
+
+IMPORTTIME = """import time: self [us] | cumulative | imported package
+import time:       120 |        120 |   _io
+import time:      2000 |    1500000 |     torch._dynamo
+import time:    300000 |    2500000 |   torch
+import time:        10 |    4000000 | transformers.modeling_utils
+a line of a package
+"""
+
+
+def test_imports_are_read_with_all_that_they_import():
+    assert start.parse_imports(IMPORTTIME) == {
+        "_io": 0.00012, "torch._dynamo": 1.5, "torch": 2.5, "transformers.modeling_utils": 4.0,
+    }  # fmt: skip
+
+
+def test_each_unseen_run_has_a_folder_of_its_own_and_the_seen_one_after_it_the_same():
+    homes = []
+
+    def run(home):
+        homes.append(home)
+        return float(len(homes))
+
+    rows = start._pairs("plan", run, 2)
+    assert [row["what"] for row in rows] == ["plan, unseen", "plan, seen"] and [row["s"] for row in rows] == [2.0, 3.0]
+    assert homes[0] == homes[1] != homes[2] == homes[3]
+
+
+def test_the_table_is_short_and_aligned():
+    whole = {"rows": [{"what": "trimtab plan, seen", "s": 1.234}], "imports": [{"package": "torch", "s": 2.5}]}
+    lines = start.text_of(whole).splitlines()
+    assert lines[1].split() == ["trimtab", "plan,", "seen", "1.23"] and lines[-1].split() == ["torch", "2.50"]
+    assert {len(line) for line in lines if line} == {54}

@@ -1,0 +1,151 @@
+"""Compute capability 7.5 (T4, RTX 20, GTX 16): kernels compile for it, float16 is chosen with care. Not run on such a card.
+
+The compiler is NVRTC, or a toolkit's nvcc where that is installed; without either the tests of compiling are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from trimtab import cli
+from trimtab.errors import DeviceError
+from trimtab.plan import Plan
+from trimtab.plan.dtypes import choose_dtype
+from trimtab.request import LoadRequest
+from trimtab.runtime import cuts, ends, float16_check, fused, matvec, nvrtc, prompt_kernels
+
+TARGET = "sm_75"
+SHARED_BYTES = 64 * 1024  # of a block on compute capability 7.5
+
+
+def compiled(source, options, folder):
+    """Compile a source for the target. Errors: AssertionError with the compiler's log."""
+    compiler = nvrtc.find_compiler()
+    if compiler is not None:
+        return compiler.compile(source, TARGET, options, name="kernels.cu")
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("neither NVRTC nor nvcc is installed")
+    file, made = folder / "kernels.cu", folder / "kernels.cubin"
+    file.write_text(source, encoding="utf-8")
+    ran = subprocess.run(
+        [nvcc, "-std=c++17", f"-arch={TARGET}", "-cubin", *options, "-o", str(made), str(file)], capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return made.read_bytes()
+
+
+@pytest.mark.parametrize(
+    "module", [ends, fused, matvec, prompt_kernels], ids=lambda one: one.__name__.rpartition(".")[2]
+)
+def test_kernels_that_need_no_bf16_arithmetic_compile_for_7_5(module, tmp_path):
+    assert compiled(module.source(), (), tmp_path)
+
+
+@pytest.mark.parametrize("dim", [64, 256, 512])
+def test_attention_in_float16_compiles_for_7_5(dim, tmp_path):
+    options = fused.attention_options(8, 2, dim, torch.float16, turn=True)
+    assert compiled(fused.source("attend.cu"), options, tmp_path)
+
+
+def test_our_products_of_4_bit_weights_have_no_room_in_its_shared_memory():
+    """So captured modules, with bitsandbytes' products, are the fastest way to run there."""
+    for columns in (256, 1024, 2560, 10240):
+        assert cuts.cuts((2560,), columns, 1, multiprocessors=40, shared_bytes=SHARED_BYTES) == []
+
+
+# The type -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_type_follows_the_card_and_the_family():
+    assert choose_dtype("llama", None) == choose_dtype("gemma4", (8, 0)) == ("bfloat16", "")
+    dtype, why = choose_dtype("llama", (7, 5))
+    assert dtype == "float16" and "7.5" in why and "measured" in why
+    for family in ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4"):
+        dtype, why = choose_dtype(family, (7, 5))
+        assert dtype == "float32" and "exceed float16" in why
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return pico.build("llama", tmp_path_factory.mktemp("llama") / "base")
+
+
+def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
+    options = {"card": "T4", "context": 64}
+    plan = trimtab.plan(llama, **options)
+    assert plan.request.dtype == "float16" and "emulated" in plan.dtype_reason
+    assert plan.execution.step.mode == "graph"
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert trimtab.plan(llama, dtype="bf16", **options).request.dtype == "bfloat16"
+    assert trimtab.plan(llama, card="RTX 4060 8GB", context=64).request.dtype == "bfloat16"
+    gemma = pico.build("gemma4", tmp_path / "gemma")
+    made = trimtab.plan(gemma, **options)
+    assert made.request.dtype == "float32" and "exceed float16" in made.dtype_reason
+    step = trimtab.plan(gemma, dtype="float16", quant="nf4", **options).execution.step
+    assert step.mode == "graph" and "our own products need 8.0" in step.reason
+    assert cli.main(["plan", str(llama), "--card", "T4", "--context", "64"]) == 0
+    assert "type: float16: bfloat16 is emulated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_gpu_that_torch_has_to_be_asked_for_is_planned_for_in_its_type(llama, monkeypatch):
+    """Where the driver's own libraries do not answer, the type is known after torch was asked."""
+    from trimtab import api
+    from trimtab.plan.card_machine import machine_of, rates_of
+    from trimtab.plan.cards import find_card
+
+    monkeypatch.setattr(api, "_capability", lambda device: None)
+    monkeypatch.setattr("trimtab.machine.known.find_machine", lambda device: None)
+    t4 = find_card("T4")
+    here = machine_of(t4, host_available_bytes=2**34), rates_of(t4)
+    monkeypatch.setattr(api, "_ask_machine", lambda *args: here)
+    plan = api.plan_request(LoadRequest(model=str(llama), dtype="auto", context_tokens=64))
+    assert plan.request.dtype == "float16" and plan.dtype_reason
+
+
+# Numerics, with the same type on a CPU --------------------------------------------------------------------------------------
+
+
+def loaded(folder, dtype, reason=""):
+    plan = trimtab.plan(folder, dtype=dtype, quant="none", context=64, device="cpu", images=0, audio_s=0.0)
+    return trimtab.load(replace(plan, dtype_reason=reason))
+
+
+def test_float16_answers_as_float32_does_within_its_rounding(llama):
+    ids = list(range(5, 25))
+    with loaded(llama, "float32") as wide, loaded(llama, "float16", "chosen") as half:
+        expected, found = wide.logits(ids), half.logits(ids)
+    # 11 bits of a value; a few dozen roundings add up.
+    assert float((found - expected).abs().max()) <= 2**-7 * float(expected.abs().max())
+
+
+def test_activations_are_measured_where_float16_was_chosen(llama):
+    with loaded(llama, "float16", "chosen") as model:
+        found = float16_check.largest_activations(model)
+        count = len(model.hf_model.get_decoder().layers)
+        assert len(found) == 2 * count and all(0 < value < 65504 for value in found.values())
+        assert float16_check.check(model) == max(found.values())
+        assert all(not module._forward_hooks for module in model.hf_model.modules())
+
+
+def test_a_model_whose_activations_do_not_survive_is_refused_with_the_type_to_take(llama, monkeypatch):
+    with loaded(llama, "float16", "chosen") as model:
+        norm = model.hf_model.get_decoder().layers[0].post_attention_layernorm
+        norm.weight.data.fill_(6e4)
+        with pytest.raises(DeviceError, match="float16 holds 65504") as caught:
+            float16_check.check(model)
+        assert "dtype='float32'" in caught.value.hint
+    monkeypatch.setattr(float16_check, "HEADROOM", 1e-9)
+    with pytest.raises(DeviceError, match="float16 holds"):
+        loaded(llama, "float16", "chosen")
+    loaded(llama, "float16").close()  # asked for by name: the user's own choice
+    loaded(llama, "float32", "chosen").close()

@@ -1,0 +1,30 @@
+"""In which floating-point type a model computes on a card, and why.
+
+Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16. There float16 is taken where a family's activations stay within
+it, which is measured while loading (`runtime/float16_check.py`); float32 where they are known not to.
+
+Gemma exceeds float16 (65,504): Gemma 3 in its norms (github.com/huggingface/transformers/issues/36822), Gemma 4 in the first
+layers' MLP (github.com/unslothai/unsloth/pull/5092) and in its vision tower (github.com/huggingface/transformers/pull/46277).
+
+What is not known: other families that were released in bfloat16 and exceed float16; the check while loading finds them.
+"""
+
+from __future__ import annotations
+
+# bf16 arithmetic begins with compute capability 8.0 (CUDA C++ Programming Guide, arithmetic instructions).
+LEAST_BF16 = (8, 0)
+# model_type begins so.
+BEYOND_FLOAT16 = ("gemma",)
+
+
+def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:
+    """Return the type that a model computes in on a device, and why it is not bfloat16 ("" where it is).
+
+    capability: compute capability; None for a CPU and for a card that was not asked.
+    """
+    if capability is None or capability >= LEAST_BF16:
+        return "bfloat16", ""
+    emulated = f"bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"
+    if model_type.startswith(BEYOND_FLOAT16):
+        return "float32", f"{emulated}, and activations of this family ({model_type}) exceed float16"
+    return "float16", f"{emulated}; activations are measured while loading"
