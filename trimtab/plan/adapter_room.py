@@ -67,6 +67,7 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
                 step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters
             )
             total += sum(counted.values())
-        total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
+        if plan.execution.prompt.mode in CAPTURED:
+            total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
         taken.append(total)
     return max(taken[0] - taken[1], 0)
