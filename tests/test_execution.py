@@ -67,7 +67,7 @@ def test_steps_are_fused_where_model_card_and_format_allow_it():
     ("changed", "asked", "machine", "mode", "why"),
     [
         ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
-        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; our own kernels need 8.0"),
+        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; our own products need 8.0"),
         ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
         ({}, {"decode": "eager"}, {}, "eager", "asked for"),
         ({}, {"decode": "graph"}, {}, "graph", "asked for"),

@@ -78,6 +78,7 @@ def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
     )  # fmt: skip
     model = SimpleNamespace(
         device=torch.device("cuda:0"), plan=plan, weight_bytes=1020, streamer=None, route=SimpleNamespace(holders={}),
+        prefix_cache=None,
         memory=lambda: {"gpu_peak_bytes": 1150},
     )  # fmt: skip
     batch = SimpleNamespace(
