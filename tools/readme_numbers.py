@@ -302,9 +302,40 @@ def cards(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{where['gpu']}, Python {where['python']}, {packages}; context 4096, rank 8.\n"
 
 
+def small_cards(results: Mapping[str, Any]) -> str:
+    """Return the few rows of bench/results/cards.json that a newcomer looks for, with fewer columns."""
+    found = {(row["model"], row["card_gib"], row["head"]): row for row in results["rows"] if "copies" not in row}
+    heads = [
+        "model",
+        "card",
+        "output head",
+        "tokens/s",
+        "predicted",
+        "first token of 512",
+        "planned",
+        "the process took",
+    ]
+    lines = [heads, ["---"] * 3 + ["---:"] * 5]
+    for case in SMALL_CARDS:
+        row = found[case]
+        lines.append([
+            row["model"].upper(), f"{row['card_gib']:g} GiB", {"int8": "8 bits", "full": "full"}[row["chosen_head"]],
+            f"{row['tok_s']:.0f}", f"{row['predicted_tok_s']:.0f}", f"{row['ttft_ms']:.0f} ms",
+            f"{row['planned_gib']:.2f} GiB", f"{row['process_gib']:.2f} GiB",
+        ])  # fmt: skip
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    gpu = results["environment"]["gpu"]
+    return f"{table}\n\n{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096.\n"
+
+
+SMALL_CARDS = (
+    ("e2b", 2, "auto"), ("e2b", 2.5, "auto"), ("e2b", 3, "full"), ("e4b", 3.2, "auto"), ("e4b", 4, "auto"), ("e4b", 4, "full"),
+    ("e4b", 6, "full"), ("qwen3-8b", 5, "auto"),
+)  # fmt: skip
 MAKERS = {
     "alarms": alarms,
     "cards": cards,
+    "small_cards": small_cards,
     "memory": memory,
     "decode": decode,
     "bridge": bridge,
@@ -314,12 +345,16 @@ MAKERS = {
 }
 
 
+# A table that is made of another one's results.
+SOURCES = {"small_cards": "cards"}
+
+
 def filled(text: str) -> str:
     """Return the text with every slot filled from the result file of its name."""
 
     def fill(slot: re.Match[str]) -> str:
         name = slot.group(2)
-        file = RESULTS / f"{name}.json"
+        file = RESULTS / f"{SOURCES.get(name, name)}.json"
         if not file.is_file():
             return (
                 f"{slot.group(1)}Not measured yet: `make bench` on a machine with a GPU fills this in.\n{slot.group(3)}"
