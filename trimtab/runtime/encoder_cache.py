@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -114,7 +115,7 @@ class _Tower:
         if not tensors or count == 1:
             return None if not tensors else [(args, kwargs)]
         if all(tensor.shape[0] == count for tensor in tensors):
-            return [_each_of(args, kwargs, lambda tensor, n=n: tensor[n : n + 1]) for n in range(count)]
+            return [_each_of(args, kwargs, partial(_row, number=n)) for n in range(count)]
         # Patches of all pictures in one row, and how many along each axis.
         grids = [tensor for tensor in tensors if tensor.shape == (count, 3)]
         if len(grids) != 1:
@@ -124,10 +125,10 @@ class _Tower:
             return None
         ends = [sum(sizes[:n]) for n in range(count + 1)]
 
-        def part(tensor: Tensor, n: int) -> Tensor:
-            return tensor[n : n + 1] if tensor is grids[0] else tensor[ends[n] : ends[n + 1]]
+        def part(tensor: Tensor, number: int) -> Tensor:
+            return _row(tensor, number) if tensor is grids[0] else tensor[ends[number] : ends[number + 1]]
 
-        return [_each_of(args, kwargs, lambda tensor, n=n: part(tensor, n)) for n in range(count)]
+        return [_each_of(args, kwargs, partial(part, number=n)) for n in range(count)]
 
     def _each(self, split: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
         keys = [
@@ -156,6 +157,10 @@ def _form(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
         return (tuple(value.shape), str(value.dtype)) if isinstance(value, Tensor) else repr(value)
 
     return repr(([shown(value) for value in args], sorted((name, shown(value)) for name, value in kwargs.items())))
+
+
+def _row(tensor: Tensor, number: int) -> Tensor:
+    return tensor[number : number + 1]
 
 
 def _each_of(

@@ -89,5 +89,6 @@ def content_of(spec: AdapterSpec, tensors: Mapping[Any, Tensor]) -> str:
         for role, entry in entries:
             tensor = tensors[entry.file, entry.start]
             digest.update(repr((role, tuple(tensor.shape), str(tensor.dtype))).encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+            values: Any = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            digest.update(values)
     return digest.hexdigest()

@@ -37,6 +37,7 @@ from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.prefix_store import Match
+from trimtab.runtime.prompt_layouts import PromptLayout, part_of, values_of
 from trimtab.runtime.step_memory import extra_bytes
 
 if TYPE_CHECKING:
@@ -59,17 +60,6 @@ class _Job:
     serial: int | None
     kept: Match
     done: int = 0
-
-
-@dataclass(eq=False)
-class _Layout:
-    """Where graphs read adapters of one layout: `name` routes layers to tensors in `buffer`. holds: (name, serial) of whose
-    values are there."""
-
-    name: str
-    buffer: Tensor
-    leaves: list[Any]
-    holds: tuple[str, int] | None = None
 
 
 @dataclass(eq=False)
@@ -100,7 +90,7 @@ class Prompts:
         self._four_bit: list[Leaf] = []
         self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
         self._met: set[tuple[Hashable, ...]] = set()
-        self._layouts: OrderedDict[Hashable, _Layout] = OrderedDict()
+        self._layouts: OrderedDict[Hashable, PromptLayout] = OrderedDict()
         self._pool: Any = None
         self._outputs: dict[bool, Tensor] = {}
         self._takes_media = True
@@ -175,7 +165,7 @@ class Prompts:
         """Return what is counted for captured prompts on the device, beside the plan; `sizes` None for those in use."""
         plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.route.holders
         use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
-        held = [_source(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
+        held = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
         return prompt_graph_bytes(
             anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
             has_adapters=bool(plan.request.adapters), adapter_bytes=max(held, default=0),
@@ -379,7 +369,7 @@ class Prompts:
         route.name = layout.name
         return layout.name, None
 
-    def _layout_of(self, name: str) -> _Layout | None:
+    def _layout_of(self, name: str) -> PromptLayout | None:
         """Return the layout of an adapter with its values in place, None for one that has none."""
         route: lora.Route = self.model.route
         planned = self.model.plan.execution.prompt
@@ -387,9 +377,9 @@ class Prompts:
             return None  # planned so: one adapter is read where it is
         holders, serial = route.holders[name], route.serials[name]
         fitting = holders.fitting
-        if not fitting.plain or any(_part(module, name) not in lora.TOWERS for _, module in holders.rest):
+        if not fitting.plain or any(part_of(module, name) not in lora.TOWERS for _, module in holders.rest):
             return None
-        source = _source(name, holders)
+        source = values_of(name, holders)
         places = [one for one in fitting.plain if one.part not in lora.TOWERS]
         key = (
             source.numel(),
@@ -423,13 +413,13 @@ class Prompts:
         others = sum(one.buffer.nbytes for one in self._layouts.values())
         return needed + others <= counted or needed + others - counted <= self._left_bytes() - self.extra_bytes()
 
-    def _new_layout(self, places: Sequence[lora.PlainPlace], source: Tensor) -> _Layout:
+    def _new_layout(self, places: Sequence[lora.PlainPlace], source: Tensor) -> PromptLayout:
         while len(self._layouts) >= MOST_LAYOUTS:
             self._drop_layout()
         buffer = torch.empty_like(source)
         self.count += 1
         # Another batch of this model may have layouts of its own.
-        layout = _Layout(f"\0prompt layout {id(self)} {self.count}", buffer, [one.leaf for one in places])
+        layout = PromptLayout(f"\0prompt layout {id(self)} {self.count}", buffer, [one.leaf for one in places])
         for one in places:
             wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
             A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)
@@ -603,18 +593,3 @@ class Prompts:
 def _restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     if pairs:
         torch._foreach_copy_([row for row, _ in pairs], [copy for _, copy in pairs])
-
-
-def _part(module: Any, name: str) -> str | None:
-    found = module.__dict__["adapters"][name]
-    part: str | None = getattr(found, "part", None) or module.__dict__.get("part")
-    return part
-
-
-def _source(name: str, holders: lora.Holders) -> Tensor:
-    """Return the values [N] that an attached adapter's plain places count in."""
-    first = holders.fitting.plain[0]
-    A: Tensor = first.leaf.adapters[name].A
-    begins = A.storage_offset() - first.A_start
-    count = A.untyped_storage().nbytes() // A.element_size() - begins
-    return A.as_strided((count,), (1,), begins)
