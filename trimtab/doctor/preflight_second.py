@@ -244,7 +244,7 @@ def arithmetic_text(second: SecondPlan) -> str:
     lines = [f"PEFT plans again: {second.why}"]
     lines += [f"  {line.text:78} {line.bytes:>16,} B  {gib(line.bytes):>11}" for line in second.lines]
     placed = Counter(match.group(1) for match in map(_PUT.match, second.steps) if match)
-    lines += [f"  {count} modules put on {device}" for device, count in placed.items()]
+    lines += [f"  {count} module{'' if count == 1 else 's'} put on {device}" for device, count in placed.items()]
     lines += [f"  {words}" for words in second.required_words]
     shown = list((second.device_map or {}).items())
     lines += [f"  its map: {', '.join(f'{path!r}: {device!r}' for path, device in shown[:8])}"]
