@@ -10,6 +10,7 @@ import json
 import re
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from trimtab.request import LoadRequest
@@ -76,7 +77,7 @@ def _step(jobs, job_id):
 
 def main(options):
     limits = Limits(**options.pop("limits", {}))
-    keys = tuple(options.pop("api_keys", ()))
+    keys, key_file = tuple(options.pop("api_keys", ())), options.pop("key_file", None)
     if (files := options.pop("files", None)) is not None:
         import resource
 
@@ -86,7 +87,12 @@ def main(options):
     if "adapter_root" in options:
         options["adapter_root"] = Path(options["adapter_root"])
     settings = Settings(page=False, api_keys=keys, limits=limits, **options)
-    run.serve([served], settings, say=lambda text: print(text, flush=True))
+
+    def reread():
+        kept = Path(key_file).read_text(encoding="utf-8")
+        return [served], replace(settings, api_keys=(kept,))
+
+    run.serve([served], settings, say=lambda text: print(text, flush=True), reread=reread if key_file else None)
     print("ended", flush=True)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from trimtab.commands.flags import add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
+from trimtab.commands.flags import InPlaceOf, add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
@@ -29,7 +29,12 @@ def add(command: Command) -> None:
     """Add the command."""
     found = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
     add_placement(found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)")
+    found.set_defaults(parser=found)
     group = found.add_argument_group("serving")
+    group.add_argument(
+        "--config", metavar="FILE", action=InPlaceOf, other=next(one for one in found._actions if one.dest == "model"),
+        help="a TOML file with everything that these flags say, the models too; flags beside it win",
+    )  # fmt: skip
     group.add_argument("--name", metavar="NAME", help="what clients call the model (default: its folder's name)")
     group.add_argument("--images", type=int, metavar="N", help="the most pictures of one prompt (default: 1)")
     group.add_argument(
@@ -122,6 +127,7 @@ def run_serve(options: argparse.Namespace) -> int:
     def say(text: str) -> None:
         print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
+    given, options = options, configured(options)
     journal.set_up(options.log_format, options.log_level)
     pull_if_asked(options)
     if options.ray:
@@ -130,8 +136,20 @@ def run_serve(options: argparse.Namespace) -> int:
         if getattr(options, name) is not None:
             raise RequestError("has no effect without --ray", field=flag, value=getattr(options, name))
     together = 1 if options.together is None else options.together
-    serve(served_models(options), settings_of(options), together=together, say=say)
+
+    def reread() -> tuple[Sequence[Any], Any]:
+        now = configured(given)
+        return served_models(now), settings_of(now)
+
+    serve(served_models(options), settings_of(options), together=together, say=say, reread=reread)
     return 0
+
+
+def configured(options: argparse.Namespace) -> argparse.Namespace:
+    """Return options with what the file of --config says. Errors: RequestError, CheckpointError."""
+    from trimtab.serve.config_file import apply_config
+
+    return options if options.config is None else apply_config(options, options.parser)
 
 
 def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -145,6 +163,10 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
     models, settings = served_models(options), settings_of(options)
+    if settings.key_limits:
+        raise RequestError(
+            "have no effect with --ray", field="keys", value=[one.name for one in settings.key_limits.values()]
+        )
     arguments = arguments_of(models, settings, replicas=replicas, gpus=options.gpus_per_replica, cpus=cpus)
     if options.print_config is None:
         if options.ray_address is None:
@@ -178,7 +200,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
-        models = read_registry(path)
+        models = read_registry(path, is_config=options.config is not None and path == Path(options.config))
         if _is_here(options):
             check_present(models)
         return models
@@ -222,8 +244,10 @@ def settings_of(options: argparse.Namespace) -> Any:
     from trimtab.serve.settings import Limits, Settings
 
     limits = pairs(options.limit or (), "--limit", "NAME=N", first=True)
+    named = getattr(options, "named_keys", {})
     return Settings(
-        host=options.host, port=options.port, api_keys=tuple(_keys(options, "api", KEY_VARIABLE)),
+        host=options.host, port=options.port, api_keys=tuple(dict.fromkeys([*_keys(options, "api", KEY_VARIABLE), *named])),
+        key_limits=named,
         admin_keys=tuple(_keys(options, "admin", ADMIN_KEY_VARIABLE)),
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),

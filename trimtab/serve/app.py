@@ -32,9 +32,11 @@ from trimtab.serve.door import Door, client_of
 from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
 from trimtab.serve.fetch import Fetcher
 from trimtab.serve.job import Event, Job
+from trimtab.serve.live import Live
 from trimtab.serve.messages_shape import MessagesShape, error_object
-from trimtab.serve.metrics import Metrics
+from trimtab.serve.metrics import Metrics, Seen
 from trimtab.serve.openapi import VERIFY, description
+from trimtab.serve.quotas import Quotas
 from trimtab.serve.request_kinds import (
     ANTHROPICS,
     CHAT,
@@ -124,11 +126,20 @@ async def _on_bug(request: Request, exc: Exception) -> Response:
 
 
 def make_app(
-    pool: Pool, settings: Settings, metrics: Metrics, *, extra: Sequence[BaseRoute] = (), folders: Sequence[str] = ()
+    pool: Pool,
+    settings: Settings,
+    metrics: Metrics,
+    *,
+    extra: Sequence[BaseRoute] = (),
+    folders: Sequence[str] = (),
+    live: Live | None = None,
 ) -> Starlette:
-    """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them."""
+    """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them.
+    live: who tells of other settings later."""
+    live = live or Live(settings)
     has_verify = any(getattr(route, "path", "") == VERIFY for route in extra)
     api = _Api(pool, settings, metrics, folders, has_verify)
+    live.listen(api.use)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -140,7 +151,7 @@ def make_app(
 
     routes = [*api.routes(), *extra]
     paths = [getattr(route, "path", "") for route in routes]
-    middleware = [Middleware(Door, settings=settings, body_limits=api.body_limits)]
+    middleware = [Middleware(Door, live=live, body_limits=api.body_limits)]
     if settings.cors_origins:
         cors = Middleware(
             CORSMiddleware, allow_origins=list(settings.cors_origins), allow_methods=["GET", "POST"],
@@ -172,10 +183,17 @@ class _Api:
     ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
         self.has_verify = has_verify
+        self.quotas = Quotas(settings.key_limits)
         self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits, lenient=settings.lenient)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
         self._takes_media = any(len(pool.takes(model)) > 1 for model in models)
         self._context_tokens = max((pool.context_tokens(model) for model in models), default=0)
+
+    def use(self, settings: Settings) -> None:
+        """Answer from now on by other settings; what is being answered goes on as it began."""
+        self.settings, self.fetcher = settings, Fetcher(settings)
+        self.reader.use(settings.limits, lenient=settings.lenient)
+        self.quotas.use(settings.key_limits)
 
     def body_limits(self, path: str) -> BodyLimits:
         """Return what the body of a path may hold, whatever model it names."""
@@ -321,13 +339,21 @@ class _Api:
         jobs = await self.reader.run(0, make) if is_long else make()
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
-        seen = self.metrics.begin(model, adapter, choices=len(jobs))
+        seen = self._begin(request, model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started)
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
             folders=self.folders,
         )  # fmt: skip
+
+    def _begin(self, request: Request, model: str, adapter: str | None, *, choices: int) -> Seen:
+        """Return what follows a request. Errors: QuotaError if its key may have no more."""
+        limits = self.quotas.of(_authorization(request))
+        leave = self.quotas.enter(limits)
+        return self.metrics.begin(
+            model, adapter, choices=choices, key=None if limits is None else limits.name, leave=leave
+        )
 
     # Beside answers ---------------------------------------------------------------------------------------------------
 
@@ -376,7 +402,7 @@ class _Api:
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
     ) -> Response:
-        seen = self.metrics.begin(model, adapter, choices=1)
+        seen = self._begin(request, model, adapter, choices=1)
         merged = Merged([beside.in_turn(self.pool, model, jobs)])
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders

@@ -205,6 +205,10 @@ class Reader:
         self._many = ThreadPoolExecutor(2, thread_name_prefix="trimtab-body")
         self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
 
+    def use(self, limits: Limits, *, lenient: bool) -> None:
+        """Go on with other limits."""
+        self._body_bytes, self._lenient = limits.body_bytes, lenient
+
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
         """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
         held = _Held()

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trimtab.serve.body import BodyLimits, Budget, Incoming
 from trimtab.serve.faults import http_error
+from trimtab.serve.live import Live
 from trimtab.serve.request_kinds import REQUESTS
 from trimtab.serve.settings import ADMIN_PATHS, Settings, is_loopback
 
@@ -26,9 +27,14 @@ POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
 class Door:
     """Asks for a key and counts what a body holds before anything reads it. body_limits: what the body of a path may hold."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, body_limits: Callable[[str], BodyLimits]) -> None:
+    def __init__(self, app: ASGIApp, live: Live, body_limits: Callable[[str], BodyLimits]) -> None:
         self._app, self._body_limits = app, body_limits
-        self._budget = Budget(settings.limits.all_body_bytes)
+        self._budget = Budget(live.settings.limits.all_body_bytes)
+        self.use(live.settings)
+        live.listen(self.use)
+
+    def use(self, settings: Settings) -> None:
+        """Let in from now on who has a key of these settings."""
         self._admin_keys = [_digest(key.encode()) for key in settings.admin_keys]
         self._keys = [_digest(key.encode()) for key in settings.api_keys]
         self._allows_admin = settings.allows_admin

@@ -25,6 +25,7 @@ ERRORS: Mapping[str, tuple[int, str, str]] = {
     "CheckpointError": (422, "invalid_request_error", "bad_file"),
     "AdapterError": (422, "invalid_request_error", "bad_adapter"),
     "QueueFullError": (429, "rate_limit_error", "queue_full"),
+    "QuotaError": (429, "rate_limit_error", "quota"),
     "BodiesFullError": (503, "server_error", "bodies_full"),
     "DeviceError": (503, "server_error", "device"),
     "WorkerDiedError": (503, "server_error", "worker_died"),
@@ -49,7 +50,7 @@ SHOWN_FIELDS = (
 )  # fmt: skip
 MOST_NAMES = 20
 # What no field of a request could mend.
-OF_NO_FIELD = ("QueueFullError", "DeadlineError")
+OF_NO_FIELD = ("QueueFullError", "QuotaError", "DeadlineError")
 # What goes on after a folder that is known; a name with a space in it ends there, so that a sentence goes on.
 _BELOW = r"""(?:[\\/][^\s'"`,;()<>|:]*)?(?![\w-])"""
 # What Python writes for an object that has no text of its own.

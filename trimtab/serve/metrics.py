@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -73,6 +73,10 @@ class Metrics:
         self.whole = Histogram(
             "trimtab_request_seconds", "From arrival to the end of the answer", labels, buckets=REQUEST_BUCKETS, **made
         )
+        self.key_requests = Counter("trimtab_key_requests", "Requests of each named key", ["key", "ended"], **made)
+        self.key_tokens = Counter(
+            "trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **made
+        )
         self.responses = Counter(
             "trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **made
         )
@@ -107,9 +111,12 @@ class Metrics:
         self._endings: dict[tuple[str, str], set[str]] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
 
-    def begin(self, model: str, adapter: str | None, *, choices: int) -> Seen:
-        """Return what follows one request from here to its end."""
-        return Seen(self, model, adapter or "", choices)
+    def begin(
+        self, model: str, adapter: str | None, *, choices: int, key: str | None = None, leave: Callable[[int], None] | None = None,
+    ) -> Seen:  # fmt: skip
+        """Return what follows one request from here to its end. key: the name of its key, if that has one. leave: called at the
+        end with the tokens of prompt and answer."""
+        return Seen(self, model, adapter or "", choices, key, leave)
 
     def forget(self, adapter: str, model: str | None) -> None:
         """Drop an adapter's series: names come and go, and the series of every name there ever was would stay. What they have
@@ -224,6 +231,8 @@ class Seen:
     model: str
     adapter: str
     choices: int
+    key: str | None = None
+    leave: Callable[[int], None] | None = None
     arrived: float = field(default_factory=time.monotonic)
     first_s: float | None = None
     last: float | None = None
@@ -263,10 +272,15 @@ class Seen:
         seconds = time.monotonic() - self.arrived
         labels = (self.model, self.adapter)
         self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+        if self.leave is not None:
+            self.leave(self.prompt_tokens + self.completion_tokens)
+        if self.key is not None:
+            self.metrics.key_requests.labels(self.key, how).inc()
+            self.metrics.key_tokens.labels(self.key).inc(self.prompt_tokens + self.completion_tokens)
         self.metrics.whole.labels(*labels).observe(seconds)
         told = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(
-            model=self.model, adapter=self.adapter or None, ended=how, prompt_tokens=self.prompt_tokens,
+            model=self.model, adapter=self.adapter or None, key=self.key, ended=how, prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,
             **{name: round(value, 4) for name, value in told.items() if value is not None},
         )  # fmt: skip

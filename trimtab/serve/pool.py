@@ -19,11 +19,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.clock import Clock
-from trimtab.serve.faults import UnknownModelError, own_folders, told_error
+from trimtab.serve.faults import UnknownModelError, own_folders, plain_error, told_error
 from trimtab.serve.job import Event, Job
-from trimtab.serve.registry import ServedModel
+from trimtab.serve.registry import ServedModel, in_full
 from trimtab.serve.scheduler import QueueFullError
 from trimtab.serve.settings import Settings
 from trimtab.serve.supervisor import ModelFailedError, StoppingError, Supervisor
@@ -354,6 +354,44 @@ class Pool:
             )  # fmt: skip
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
+
+    async def use(self, served: ServedModel) -> dict[str, list[str]]:
+        """Load and unload adapters until a model has those that its file names now. What clients have loaded stays.
+
+        Returns "model:adapter" under "loaded" and "unloaded", names under "needs_restart" for what else differs, and under
+        "problems" why an adapter stays as it is.
+        """
+        found: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
+        member = self._members.get(served.name)
+        if member is None or replace(served, adapters={}, kept=()) != replace(member.served, adapters={}, kept=()):
+            found["needs_restart"].append(f"models.{served.name}")
+        if member is None:
+            return found
+        named = dict(member.served.adapters)
+        gone = [name for name, path in named.items() if served.adapters.get(name) != path]
+        new = [name for name, path in served.adapters.items() if named.get(name) != path]
+        for what, names in (("unload_adapter", gone), ("load_adapter", new)):
+            for name in names:
+                shown = f"{served.name}{SEPARATOR}{name}"
+                try:
+                    if what == "unload_adapter":
+                        await self._call(member, what, name=name)
+                        member.adapters.pop(name, None)
+                        del named[name]
+                        found["unloaded"].append(shown)
+                    elif name in member.adapters:
+                        raise RequestError("an adapter of this name is loaded", field="adapters", value=name)
+                    else:
+                        await self.load_adapter(served.name, name, in_full(served.adapters[name]))
+                        named[name] = served.adapters[name]
+                        found["loaded"].append(shown)
+                except TrimtabError as exc:
+                    found["problems"].append(
+                        f"{shown}: {told_error(plain_error(exc), self.folders)[1]['error']['message']}"
+                    )
+                kept = tuple(name for name in member.served.kept if name in named)
+                member.served = replace(member.served, adapters=dict(named), kept=kept)
+        return found
 
     async def _call(self, member: _Member, what: str, **arguments: Any) -> Any:
         await self._enter(member)

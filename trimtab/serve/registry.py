@@ -87,8 +87,8 @@ class ServedModel:
     def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
         """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
         # In full, so that what the worker says of a file can be told from the other words of a message.
-        request = replace(self.request, model=_in_full(self.request.model))
-        adapters = {name: _in_full(path) for name, path in self.adapters.items()}
+        request = replace(self.request, model=in_full(self.request.model))
+        adapters = {name: in_full(path) for name, path in self.adapters.items()}
         return {
             "request": request.to_json(), "adapters": adapters, "kept": list(self.kept),
             "rows": self.rows, "queue_limit": queue_limit, "resident_limit": self.resident_limit,
@@ -129,8 +129,11 @@ _WORDS: Mapping[type, str] = {
 }  # fmt: skip
 
 
-def read_registry(path: str | Path) -> tuple[ServedModel, ...]:
-    """Return the models of a registry file. Errors: RequestError if it cannot be read, CheckpointError with every problem."""
+def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedModel, ...]:
+    """Return the models of a registry file. is_config: its other keys are those of `config_file`, which has read them.
+
+    Errors: RequestError if it cannot be read, CheckpointError with every problem.
+    """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
@@ -142,7 +145,7 @@ def read_registry(path: str | Path) -> tuple[ServedModel, ...]:
         raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
-    problems = [f"unknown table or key {key!r} (known: models)" for key in found if key != "models"]
+    problems = [f"unknown table or key {key!r} (known: models)" for key in found if key != "models" and not is_config]
     tables = found.get("models")
     models = []
     if not isinstance(tables, dict) or not tables:
@@ -251,7 +254,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
     )  # fmt: skip
 
 
-def _in_full(path: str) -> str:
+def in_full(path: str) -> str:
     """Return the absolute path of what is on this machine; a hub id stays one."""
     return os.path.abspath(path) if Path(path).exists() else path
 

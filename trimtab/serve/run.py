@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from starlette.routing import BaseRoute
 from trimtab.errors import RequestError
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
+from trimtab.serve.live import Live, Reloader, Reread
 from trimtab.serve.metrics import Metrics
 from trimtab.serve.pool import Pool
 from trimtab.serve.registry import ServedModel
@@ -37,8 +39,13 @@ TICK_S = 0.05
 log = logging.getLogger("trimtab.serve")
 
 
-def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None]) -> None:
+def serve(
+    models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None],
+    reread: Reread | None = None,
+) -> None:  # fmt: skip
     """Answer until SIGTERM or Ctrl-C; then take nothing new and let what is running end within `settings.grace_s`.
+
+    reread: returns models and settings as they are to be now, when SIGHUP or an administrator asks for a reload.
 
     A second Ctrl-C ends at once. Errors: RequestError if the address is taken or is not this machine's.
     """
@@ -51,11 +58,12 @@ def serve(models: Sequence[ServedModel], settings: Settings, *, together: int = 
         rows = "rows as planned" if model.rows is None else f"{model.rows} rows"
         say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {rows}")
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
-    extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders)]
-    app = make_app(pool, settings, Metrics(), extra=extra, folders=pool.folders)
-    server = _Server(
-        app, pool, settings, Guard(settings.limits, room_for_connections(settings.limits.connections, say))
-    )
+    live, metrics = Live(settings), Metrics()
+    reloader = Reloader(pool, live, reread or (lambda: (models, settings)), metrics.forget)
+    extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders), *reloader.routes()]
+    app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live)
+    guard = Guard(settings.limits, room_for_connections(settings.limits.connections, say))
+    server = _Server(app, pool, settings, guard, reloader)
     try:
         server.run(sockets=[listener])
     finally:
@@ -110,7 +118,8 @@ def page_of(settings: Settings) -> Sequence[BaseRoute]:
 class _Server(uvicorn.Server):
     """uvicorn, told to end: while running answers are given their time it still listens, and says 503 to what is new."""
 
-    def __init__(self, app: Starlette, pool: Pool, settings: Settings, guard: Guard) -> None:
+    def __init__(self, app: Starlette, pool: Pool, settings: Settings, guard: Guard, reloader: Reloader) -> None:
+        self._reloader, self._reloading = reloader, set[asyncio.Task[None]]()
         protocol: Any = partial(GuardedProtocol, guard=guard)
         config = uvicorn.Config(
             app, http=protocol, ws="none", lifespan="on", log_level="warning", access_log=False, proxy_headers=False,
@@ -126,8 +135,15 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().set_exception_handler(self._guard.on_loop_error)
         await super().startup(sockets)
         self._announcing = asyncio.create_task(self._announce())
+        if hasattr(signal, "SIGHUP"):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
         for listener in sockets or ():  # asyncio has made the system's queue as short as what it accepts in one turn
             listener.listen(BACKLOG)
+
+    def _reload(self) -> None:
+        task = asyncio.create_task(self._reloader.reload_quietly())
+        self._reloading.add(task)
+        task.add_done_callback(self._reloading.discard)
 
     async def _announce(self) -> None:
         """Write one line when a model answers for the first time."""

@@ -63,7 +63,11 @@ def arguments_of(
     for model in models:
         _check(model, gpus)
     shown = {item.name: _plain(getattr(settings, item.name)) for item in fields(Settings)}
-    shown |= {"limits": asdict(settings.limits), "adapter_root": settings.adapter_root and _path(settings.adapter_root)}
+    shown |= {
+        "key_limits": {},
+        "limits": asdict(settings.limits),
+        "adapter_root": settings.adapter_root and _path(settings.adapter_root),
+    }
     return {
         "models": [_table(model) for model in models], "settings": shown, "replicas": list(replicas),
         "gpus": gpus, "cpus": cpus,

@@ -5,15 +5,18 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError
+from trimtab.serve.quotas import KeyLimits
 
 LOOPBACK_NAMES = ("localhost",)
 # What changes the server for every client, or costs it much.
-ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify")
+RELOAD = "/admin/reload"
+ADMIN_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/api/verify", RELOAD)
 # Which fields of a request a lenient server has not used.
 IGNORED_HEADER = "x-trimtab-ignored"
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -100,6 +103,7 @@ class Settings:
     call (none by default). queue_limit: how many requests of a model may wait. retry: a request that had sent nothing when
     the worker died is answered by the next one. grace_s: how long running answers may take after SIGTERM. timeout_s: how
     long one answer may take, its waiting included (None: as long as it takes). page: whether `/` shows the page.
+    key_limits: what some of the API keys may use.
     share_prefixes: whether clients of different keys use each other's cached prefixes; by timing, a client can then learn
     what others have sent. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
     """
@@ -119,6 +123,7 @@ class Settings:
     share_prefixes: bool = False
     lenient: bool = False
     limits: Limits = Limits()
+    key_limits: Mapping[str, KeyLimits] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

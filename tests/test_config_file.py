@@ -1,0 +1,160 @@
+"""One TOML file for everything that the flags say: each flag, every mistake by name, and the file beside the flags."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import parser
+from trimtab.commands.serve import configured, served_models, settings_of
+from trimtab.errors import CheckpointError, RequestError
+
+ROOT = Path(__file__).parent.parent
+DEMO = ROOT / "trimtab" / "demo"
+
+
+def options_of(tmp_path, text, *flags):
+    file = tmp_path / "serve.toml"
+    file.write_text(text, encoding="utf-8")
+    return configured(parser().parse_args(["serve", "--config", str(file), *flags]))
+
+
+def test_a_file_says_what_the_flags_say(tmp_path):
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    (tmp_path / "alice.key").write_text("alices-key\n")
+    (tmp_path / "adapters").mkdir()
+    text = f"""
+        model = "{DEMO / "base"}"
+        name = "demo"
+        port = 0
+        context = 512
+        gpu_memory = "4GiB"
+        place = {{"model.vision_tower*" = "stream"}}
+        rows = 4
+        keep = ["style"]
+        api_key_file = "keys"
+        admin_key = ["root"]
+        adapter_root = "adapters"
+        timeout = 600
+        grace = 5.5
+        lenient = true
+        no_page = true
+        log_format = "json"
+
+        [adapters]
+        style = "{DEMO / "adapters" / "style"}"
+
+        [limits]
+        image_pixels = 4000000
+        head_s = 5.5
+
+        [keys.alice]
+        key_file = "alice.key"
+        requests_per_minute = 60
+
+        [keys.bob]
+        key = "bobs-key"
+        concurrent = 2
+        tokens_per_day = 1000
+    """
+    options = options_of(tmp_path, text)
+    (model,), settings = served_models(options), settings_of(options)
+    assert (model.name, model.rows, model.kept) == ("demo", 4, ("style",))
+    assert model.request.context_tokens == 512 and model.request.gpu_memory_bytes == 4 * 2**30
+    assert model.request.place == {"model.vision_tower*": "stream"}
+    assert model.adapters == {"style": str(DEMO / "adapters" / "style")}
+    assert settings.api_keys == ("one", "two", "alices-key", "bobs-key") and settings.admin_keys == ("root",)
+    assert settings.adapter_root == tmp_path / "adapters"
+    assert (settings.port, settings.timeout_s, settings.grace_s, settings.lenient, settings.page) == (
+        0,
+        600,
+        5.5,
+        True,
+        False,
+    )
+    assert (settings.limits.image_pixels, settings.limits.head_s) == (4_000_000, 5.5)
+    assert settings.key_limits["alices-key"].requests_per_minute == 60
+    assert (settings.key_limits["bobs-key"].name, settings.key_limits["bobs-key"].concurrent) == ("bob", 2)
+    assert options.log_format == "json"
+
+
+def test_a_flag_beside_the_file_wins(tmp_path):
+    text = f'model = "{DEMO / "base"}"\nport = 1\ntimeout = 5\n[limits]\nn = 2\nmessages = 7'
+    settings = settings_of(options_of(tmp_path, text, "--port", "2", "--limit", "n=3"))
+    assert (settings.port, settings.timeout_s, settings.limits.n, settings.limits.messages) == (2, 5, 3, 7)
+
+
+def test_a_file_may_hold_several_models(tmp_path):
+    text = f"""
+        port = 1
+        together = 2
+        [models.a]
+        path = "{DEMO / "base"}"
+        [models.b]
+        path = "{DEMO / "base"}"
+        rows = 2
+        [models.b.adapters]
+        style = "{DEMO / "adapters" / "style"}"
+    """
+    models = served_models(options_of(tmp_path, text))
+    assert [(one.name, one.rows, list(one.adapters)) for one in models] == [("a", None, []), ("b", 2, ["style"])]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", "unknown key 'prot' (near: port"), ("[limit]\nn = 1", "unknown key 'limit' (near: limits"),
+        ("port = '1'", "port: must be a whole number"), ("timeout = true", "timeout: must be a number"),
+        ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", "keep: must be a list of texts"),
+        ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
+        ("[limits]\nn = '3'", "limits.n: must be"),
+        ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
+        ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
+        ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
+        ("[keys.a]\nkey = 'k'\nconcurrent = 0", "keys.a: "), ("model = 'x'\n[models.a]\npath = 'x'", "give either"),
+        ("config = 'other.toml'", "unknown key 'config'"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
+    with pytest.raises(CheckpointError) as caught:
+        options_of(tmp_path, text)
+    assert words in str(caught.value) and caught.value.path == str(tmp_path / "serve.toml")
+
+
+def test_everything_that_is_wrong_is_said_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match="3 problems") as caught:
+        options_of(tmp_path, "prot = 1\nport = 'x'")
+    assert "names no model" in str(caught.value)
+
+
+def test_a_key_is_never_repeated(tmp_path):
+    text = "[keys.a]\nkey = 'a-secret'\n[keys.b]\nkey = 'a-secret'\nconcurent = 1"
+    with pytest.raises(CheckpointError) as caught:
+        options_of(tmp_path, text)
+    assert "concurrent" in str(caught.value) and "a-secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "kind"), [("port =", CheckpointError), (None, RequestError)])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, text, kind):
+    file = tmp_path / "serve.toml"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(kind) as caught:
+        configured(parser().parse_args(["serve", "--config", str(file)]))
+    assert "serve.toml" in str(caught.value)
+
+
+def test_the_file_in_the_docs_is_read(tmp_path):
+    """Everything but what it names on a disk that is not here."""
+    text = (ROOT / "docs" / "operate.md").read_text("utf-8")
+    (block,) = [one for one in re.findall(r"```toml\n(.+?)```", text, re.S) if "[keys." in one]
+    for name in re.findall(r'key_file = "([^"]+)"', block):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"key-of-{name}")
+    for name in re.findall(r'^(?:path|medical|legal|adapter_root) += "([^"]+)"', block, re.M):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    options = options_of(tmp_path, block)
+    settings = settings_of(options)
+    assert len(settings.key_limits) == 2 and settings.limits.image_pixels == 4_000_000

@@ -1,0 +1,140 @@
+"""A reload: keys, limits and adapters change while requests are answered; a file that is wrong changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests import toy_worker
+from tests.serving import MockPool
+from tests.test_pool import model, run
+from tests.test_serve_run import posix, serving
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.serve import live as lives
+from trimtab.serve.app import make_app
+from trimtab.serve.live import FIXED, FIXED_LIMITS, Live, Reloader
+from trimtab.serve.metrics import Metrics
+from trimtab.serve.quotas import KeyLimits
+from trimtab.serve.settings import Limits, Settings
+from trimtab.serve.supervisor import Supervisor
+
+CHAT = {"model": "demo", "messages": [{"role": "user", "content": "Hello"}]}
+BEFORE = Settings(page=False, api_keys=("old",), admin_keys=("root",))
+
+
+class Reloaded(MockPool):
+    settings = BEFORE
+
+    async def use(self, served):
+        self.calls.append(("use", served.name))
+        return {"loaded": ["demo:new"], "unloaded": ["demo:style"], "needs_restart": [], "problems": []}
+
+
+def server(reread):
+    pool, live, metrics = Reloaded(), Live(BEFORE), Metrics()
+    reloader = Reloader(pool, live, reread, metrics.forget)
+    app = make_app(pool, BEFORE, metrics, extra=reloader.routes(), live=live)
+    found = TestClient(app, base_url="http://localhost")
+
+    def post(path, key, body=None):
+        return found.post(path, json=body or {}, headers={"authorization": f"Bearer {key}"})
+
+    return pool, post
+
+
+def test_keys_and_limits_change_between_two_requests():
+    after = replace(
+        BEFORE, api_keys=("new",), limits=Limits(messages=1), queue_limit=3,
+        key_limits={"new": KeyLimits(name="new", requests_per_minute=2)},
+    )  # fmt: skip
+    pool, post = server(lambda: ([model("demo")], after))
+    assert post("/v1/chat/completions", "old", CHAT).status_code == 200
+    found = post("/admin/reload", "root").json()
+    assert found["status"] == "reloaded"
+    assert found["changed"] == ["api_keys", "queue_limit", "limits", "key_limits"]
+    assert (found["loaded"], found["unloaded"], found["needs_restart"]) == (["demo:new"], ["demo:style"], [])
+    assert pool.calls == [("use", "demo")] and pool.settings.queue_limit == 3
+    assert post("/v1/chat/completions", "old", CHAT).status_code == 401
+    two = {**CHAT, "messages": CHAT["messages"] * 2}
+    assert post("/v1/chat/completions", "new", two).status_code == 400
+    assert [post("/v1/chat/completions", "new", CHAT).status_code for _ in range(3)] == [200, 200, 429]
+    assert "new" not in json.dumps(found["changed"])  # names, never values
+
+
+def test_only_an_administrator_reloads():
+    _, post = server(lambda: ([], BEFORE))
+    assert post("/admin/reload", "none").status_code == 401
+    assert post("/admin/reload", "old").status_code == 403
+    assert post("/admin/reload", "root").status_code == 200
+
+
+def test_a_file_that_is_wrong_changes_nothing():
+    def wrong():
+        raise CheckpointError("1 problem\n  - unknown key 'prot' (near: port)", path="serve.toml")
+
+    pool, post = server(wrong)
+    found = post("/admin/reload", "root")
+    assert found.status_code == 422 and "prot" in found.json()["error"]["message"]
+    assert post("/v1/chat/completions", "old", CHAT).status_code == 200 and pool.settings is BEFORE
+
+
+def test_what_needs_a_restart_is_named_and_stays():
+    after = replace(BEFORE, port=9, grace_s=1.0, limits=Limits(connections=3, n=2))
+    pool, post = server(lambda: ([], after))
+    found = post("/admin/reload", "root").json()
+    assert found["needs_restart"] == ["port", "grace_s", "limits.connections"]
+    assert found["changed"] == ["limits"]
+    assert (pool.settings.port, pool.settings.limits.connections, pool.settings.limits.n) == (8000, 512, 2)
+
+
+def test_every_name_that_waits_for_a_restart_is_one():
+    assert set(FIXED) <= {item.name for item in lives.fields(Settings)}
+    assert set(FIXED_LIMITS) <= {item.name for item in lives.fields(Limits)}
+
+
+def test_a_model_gets_the_adapters_that_its_file_names_now():
+    first = model("a", adapters={"one": "x", "two": "y"})
+
+    async def work(pool):
+        found = await pool.use(replace(first, adapters={"two": "z", "three": "w"}))
+        assert (found["unloaded"], found["loaded"]) == (["a:one", "a:two"], ["a:two", "a:three"])
+        assert found["needs_restart"] == found["problems"] == []
+        assert sorted(pool.running("a")[2]) == ["three", "two"]
+        again = await pool.use(replace(first, adapters={"two": "z", "three": "w"}))
+        assert not any(again.values())
+        # What a client has loaded stays; a name that it took is a problem that is told.
+        await pool.load_adapter("a", "mine", "v")
+        found = await pool.use(replace(first, adapters={"mine": "q"}, rows=3))
+        assert found["problems"] and "mine" in found["problems"][0]
+        assert found["needs_restart"] == ["models.a"]
+        assert sorted(pool.running("a")[2]) == ["mine"]
+        with pytest.raises(RequestError):
+            await pool.load_adapter("a", "mine", "again")
+        assert (await pool.use(model("b")))["needs_restart"] == ["models.b"]
+
+    run(first, work=work, make=partial(Supervisor, target=toy_worker.main))
+
+
+@posix
+def test_a_hangup_signal_reloads_a_running_server(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("old")
+    with serving(api_keys=["old"], key_file=str(file)) as found:
+
+        def status(key):
+            return found.ask("GET", "/v1/models", authorization=f"Bearer {key}")[0]
+
+        assert (status("old"), status("new")) == (200, 401)
+        file.write_text("new")
+        os.kill(found.process.pid, signal.SIGHUP)
+        found.until(lambda: status("new") == 200)
+        assert status("old") == 401
+        file.write_text("two words")
+        os.kill(found.process.pid, signal.SIGHUP)  # refused, and the server goes on
+        assert status("new") == 200

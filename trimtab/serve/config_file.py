@@ -1,0 +1,185 @@
+"""One TOML file for everything that the flags of `trimtab serve` say: `--config FILE`.
+
+    host = "127.0.0.1"
+    api_key_file = "keys"
+    timeout = 600
+
+    [limits]                       # --limit NAME=N
+    image_pixels = 4000000
+
+    [keys.alice]                   # an API key with limits of its own
+    key_file = "alice.key"
+    requests_per_minute = 60
+
+    [models.gemma]                 # as in a registry file
+    path = "models/gemma-4-E4B-it"
+
+A key is a flag's name with underscores. A flag beside the file wins. Relative paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.names import near_names
+from trimtab.errors import CheckpointError, RequestError
+from trimtab.serve.quotas import KeyLimits
+
+# What a file holds that is no flag.
+TABLES = ("models", "limits", "keys", "adapters")
+# What makes no sense in a file, or is written in a table of its own.
+NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
+KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
+# Paths as they stand, and what may also be a hub id.
+PATHS, NAMES = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map"), ("model",)
+
+
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """Return a TOML file. Errors: RequestError if it cannot be read, CheckpointError if it is no TOML."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise RequestError(f"cannot be read ({exc.strerror})", field=field, value=str(path)) from exc
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
+
+
+def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Return options with what their file says where no flag was given. `named_keys` has its keys: key -> limits.
+
+    Errors: RequestError, CheckpointError with everything that is wrong in the file.
+    """
+    path = Path(options.config)
+    table, folder = read_toml(path, "--config"), path.parent
+    actions = {one.dest: one for one in parser._actions if one.dest not in NOT_HERE and one.dest != argparse.SUPPRESS}
+    made, problems = argparse.Namespace(**vars(options)), []
+    for name, value in table.items():
+        if name in TABLES:
+            continue
+        action = actions.get(name)
+        if action is None:
+            near = near_names(name, [*actions, *TABLES])
+            problems.append(f"unknown key {name!r}" + (f" (near: {', '.join(near)})" if near else ""))
+            continue
+        if isinstance(wrong := _value(action, value, folder), _Wrong):
+            problems.append(f"{name}: {wrong.why}")
+        elif getattr(options, name) == action.default:
+            setattr(made, name, wrong)
+    problems += _limits(made, options, table.get("limits", {}))
+    problems += _adapters(made, options, table.get("adapters", {}), folder)
+    made.named_keys, wrong_keys = _keys(table.get("keys", {}), folder)
+    problems += wrong_keys
+    if "models" in table:
+        if made.model is not None:
+            problems.append("models: give either [models.NAME] tables or a model")
+        made.model = str(path)
+    elif made.model is None:
+        problems.append("names no model: give model = or a [models.NAME] table")
+    if problems:
+        lines = "\n".join(f"  - {text}" for text in problems)
+        raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)
+    return made
+
+
+class _Wrong:
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+
+def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
+    """Return a flag's value as the command line would give it, or what is wrong."""
+    if action.nargs == 0:
+        return value if isinstance(value, bool) else _Wrong("must be true or false")
+    if type(action).__name__ == "_AppendAction":
+        if isinstance(value, Mapping):
+            return [f"{key}={one}" for key, one in value.items()]
+        if isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return value
+        return _Wrong("must be a list of texts, or a table where the flag has NAME=VALUE")
+    if action.type in (int, float):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or (action.type is int and not isinstance(value, int))
+        ):
+            return _Wrong("must be a whole number" if action.type is int else "must be a number")
+        return action.type(value)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        return _Wrong("must be a text")
+    text = str(value)
+    if action.dest in PATHS or (action.dest in NAMES and (folder / text).exists()):
+        return str(folder / text)
+    return text
+
+
+def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -> list[str]:
+    if not isinstance(table, Mapping):
+        return ["limits: must be a table"]
+    wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not _is_number(one)]
+    made.limit = _beside(table, options.limit)
+    return wrong
+
+
+def _adapters(made: argparse.Namespace, options: argparse.Namespace, table: Any, folder: Path) -> list[str]:
+    if not isinstance(table, Mapping) or not all(isinstance(one, str) for one in table.values()):
+        return ["adapters: must be a table of folders"]
+    made.adapter = _beside({name: folder / one for name, one in table.items()}, options.adapter)
+    return []
+
+
+def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] | None:
+    """Return NAME=VALUE of a table, without the names that a flag has given, and the flags."""
+    given = {flag.partition("=")[0] for flag in flags or ()}
+    return [*(f"{name}={one}" for name, one in table.items() if name not in given), *(flags or ())] or None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:
+    """Return key -> what it may use, and everything that is wrong; a key itself is never repeated."""
+    if not isinstance(tables, Mapping):
+        return {}, ["keys: must be tables, as [keys.NAME]"]
+    found: dict[str, KeyLimits] = {}
+    problems: list[str] = []
+    for name, table in tables.items():
+        try:
+            key, limits = _key(name, table, folder)
+        except RequestError as exc:
+            problems.append(f"keys.{name}: {exc}")
+            continue
+        if key in found:
+            problems.append(f"keys.{name}: has the key of {found[key].name}")
+        found[key] = limits
+    return found, problems
+
+
+def _key(name: str, table: Any, folder: Path) -> tuple[str, KeyLimits]:
+    if not isinstance(table, Mapping):
+        raise RequestError("must be a table", field="keys")
+    for item in table:
+        if item not in KEY_FIELDS:
+            raise RequestError(
+                "is not known", field=item, allowed=near_names(item, list(KEY_FIELDS)) or list(KEY_FIELDS)
+            )
+    if ("key" in table) == ("key_file" in table):
+        raise RequestError("give either key or key_file", field="key")
+    if "key" in table:
+        key = table["key"]
+    else:
+        try:
+            key = (folder / str(table["key_file"])).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as exc:
+            raise RequestError("cannot be read", field="key_file", value=str(table["key_file"])) from exc
+    if not isinstance(key, str) or not key:
+        raise RequestError("holds no key", field="key")
+    return key, KeyLimits(name=name, **{item: table[item] for item in KEY_FIELDS[2:] if item in table})

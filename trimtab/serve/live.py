@@ -1,0 +1,109 @@
+"""The settings that hold now: what a reload puts in the place of others while requests are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from trimtab.errors import TrimtabError
+from trimtab.serve.registry import ServedModel
+from trimtab.serve.settings import RELOAD, Settings
+
+# What the sockets, the workers and the page were made with.
+FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry")
+FIXED_LIMITS = ("connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens")
+
+Reread = Callable[[], tuple[Sequence[ServedModel], Settings]]
+log = logging.getLogger("trimtab.serve")
+
+
+class Live:
+    """The settings of a server, and who is told when they change."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._listeners: list[Callable[[Settings], None]] = []
+
+    def listen(self, use: Callable[[Settings], None]) -> None:
+        """Have a function called with each later settings."""
+        self._listeners.append(use)
+
+    def replace(self, settings: Settings) -> None:
+        self.settings = settings
+        for use in self._listeners:
+            use(settings)
+
+
+class Pool(Protocol):
+    """What a reload needs of the models."""
+
+    settings: Settings
+
+    async def use(self, served: ServedModel) -> Mapping[str, Sequence[str]]:
+        """Load and unload adapters; returns names under "loaded", "unloaded", "needs_restart" and texts under "problems"."""
+
+
+class Reloader:
+    """Reads again what the server was started with: its file, its keys, its registry. forget: drops an adapter's metrics."""
+
+    def __init__(self, pool: Pool, live: Live, reread: Reread, forget: Callable[[str, str | None], None]) -> None:
+        self._pool, self._live, self._reread, self._forget = pool, live, reread, forget
+        self._lock = asyncio.Lock()
+
+    async def reload(self) -> dict[str, Any]:
+        """Return what has changed: settings by name, adapters as "model:adapter". If the file is wrong nothing changes.
+
+        Errors: RequestError, CheckpointError as at the start of the server.
+        """
+        async with self._lock:
+            models, wanted = await asyncio.to_thread(self._reread)
+            before = self._live.settings
+            settings, needs = _allowed(before, wanted)
+            found: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
+            changed = _changed(before, settings)
+            self._live.replace(settings)
+            self._pool.settings = settings
+            for served in models:
+                for name, values in (await self._pool.use(served)).items():
+                    found[name] += values
+            for name in found["unloaded"]:
+                model, _, adapter = name.partition(":")
+                self._forget(adapter, model)
+            told = {"status": "reloaded", "changed": changed, **found}
+            log.info("reloaded", extra={"fields": {name: ",".join(value) for name, value in found.items() if value} | {
+                "changed": ",".join(changed)}})  # fmt: skip
+            return told
+
+    async def reload_quietly(self) -> None:
+        """Reload, and write down what was wrong: nobody waits for an answer."""
+        try:
+            await self.reload()
+        except TrimtabError as exc:
+            log.error("not reloaded: %s", exc)
+
+    def routes(self) -> list[Route]:
+        async def answer(request: Request) -> Response:
+            return JSONResponse(await self.reload())
+
+        return [Route(RELOAD, answer, methods=["POST"])]
+
+
+def _allowed(before: Settings, wanted: Settings) -> tuple[Settings, list[str]]:
+    """Return the settings that a reload may put in place, and the names of what waits for a restart."""
+    needs = [name for name in FIXED if getattr(before, name) != getattr(wanted, name)]
+    fixed = [name for name in FIXED_LIMITS if getattr(before.limits, name) != getattr(wanted.limits, name)]
+    limits = replace(wanted.limits, **{name: getattr(before.limits, name) for name in FIXED_LIMITS})
+    settings = replace(wanted, limits=limits, **{name: getattr(before, name) for name in FIXED})
+    return settings, [*needs, *(f"limits.{name}" for name in fixed)]
+
+
+def _changed(before: Settings, after: Settings) -> list[str]:
+    """Return the names of what differs; never a value: keys are among them."""
+    return [item.name for item in fields(before) if getattr(before, item.name) != getattr(after, item.name)]

@@ -1,0 +1,101 @@
+"""What one API key may use: requests at once, requests a minute, tokens a day. Counted in memory, from the start of the server."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+
+from trimtab.errors import RequestError
+
+MINUTE_S, DAY_S = 60.0, 86400.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyLimits:
+    """What one key may use (None: no limit of its own). name: what the log and the metrics call it.
+
+    concurrent: requests that wait or are answered. requests_per_minute: requests that began in the last 60 seconds.
+    tokens_per_day: tokens of prompts and answers in the 24 hours from the first one that is counted.
+    """
+
+    name: str
+    concurrent: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+    def __post_init__(self) -> None:
+        for item in fields(self)[1:]:
+            value = getattr(self, item.name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise RequestError(
+                    "must be a whole number above zero", field=f"keys.{self.name}.{item.name}", value=value
+                )
+
+
+class QuotaError(RequestError):
+    """A key has used what it may; `retry_after_s` is when it may go on."""
+
+    def __init__(self, limit: str, most: int, retry_after_s: float) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(
+            f"this key may use {most} ({limit})", field=limit, hint=f"Try again in {math.ceil(retry_after_s)} seconds"
+        )
+
+
+@dataclass(eq=False)
+class _Used:
+    running: int = 0
+    began: deque[float] = field(default_factory=deque)
+    tokens: int = 0
+    day_began: float = -math.inf
+
+
+class Quotas:
+    """Counts what each key uses. limits: key -> what it may use; keys that are not named have no limits."""
+
+    def __init__(self, limits: Mapping[str, KeyLimits], *, now: Callable[[], float] = time.monotonic) -> None:
+        self._limits, self._now = dict(limits), now
+        self._used: dict[str, _Used] = {}
+
+    def use(self, limits: Mapping[str, KeyLimits]) -> None:
+        """Go on with other limits; what a key of the same name has used stays used."""
+        self._limits = dict(limits)
+        names = {one.name for one in limits.values()}
+        self._used = {name: used for name, used in self._used.items() if name in names or used.running}
+
+    def of(self, authorization: str) -> KeyLimits | None:
+        """Return what the key of a request may use, None for one without limits. authorization: its header."""
+        given = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
+        found = None
+        for key, limits in self._limits.items():  # every one is compared, in constant time each
+            if hmac.compare_digest(given, key.encode()):
+                found = limits
+        return found
+
+    def enter(self, limits: KeyLimits | None) -> Callable[[int], None]:
+        """Count a request that begins; returns what is called at its end with the tokens it used. Errors: QuotaError."""
+        if limits is None:
+            return lambda tokens: None
+        used, now = self._used.setdefault(limits.name, _Used()), self._now()
+        while used.began and now - used.began[0] >= MINUTE_S:
+            used.began.popleft()
+        if now - used.day_began >= DAY_S:
+            used.day_began, used.tokens = now, 0
+        if limits.concurrent is not None and used.running >= limits.concurrent:
+            raise QuotaError("concurrent", limits.concurrent, 1.0)
+        if limits.requests_per_minute is not None and len(used.began) >= limits.requests_per_minute:
+            raise QuotaError("requests_per_minute", limits.requests_per_minute, MINUTE_S - (now - used.began[0]))
+        if limits.tokens_per_day is not None and used.tokens >= limits.tokens_per_day:
+            raise QuotaError("tokens_per_day", limits.tokens_per_day, DAY_S - (now - used.day_began))
+        used.running += 1
+        used.began.append(now)
+
+        def leave(tokens: int) -> None:
+            used.running -= 1
+            used.tokens += tokens
+
+        return leave
