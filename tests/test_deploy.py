@@ -1,0 +1,80 @@
+"""The files for an operator: what they name exists, and the tools that read them accept them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trimtab.cli import parser
+from trimtab.serve.metrics import Metrics
+
+ROOT = Path(__file__).parent.parent
+DEPLOY = ROOT / "deploy"
+UNIT = (DEPLOY / "trimtab.service").read_text("utf-8")
+
+
+def exposed():
+    """Return every name that a server's metrics may have."""
+    names = set()
+    for family in Metrics().registry.collect():
+        ends = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
+        names |= {family.name + end for end in ends} | {sample.name for sample in family.samples}
+    return names
+
+
+def test_every_metric_of_the_dashboard_is_one_of_the_servers():
+    board = json.loads((DEPLOY / "grafana.json").read_text("utf-8"))
+    texts = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    texts += [one["definition"] for one in board["templating"]["list"] if "definition" in one]
+    named = {name for text in texts for name in re.findall(r"\b((?:trimtab|process)_\w+)", text)}
+    assert len(named) > 18 and named <= exposed() | {"process_resident_memory_bytes"}
+    places = [tuple(panel["gridPos"][side] for side in "xy") for panel in board["panels"]]
+    assert len(set(places)) == len(places) and len({panel["id"] for panel in board["panels"]}) == len(places)
+
+
+def test_the_unit_starts_a_command_that_there_is():
+    (command,) = re.findall(r"^ExecStart=\S+/trimtab (.+)$", UNIT, re.M)
+    options = parser().parse_args(command.split())
+    assert options.config == "/etc/trimtab/serve.toml"
+    stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)[0])
+    assert stop_s > options.grace
+    for limit in ("MemoryMax", "TasksMax", "LimitNOFILE", "LimitMEMLOCK", "ExecReload"):
+        assert f"\n{limit}=" in UNIT
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not here")
+def test_systemd_accepts_the_unit(tmp_path):
+    # Its own paths are not on this machine; everything else is read.
+    text = re.sub(r"^(ExecStart|ExecReload)=\S+", r"\1=/bin/true", UNIT, flags=re.M)
+    unit = tmp_path / "trimtab.service"
+    unit.write_text(re.sub(r"^(User|Group|WorkingDirectory)=.*\n", "", text, flags=re.M))
+    found = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60)
+    told = [line for line in (found.stdout + found.stderr).splitlines() if "trimtab.service" in line]
+    assert told == []
+
+
+def test_what_the_dockerfile_copies_is_here_and_its_command_too():
+    text = (DEPLOY / "Dockerfile").read_text("utf-8")
+    for line in re.findall(r"^COPY (?!--from)(.+)$", text, re.M):
+        for name in line.split()[:-1]:
+            assert (ROOT / name).exists(), name
+    (entry,), (command,) = re.findall(r"^ENTRYPOINT (\[.+\])$", text, re.M), re.findall(r"^CMD (\[.+\])$", text, re.M)
+    assert parser().parse_args([*json.loads(entry)[1:], *json.loads(command)]).config
+    assert re.search(r"^USER trimtab$", text, re.M)
+    # torch of the lock, by its pinned number.
+    assert re.search(r"^torch==[0-9.]+", (ROOT / "locks" / "newest.txt").read_text("utf-8"), re.M)
+
+
+def test_compose_builds_both_images_and_its_yaml_is_read():
+    yaml = pytest.importorskip("yaml")
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
+    assert {name: one["profiles"] for name, one in found["services"].items()} == {"cpu": ["cpu"], "gpu": ["gpu"]}
+    for one in found["services"].values():
+        assert (ROOT / one["build"]["dockerfile"]).is_file()
+        assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["ports"] == ["127.0.0.1:8000:8000"]
+        assert int(one["stop_grace_period"].removesuffix("s")) > parser().parse_args(["serve", "m"]).grace
