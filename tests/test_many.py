@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 
@@ -15,6 +16,7 @@ from trimtab import demo
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import hf_slots
+from trimtab.runtime.batch import Batch
 
 QUESTION = "Who are you?"
 # One float32 step of a tiny model, computed in two orders (tests/test_batch.py says where it comes from).
@@ -118,6 +120,15 @@ def test_several_answers_to_one_prompt_are_those_of_their_seeds(model):
     assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
     assert len({answer.token_ids for answer in found}) == 3
     assert len(model.answers(QUESTION, 1, max_new_tokens=2)) == 1
+
+
+def test_a_batch_that_has_ended_holds_no_memory(model):
+    list(model.batch([QUESTION, "Hello"], max_new_tokens=2))
+    answers = model.batch_as_finished([QUESTION, "Hello"], max_new_tokens=4)
+    next(answers)
+    assert [one for one in gc.get_objects() if type(one) is Batch and one.model is model]
+    answers.close()
+    assert not [one for one in gc.get_objects() if type(one) is Batch and one.model is model and one.rows == 3]
 
 
 def test_a_batch_that_is_closed_leaves_the_model_free(model):

@@ -61,9 +61,9 @@ def pull(
     CheckpointError for a repository without safetensors.
     """
     tell = say or (lambda text: None)
-    asked = revision or "main"
+    branch = revision or "main"
     try:
-        return _pull(model, asked, tell, endpoint)
+        return _pull(model, branch, tell, endpoint)
     except HFValidationError as exc:
         raise RequestError("is no hub id", field="model", value=model, allowed=("OWNER/NAME",)) from exc
     except OfflineModeIsEnabled as exc:
@@ -71,15 +71,15 @@ def pull(
     except HfHubHTTPError as exc:
         status: Any = getattr(exc.response, "status_code", None)
         hint = {401: "Log in with `hf auth login`", 403: "Accept the license on the model's page, then `hf auth login`"}
-        why = {404: f"the hub has no such model or revision ({asked})"}.get(status, f"the hub refuses it ({status})")
+        why = {404: f"the hub has no such model or revision ({branch})"}.get(status, f"the hub refuses it ({status})")
         raise RequestError(why, field="model", value=model, hint=hint.get(status, "")) from exc
     except (LocalEntryNotFoundError, OSError, _transport_error()) as exc:
         raise RequestError(f"cannot be fetched ({_first_line(exc)})", field="model", value=model) from exc
 
 
-def _pull(model: str, asked: str, tell: Callable[[str], None], endpoint: str | None) -> Pulled:
+def _pull(model: str, branch: str, tell: Callable[[str], None], endpoint: str | None) -> Pulled:
     api = huggingface_hub.HfApi(endpoint=endpoint)
-    info = api.model_info(model, revision=asked, files_metadata=True)
+    info = api.model_info(model, revision=branch, files_metadata=True)
     commit = str(info.sha or "")
     if not _COMMIT.fullmatch(commit):
         raise CheckpointError("the hub names no commit for it", path=model)
@@ -110,8 +110,8 @@ def _pull(model: str, asked: str, tell: Callable[[str], None], endpoint: str | N
         tell(f"{number}/{len(weights)} {name}, {gib(sizes[name])}{': is there' if is_there else ''}")
         fetch(name)
     folder = fetch(small[0]).parent
-    if asked != commit:
-        _record(model, asked, commit)
+    if branch != commit:
+        _record(model, branch, commit)
     files = (*small, *weights)
     return Pulled(
         model, folder, commit, license_name, files, sum(sizes[name] for name in files), sum(sizes[name] for name in missing)

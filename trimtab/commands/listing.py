@@ -174,8 +174,8 @@ def _adapter_row(one: dict[str, Any], models: Sequence[str]) -> tuple[str, ...]:
     if "error" in one:
         return (one["adapter"], f"cannot be used: {one['error']}", "-", "-", *("no" for _ in models))
     fits = [one["models"][model] for model in models]
-    told = [f"fits, {f['modules']} modules" if f["fits"] else f"no, {f['problems']} problems" for f in fits]
-    return (one["adapter"], str(one["base_model"] or "-"), str(one["rank"] or "-"), gib(one["bytes"]), *told)
+    fit_texts = [f"fits, {f['modules']} modules" if f["fits"] else f"no, {f['problems']} problems" for f in fits]
+    return (one["adapter"], str(one["base_model"] or "-"), str(one["rank"] or "-"), gib(one["bytes"]), *fit_texts)
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

@@ -8,10 +8,13 @@ in rows: there, prompts are answered one after the other.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+
+import torch
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
@@ -87,7 +90,7 @@ def _returned(error: TrimtabError) -> TrimtabError:
     return error
 
 
-_Told = Callable[[TrimtabError], TrimtabError]
+_OnError = Callable[[TrimtabError], TrimtabError]
 _Prepared = tuple[int, "Callable[[], tuple[Inputs, GenerateRequest, Any]]"]
 
 
@@ -107,22 +110,23 @@ def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) 
     return index, question
 
 
-def _one_by_one(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told) -> Iterator[tuple[int, Any]]:
+def _one_by_one(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError) -> Iterator[tuple[int, Any]]:
     for index, question in prepared:
         try:
             inputs, request, adapter = question()
             with model._answering(adapter):
                 answer: Any = generate_text(model, inputs, request)
         except RequestError as exc:
-            answer = told(exc)
+            answer = on_error(exc)
         yield index, answer
 
 
-def _together(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told) -> Iterator[tuple[int, Any]]:
+def _together(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError) -> Iterator[tuple[int, Any]]:
     from trimtab.runtime.batch import Batch
 
     with model._answering(None):
         batch = model.rows() if rows == 1 else None
+        is_own = batch is None
         if batch is None:
             model.forget_batch()
             batch = Batch(model, rows=rows)
@@ -136,7 +140,7 @@ def _together(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told)
                     try:
                         _join(model, batch, index, question, flights)
                     except RequestError as exc:
-                        yield index, told(exc)
+                        yield index, on_error(exc)
                 for drawn in batch.step() if any(row.finish is None for row in flights) else ():
                     flights[drawn.row].take(drawn)
                 for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
@@ -148,6 +152,12 @@ def _together(model: Any, prepared: Iterator[_Prepared], rows: int, told: _Told)
         finally:
             for row in list(batch.active):
                 batch.leave(row)
+            if is_own:
+                # The plan counts one batch: this one's keys and values go before another is made.
+                del batch
+                gc.collect()  # a batch and its steps know each other
+                if model.device.type == "cuda":
+                    torch.cuda.empty_cache()
 
 
 def _join(model: Any, batch: Any, index: int, question: Any, flights: dict[Any, _Flight]) -> None:
