@@ -311,6 +311,27 @@ def test_an_adapter_that_is_gone_is_refused_by_name(how, tmp_path):
             prompt.step()
 
 
+def test_a_row_that_others_stepped_on_with_leaves_no_snapshot(tmp_path):
+    """Its sliding layers go on being written after its end, over positions that the next turn looks at."""
+    with load("gemma3", tmp_path) as model:
+        keeping(model)
+        batch, plain = eager(model, rows=2), eager(model)
+        first = batch.join(through(batch, model.prepare(ids(27)))).row
+        second = batch.begin(model.prepare(ids(9)), GenerateRequest(max_new_tokens=20))
+        while not second.step():
+            pass
+        second = batch.join(second).row
+        while second.finish is None:
+            batch.step()
+        assert first.finish is not None and first.written > len(first.token_ids)
+        batch.leave(first)
+        turn = model.prepare([*first.token_ids[:-1], 250, 251, 252])
+        expected = clone(model, plain, turn)
+        batch.leave(second)
+        found, reused = scores(batch, turn)
+        assert reused == 27 and differ(found, expected) < TOLERANCE
+
+
 def test_states_that_are_no_numbers_are_not_cached(tmp_path):
     with load("llama", tmp_path) as model:
         cache = keeping(model)
