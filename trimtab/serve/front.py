@@ -60,7 +60,7 @@ class Front:
             return Replicas(next(left), told, retry=retry, on_change=on_change)
 
         # The pool's queue begins where every row of every copy is taken.
-        wide = [replace(model, rows=model.rows * most) for model in models]
+        wide = [replace(model, copies=most) for model in models]
         self._pool = Pool(wide, settings, together=len(models), make=make)
         extra = [*page_of(settings), Route("/api/verify", _verify, methods=["POST"])]
         self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders)

@@ -46,7 +46,8 @@ class ServedModel:
     adapters: name -> folder. kept: never taken off the model. resident_limit:
     how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
     seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
-    in any case. decode: how steps are computed, as `trimtab.load` has it.
+    in any case. decode: how steps are computed, as `trimtab.load` has it. copies: workers that answer for the
+    same model, each with so many rows.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ServedModel:
     idle_unload_s: float | None = None
     supports: tuple[str, ...] = MEDIA
     decode: str = "auto"
+    copies: int = 1
 
     def __post_init__(self) -> None:
         check_choice(self.decode, DECODE_MODES, field_name="decode")
@@ -81,8 +83,8 @@ class ServedModel:
 
     @property
     def expected_rows(self) -> int:
-        """How many rows the worker will have at most, before it has planned."""
-        return PLANNED[0] if self.rows is None else self.rows
+        """How many rows the workers will have at most, all copies together, before they have planned."""
+        return self.copies * (PLANNED[0] if self.rows is None else self.rows)
 
     def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
         """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
