@@ -362,3 +362,21 @@ def test_what_is_wrong_is_named_and_asks_no_model(path, fields, param):
     found = post(path, pool, **fields)
     assert found.status_code == 400 and found.json()["error"]["param"] == param, found.text
     assert pool.jobs == []
+
+
+def test_probabilities_of_the_prompt_come_as_vllm_tells_them():
+    scored = [None, {"5": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+    pool = MockPool(lambda job: [
+        *words(job, "a")[:-1],
+        Event(job.id, "done", finish="stop",
+              usage={**USAGE, **({} if job.prompt_logprobs is None else {"prompt_logprobs": scored})}),
+    ])  # fmt: skip
+    asked = {"messages": [{"role": "user", "content": "a"}], "prompt_logprobs": 1, "n": 2}
+    found = post("/v1/chat/completions", pool, **asked).json()
+    assert found["prompt_logprobs"] == scored and len(found["choices"]) == 2
+    assert [job.prompt_logprobs for job in pool.jobs] == [1, None]  # choices share their prompt
+    found = post("/v1/completions", pool, prompt=["a", "b"], prompt_logprobs=0).json()
+    assert [choice["prompt_logprobs"] for choice in found["choices"]] == [scored, scored]
+    assert "prompt_logprobs" not in post("/v1/completions", pool, prompt="a").json()["choices"][0]
+    error = post("/v1/completions", pool, prompt="a", prompt_logprobs=0, stream=True).json()["error"]
+    assert error["param"] == "prompt_logprobs" and "not supported: prompt_logprobs in a stream" in error["message"]

@@ -9,6 +9,7 @@ import trimtab
 from tests import stock
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.request import GenerateRequest
+from trimtab.runtime.prompt_scores import PIECE_TOKENS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -124,3 +125,29 @@ def test_the_stop_text_that_ended_an_answer_is_told(engine):
     )
     done = run(engine, stops)["b"][-1]
     assert done.usage["stop_text"] == whole[3:6] and done.finish == "stop"
+
+
+@pytest.mark.parametrize("adapter", [None, "style"])
+def test_the_probabilities_of_a_prompt_are_stocks(model, engine, adapter):
+    reference = stock.load_stock(DEMO / "base", dtype=torch.float32)
+    if adapter is not None:
+        reference = stock.with_adapter(reference, DEMO / "adapters" / adapter)
+    ids = engine._tokenizer(TEXT * 4)["input_ids"]
+    assert len(ids) > 2 * PIECE_TOKENS
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(input_ids=torch.tensor([ids])).logits[0].double(), dim=-1)
+    plain = run(engine, job("a", ids, tokens=5, adapter=adapter))["a"]
+    events = run(engine, job("a", ids, tokens=5, adapter=adapter, prompt_logprobs=2))["a"]
+    assert [event.text for event in events] == [event.text for event in plain]
+    first, *scored = events[-1].usage["prompt_logprobs"]
+    assert first is None and len(scored) == len(ids) - 1 and "prompt_logprobs" not in plain[-1].usage
+    for place, (token, found) in enumerate(zip(ids[1:], scored, strict=True)):
+        row = expected[place]
+        own = found[str(token)]
+        # float32 sums in another order and in pieces.
+        assert own["logprob"] == pytest.approx(float(row[token]), abs=2e-4) and own[
+            "decoded_token"
+        ] == engine._tokenizer.decode([token])
+        best = sorted(found.items(), key=lambda item: item[1]["rank"])[0]
+        assert best[1]["rank"] == 1 and float(row.max() - row[int(best[0])]) < 2e-4
+        assert len(found) in (2, 3)

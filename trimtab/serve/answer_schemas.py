@@ -32,10 +32,16 @@ def _or_null(schema: Schema) -> Schema:
     return {"anyOf": [schema, {"type": "null"}]}
 
 
+# A token id -> what is known of it in that place; null for the first token.
+_SCORED: Schema = _list(_or_null({"type": "object", "additionalProperties": _object(
+    {"logprob": NUMBER, "rank": COUNT, "decoded_token": TEXT})}))  # fmt: skip
+
+
 def _answer(name: str, choice: Mapping[str, Schema]) -> Schema:
     head = {"id": TEXT, "created": COUNT, "model": TEXT, "object": {"const": name}}
-    choices = _list(_object({"index": COUNT, **choice, "finish_reason": FINISH}))
-    return _object({**head, "choices": choices}, maybe={"usage": _or_null(reference("Usage"))})
+    scored = {"prompt_logprobs": _SCORED}
+    choices = _list(_object({"index": COUNT, **choice, "finish_reason": FINISH}, maybe=scored))
+    return _object({**head, "choices": choices}, maybe={"usage": _or_null(reference("Usage")), **scored})
 
 
 def _events(chunk: Schema) -> Schema:

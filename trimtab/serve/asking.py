@@ -40,6 +40,7 @@ def jobs_of(
         Job(
             uuid.uuid4().hex, prompt, request, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
             fills_context=fills_context(asked), client=client, **calls,
+            prompt_logprobs=asked.prompt_logprobs if request is requests[0] else None,
         )
         for prompt in prompts
         for request in requests
@@ -143,6 +144,8 @@ def check_shape(asked: ChatRequest | CompletionRequest) -> None:
     """Raise RequestError for fields that have no effect together."""
     if asked.stream_options is not None and not asked.stream:
         raise RequestError("has no effect without stream", field="stream_options")
+    if asked.prompt_logprobs is not None and asked.stream:
+        raise RequestError("not supported: prompt_logprobs in a stream", field="prompt_logprobs")
 
 
 # Messages -------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.hf_generate import Sampler
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.held_adapters import HeldAdapters
@@ -58,6 +59,8 @@ class Answer:
     pending: list[Event] = field(default_factory=list)
     reading: Reading | None = None
     embedding: Embedding | None = None
+    scores: PromptScores | None = None
+    scored: list[dict[str, Any] | None] | None = None
 
 
 class AdapterShelf:
@@ -243,13 +246,17 @@ class LoadedEngine:
             job = replace(job, request=request)
         reading = Reading(job, inputs, self.model.processor)
         constraint = self._constraint(job, reading)
+        scores = None
+        if job.prompt_logprobs is not None:
+            plain = inputs.to(self.model.device)
+            scores = PromptScores(self.model, plain, adapter=job.adapter, top=job.prompt_logprobs)
         inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
             inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint, client=job.client
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
         detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown)
-        return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading)
+        return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
         """Return the answer of a job that needs the tokenizer alone: it is over before it gets a row."""
@@ -326,6 +333,8 @@ class LoadedEngine:
             self.shelf.bring(answer.job.adapter, self._in_use())
             if answer.embedding is not None:
                 return self.model.prefill_tokens, self._embedded(answer, answer.embedding)
+            if answer.scores is not None:
+                return PIECE_TOKENS, self._score(answer, answer.scores)
             assert answer.prompt is not None
             self._times.begin()
             is_through = answer.prompt.step(most_tokens)
@@ -347,6 +356,20 @@ class LoadedEngine:
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
         self._told(answer, drawn)
+
+    def _score(self, answer: Answer, scores: PromptScores) -> bool:
+        """Put a piece of a prompt whose tokens are told with their probabilities through; the prompt itself comes after it."""
+        if scores.step():
+            text = self._tokenizer.decode
+            answer.scored = [None] + [
+                {
+                    str(token): {"logprob": logprob, "rank": rank, "decoded_token": str(text([token]))}
+                    for token, (logprob, rank) in found.items()
+                }
+                for found in scores.scores
+            ]
+            answer.scores = None
+        return False
 
     def _embedded(self, answer: Answer, embedding: Embedding) -> bool:
         if not embedding.step():
@@ -460,6 +483,7 @@ class LoadedEngine:
         return {
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
             "cached_tokens": answer.row.cached_tokens,
+            **({} if answer.scored is None else {"prompt_logprobs": answer.scored}),
             "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
             "output_head": self.model.plan.execution.head,

@@ -28,7 +28,7 @@ class Job:
     in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. several_calls: whether more than one
     may follow. template_kwargs: what the chat template is told. kind: "answer", or what else is made of the prompt: "tokens",
     "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling:
-    of an embedding, "last" or "mean".
+    of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, of the prompt's own tokens; they come with the end.
     """
 
     id: str
@@ -48,6 +48,7 @@ class Job:
     kind: str = "answer"
     adds_special: bool = True
     pooling: str = "last"
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True)

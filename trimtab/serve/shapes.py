@@ -22,6 +22,7 @@ class Shape:
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[Any]] = {}
         self.finishes: dict[int, str] = {}
+        self.scored: dict[int, list[Any]] = {}
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.output_head: str | None = None
 
@@ -58,6 +59,8 @@ class Shape:
             return self.aside(index, event)
         if event.kind == "done":
             self.finishes[index] = event.finish or "stop"
+            if "prompt_logprobs" in event.usage:
+                self.scored[index] = event.usage["prompt_logprobs"]
             if index % self.asked.n == 0:  # choices of one prompt share it
                 self.prompt_tokens += event.usage["prompt_tokens"]
                 self.cached_tokens += event.usage.get("cached_tokens", 0)
@@ -95,7 +98,11 @@ class Shape:
     def whole(self) -> dict[str, Any]:
         choices = [{"index": index, **self.choice(index), "finish_reason": finish} for index, finish in
                    sorted(self.finishes.items())]  # fmt: skip
-        return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage()}
+        return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage(), **self.of_prompt()}
+
+    def of_prompt(self) -> dict[str, Any]:
+        """Return what a whole answer says of its prompt beside its choices."""
+        return {}
 
 
 class ChatShape(Shape):
@@ -143,6 +150,9 @@ class ChatShape(Shape):
             message |= {"content": text or None, "tool_calls": self.calls[index]}
         return {"message": message, "logprobs": logprobs}
 
+    def of_prompt(self) -> dict[str, Any]:
+        return {"prompt_logprobs": self.scored[0]} if 0 in self.scored else {}
+
 
 class CompletionShape(Shape):
     object_name = chunk_name = "text_completion"
@@ -155,7 +165,8 @@ class CompletionShape(Shape):
     def choice(self, index: int) -> dict[str, Any]:
         tokens = self.tokens.get(index, ())
         logprobs = completion_logprob_json(tokens, 0) if self.asked.logprobs is not None else None
-        return {"text": self.texts.get(index, ""), "logprobs": logprobs}
+        scored = {"prompt_logprobs": self.scored[index]} if index in self.scored else {}
+        return {"text": self.texts.get(index, ""), "logprobs": logprobs, **scored}
 
 
 # Logprobs -------------------------------------------------------------------------------------------------------------

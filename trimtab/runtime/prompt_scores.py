@@ -1,0 +1,62 @@
+"""How likely a model finds its own prompt: the log-probability of each token under those before it, while others are answered.
+
+The prompt goes through once more for this, in short pieces: the logits of every position take room that a plan counts for one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import RequestError
+from trimtab.runtime import finite, hf_slots
+from trimtab.runtime.chat import Inputs
+
+# Positions whose logits are held at a time: 16 MiB in float32 for a vocabulary of 262,144.
+PIECE_TOKENS = 16
+
+
+class PromptScores:
+    """One prompt on its way: `step` until it returns True, then `scores`. top: how many likeliest tokens to tell in each place.
+
+    scores: for each token of the prompt but the first, {token id: (logprob, rank)}: its own, and the likeliest. A rank of 1 is the
+    likeliest. Errors: RequestError for a prompt with media, whose tokens are no text.
+    """
+
+    def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:
+        if inputs.has_media:
+            raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
+        self._model, self._inputs, self._adapter, self._top = model, inputs, adapter, top
+        self._cache = hf_slots.prompt_cache(model.hf_model)
+        self._done = 0
+        self.scores: list[dict[int, tuple[float, int]]] = []
+
+    def step(self) -> bool:
+        """Put the next piece through the model; True when it was the last. Errors: DeviceError for logits that are no numbers."""
+        model, count, start = self._model, self._inputs.prompt_tokens, self._done
+        end = min(count, start + PIECE_TOKENS)
+        ids = self._inputs.tensors["input_ids"][:, start:end]
+        model.route.set(self._adapter)
+        hf_slots.reset_offset(model.hf_model)
+        with torch.no_grad():
+            logits = model.hf_model(
+                input_ids=ids, attention_mask=torch.ones(1, end, dtype=torch.long, device=ids.device), use_cache=True,
+                past_key_values=self._cache, return_dict=True,
+                **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
+            ).logits[0]  # fmt: skip
+        finite.check_logits(logits, adapter=self._adapter)
+        following = self._inputs.token_ids[start + 1 : end + 1]
+        self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
+        self._done = end
+        return end == count
+
+    def _add(self, logprobs: Tensor, following: tuple[int, ...]) -> None:
+        for row, token in zip(logprobs, following, strict=True):
+            values, ids = row.topk(self._top) if self._top else (row[:0], row[:0].long())
+            own = row[token]
+            found = {
+                int(one): (float(value), rank + 1) for rank, (one, value) in enumerate(zip(ids, values, strict=True))
+            }
+            self.scores.append({token: (float(own), int((row > own).sum()) + 1), **found})
