@@ -325,7 +325,7 @@ def test_a_row_that_others_stepped_on_with_leaves_no_snapshot(tmp_path):
             batch.step()
         assert first.finish is not None and first.written > len(first.token_ids)
         batch.leave(first)
-        turn = model.prepare([*first.token_ids[:-1], 250, 251, 252])
+        turn = model.prepare([*first.token_ids, 250, 251, 252])
         expected = clone(model, plain, turn)
         batch.leave(second)
         found, reused = scores(batch, turn)
