@@ -94,7 +94,7 @@ def second_plan(
     if not reading.is_split:
         return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so the map is left alone")
     lines, left = _free_then(reading, adapter.spec, free)
-    told = run_peft(
+    plan = run_peft(
         {
             "model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model), "dtype": dtype,
             "adapter": os.fspath(Path(adapter.path).absolute()), "config": config_changes(adapter),
@@ -103,26 +103,26 @@ def second_plan(
         },
         python,
     )  # fmt: skip
-    if not told["runs"]:
-        return SecondPlan(runs=False, why=told["why"])
-    found = _Inferred(
-        dict(told["map"]), dict(told["budgets"]), {_device(name): nbytes for name, nbytes in told["required"]},
-        told["total_bytes"], tuple(told["largest"]), tuple(told["steps"]),
+    if not plan["runs"]:
+        return SecondPlan(runs=False, why=plan["why"])
+    inferred = _Inferred(
+        dict(plan["map"]), dict(plan["budgets"]), {_device(name): nbytes for name, nbytes in plan["required"]},
+        plan["total_bytes"], tuple(plan["largest"]), tuple(plan["steps"]),
     )  # fmt: skip
-    after = _devices_after(reading, found, adapter.spec)
+    after = _devices_after(reading, inferred, adapter.spec)
     moved = _moved(shape, reading, after)
-    gpus = [device for device in found.budgets if isinstance(device, int)]
+    gpus = [device for device in inferred.budgets if isinstance(device, int)]
     offloaded = tuple(sorted(path for path in reading.quantized if after.get(f"{path}.weight") in OFF))
-    devices = set(map(str, found.device_map.values()))
+    devices = set(map(str, inferred.device_map.values()))
     return SecondPlan(
         runs=True, why=f"the base has modules on the CPU or disk ({', '.join(reading.keys_on(*OFF)[:4])})",
-        lines=(*lines, *_budget_lines(found, left, gpus)), steps=found.steps, device_map=found.device_map,
-        required={device: int(nbytes) for device, nbytes in found.required.items()},
-        required_words=tuple(_required(found, device) for device in found.required),
-        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(found.total_bytes),
+        lines=(*lines, *_budget_lines(inferred, left, gpus)), steps=inferred.steps, device_map=inferred.device_map,
+        required={device: int(nbytes) for device, nbytes in inferred.required.items()},
+        required_words=tuple(_required(inferred, device) for device in inferred.required),
+        free_bytes=int(left.get(gpus[0], 0)) if gpus else 0, total_bytes=int(inferred.total_bytes),
         moved_to_main_bytes=moved["main"], moved_off_bytes=moved["off"], offloaded_quantized=offloaded,
         all_on_cpu=devices == {"cpu"}, is_split=len(devices) > 1,
-        disk_keys=tuple(path for path, device in found.device_map.items() if device == "disk"),
+        disk_keys=tuple(path for path, device in inferred.device_map.items() if device == "disk"),
     )  # fmt: skip
 
 
@@ -172,40 +172,42 @@ def _free_then(
 
 
 def _adapter_bytes(reading: MapReading, spec: AdapterSpec | None) -> Counter[str]:
-    found: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for target in spec.targets if spec is not None else ():
         device = reading.tensor_devices.get(f"{target.module_path}.weight", reading.main)
         numel = sum(entry.nbytes // DTYPE_BYTES[entry.dtype] for entry in target.tensors.values())
-        found["cpu" if device in OFF else device] += LORA_BYTES * numel
-    return found
+        nbytes["cpu" if device in OFF else device] += LORA_BYTES * numel
+    return nbytes
 
 
-def _budget_lines(found: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
+def _budget_lines(inferred: _Inferred, left: Mapping[Device, int], gpus: list[int]) -> list[Line]:
     lines = []
     for device in gpus:
-        budget = int(found.budgets[device])
+        budget = int(inferred.budgets[device])
         share = f", {budget / left[device]:.0%} of what is free" if left.get(device) else ""
         lines.append(Line(f"GPU {device}: budget that accelerate takes{share}", budget))
         if device == gpus[0]:
-            path, nbytes = found.largest
+            path, nbytes = inferred.largest
             lines.append(
                 Line(f"less the largest layer, to bring it back when it is offloaded ({_own(path)})", -int(nbytes))
             )
-            lines.append(Line("= room for what is placed there", int(found.budgets[device] - nbytes)))
-    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(found.total_bytes)))
+            lines.append(Line("= room for what is placed there", int(inferred.budgets[device] - nbytes)))
+    lines.append(Line("the model as accelerate counts it (no scales, LoRA in float32)", int(inferred.total_bytes)))
     return lines
 
 
-def _required(found: _Inferred, device: Device) -> str:
+def _required(inferred: _Inferred, device: Device) -> str:
     """Return what the number of accelerate's log line is made of: the first thing that it tried and the largest layer."""
-    nbytes = int(found.required[device])
-    refused = [match.groups() for match in map(_NO_ROOM.match, found.steps) if match and match.group(1) == str(device)]
+    nbytes = int(inferred.required[device])
+    refused = [
+        match.groups() for match in map(_NO_ROOM.match, inferred.steps) if match and match.group(1) == str(device)
+    ]
     if not refused:
         return f"{device}: {nbytes} bytes required"
     path = refused[-1][1]
     size = max(int(nbytes) for _, tried, nbytes in refused if tried == path)  # with what is tied to it, if anything is
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
-    kept = f"{rest} for the largest layer ({_own(found.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
+    kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (
         f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first thing that was tried, + {kept}. It says "
         "what one placement would need, not how much memory is missing"
@@ -216,14 +218,14 @@ def _own(path: str) -> str:
     return path.removeprefix(f"{ROOT}.")
 
 
-def _devices_after(reading: MapReading, found: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
+def _devices_after(reading: MapReading, inferred: _Inferred, spec: AdapterSpec | None) -> dict[str, str]:
     """Return tensor_path -> device by the second plan; tensors that it forgets stay where they are (not dispatched)."""
     lora = {target.module_path for target in spec.targets if target.kind != "saved"} if spec is not None else set()
     after = {}
     for tensor in reading.tensor_devices:
         module, _, name = tensor.rpartition(".")
         inside = f"{module}.base_layer.{name}" if module in lora else tensor
-        device = device_of(f"{ROOT}.{inside}", found.device_map)
+        device = device_of(f"{ROOT}.{inside}", inferred.device_map)
         after[tensor] = reading.tensor_devices[tensor] if device is None else str(device)
     return after
 

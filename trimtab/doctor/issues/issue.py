@@ -73,7 +73,7 @@ def facts_of(draft: Draft) -> dict[str, tuple[Fact, ...]]:
     """Return all that an issue states, by its name in the template: nothing in it is without a source."""
     first, passing, shown = draft.failing[0], draft.passing, draft.shown
     tail = str((first.exception or {}).get("tail") or "")
-    found: dict[str, tuple[Fact, ...]] = {
+    facts: dict[str, tuple[Fact, ...]] = {
         "packages": (Recorded(_packages(first), (first,)),),
         "machine": (Recorded(_machine_rows(draft.machine), (draft.machine,)),),
         "setting": tuple(Statement(text, (first,)) for text in _setting(first)),
@@ -92,8 +92,8 @@ def facts_of(draft: Draft) -> dict[str, tuple[Fact, ...]]:
         "related": tuple(_related(draft)),
     }  # fmt: skip
     # Every run that a sentence names stands in the table, so that its reader can look it up.
-    return found | {
-        "results": (_results(draft, [source for facts in found.values() for fact in facts for source in fact.sources]),)
+    return facts | {
+        "results": (_results(draft, [source for group in facts.values() for fact in group for source in fact.sources]),)
     }
 
 
@@ -120,18 +120,18 @@ def _adapter(run: Run) -> str:
 
 def _setting(run: Run) -> list[str]:
     """Return what a reader needs to judge the runs: which model, and how a GPU was played."""
-    found = []
+    sentences = []
     if run.record.get("model") == DEMO:
-        found.append("The recorded runs are on the bundled demo model, which is small, not on a released one.")
+        sentences.append("The recorded runs are on the bundled demo model, which is small, not on a released one.")
     if "imitated" in run.device:
-        found += [
+        sentences += [
             '`torch.device("cpu")` stands for the GPU in every map.',
             'accelerate takes the string "cpu" for another device, so that hooks, meta tensors and moves are its own.',
             "An error of tensors on two real devices cannot show.",
         ]
         if run.record.get("how_pressed"):
-            found.append(f"What accelerate reads as free memory was set: {plain(str(run.record['how_pressed']))}.")
-    return found
+            sentences.append(f"What accelerate reads as free memory was set: {plain(str(run.record['how_pressed']))}.")
+    return sentences
 
 
 def _machine_rows(machine: Machine) -> list[tuple[str, str]]:
@@ -196,8 +196,8 @@ def _modes(run: Run) -> str:
 
 def _peak(run: Run) -> str:
     memory = run.record.get("memory") or {}
-    found = [("GPU", memory.get("gpu_peak_bytes")), ("host", memory.get("host_peak_bytes"))]
-    return ", ".join(f"{name} {gib(count)}" for name, count in found if isinstance(count, int)) or "not measured"
+    peaks = [("GPU", memory.get("gpu_peak_bytes")), ("host", memory.get("host_peak_bytes"))]
+    return ", ".join(f"{name} {gib(count)}" for name, count in peaks if isinstance(count, int)) or "not measured"
 
 
 def _versions(run: Run) -> str:
@@ -215,12 +215,12 @@ def _moved(run: Run) -> str:
 def _differing(run: Run) -> str:
     """Return which answers are not those of the unsplit model with the adapter, as a sentence; "" if none is known to differ."""
     modes = (run.record.get("modes") or {}).items()
-    found = [
+    differing = [
         f"{name} (a logit differs by {mode['max_abs']:.3g})"
         for name, mode in modes
         if mode.get("equals_reference") is False and isinstance(mode.get("max_abs"), int | float)
     ]
-    return f"Another answer than that of the same model on one device: {', '.join(found)}." if found else ""
+    return f"Another answer than that of the same model on one device: {', '.join(differing)}." if differing else ""
 
 
 def _actual(draft: Draft) -> list[Statement]:
@@ -228,7 +228,7 @@ def _actual(draft: Draft) -> list[Statement]:
     alike: dict[str, list[Run]] = {}
     for run in draft.failing:
         alike.setdefault(f"{ended(run)}{failing_frame(run)}.", []).append(run)
-    found = [
+    statements = [
         Statement(f"{', '.join(dict.fromkeys(inline(run.case) for run in runs))}: {text}", tuple(runs))
         for text, runs in alike.items()
     ]
@@ -237,8 +237,8 @@ def _actual(draft: Draft) -> list[Statement]:
         for run in draft.failing:
             if text := say(run):
                 said.setdefault(text, []).append(run)
-        found += [Statement(text, tuple(runs)) for text, runs in said.items()]
-    return found
+        statements += [Statement(text, tuple(runs)) for text, runs in said.items()]
+    return statements
 
 
 def _points(draft: Draft, points: Sequence[Point]) -> list[Statement]:
@@ -252,17 +252,17 @@ def _points(draft: Draft, points: Sequence[Point]) -> list[Statement]:
 
 
 def _related(draft: Draft) -> list[Statement]:
-    found = _points(draft, draft.bucket.related)
+    statements = _points(draft, draft.bucket.related)
     first = draft.failing[0]
     for line, count in telling_lines(first)[:MOST_NOTES]:
         times = f" ({count} times)" if count > 1 else ""
-        found.append(Statement(f"Said while it ran{times}: {inline(whole_sentences(line))}", (first,)))
-    found += [Statement(text, (first,)) for text in _scanned(first)]
-    found += _elsewhere(draft)
+        statements.append(Statement(f"Said while it ran{times}: {inline(whole_sentences(line))}", (first,)))
+    statements += [Statement(text, (first,)) for text in _scanned(first)]
+    statements += _elsewhere(draft)
     for probe in draft.probed:
         seen = inline(whole_sentences(probe.evidence))
-        found.append(Statement(f"A check of {plain(probe.where)} says {probe.state}: {seen}", (probe,)))
-    return found
+        statements.append(Statement(f"A check of {plain(probe.where)} says {probe.state}: {seen}", (probe,)))
+    return statements
 
 
 def _scanned(run: Run) -> list[str]:

@@ -52,12 +52,12 @@ def _failure(one: Withheld) -> dict[str, object]:
 
 
 def _threads(drafts: Sequence[Draft]) -> list[tuple[str, str]]:
-    found = []
+    threads = []
     for draft in drafts:
         repository = REPOSITORIES.get(draft.owner, draft.owner)
         known = trackers_of(draft.bug, draft.failing[0])
         here = [one for one in known if one.may_be_open and one.repository == repository]
         if here:
             names = ", ".join(one.name if one.is_open else f"{one.name} (look: its state is not known)" for one in here)
-            found.append((draft.file_name, names))
-    return found
+            threads.append((draft.file_name, names))
+    return threads
