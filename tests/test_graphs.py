@@ -552,6 +552,7 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
             most_rows=8, matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept))
         )
         model = SimpleNamespace(measuring=lambda done, of: told.append((done, of)))
+        _graphs = graphs.GraphCache()
 
         def _streams_decoder(self):
             return False

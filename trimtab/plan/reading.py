@@ -29,7 +29,8 @@ def read_fields(kind: type[Made], value: Any, where: str) -> dict[str, Any]:
         raise RequestError(
             "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
         )
-    return {name: read_value(hint, value[name], f"{where}.{name}") for name, hint in _hints(kind).items()}
+    hints = _hints(kind)  # type: ignore[arg-type]
+    return {name: read_value(hint, value[name], f"{where}.{name}") for name, hint in hints.items()}
 
 
 def read_row(kind: type[Made], value: Any, where: str) -> Made:

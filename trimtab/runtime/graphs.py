@@ -13,9 +13,8 @@ one for each bucket of rows, or all of them beforehand (`Batch.prepare`). What c
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from trimtab.request import STEP_MODES, check_choice
 from trimtab.runtime import ends, hf_slots, many_rows, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
+from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.kernels import Kernels
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error, naming_out_of_memory
 from trimtab.runtime.step_memory import check_room, extra_bytes, most_graphs
@@ -105,8 +105,7 @@ class Steps:
         check_choice(self.mode, STEP_MODES, field_name="decode")
         self.model = self.batch.model
         self.device: torch.device = self.model.device
-        self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
-        self._pool: Any = None
+        self._graphs: GraphCache[_Captured] = GraphCache()
         self._ahead = False
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
@@ -444,7 +443,7 @@ class Steps:
         except RequestError:
             raise
         except Exception as exc:
-            self._pool = None  # a failed capture leaves its pool unusable
+            self._graphs.forget_pool()
             if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
                 raise memory_error(exc, "capturing a decode step", self.model.plan, self.device) from exc
             # The device says itself whether it got over it.
@@ -516,7 +515,8 @@ class Steps:
                     RuntimeError,
                     DeviceError,
                 ) as exc:  # what cannot be captured is not chosen, and costs nothing else
-                    module.kept[key], self._pool = before, None
+                    module.kept[key] = before
+                    self._graphs.forget_pool()
                     if is_out_of_memory(exc):
                         raise
                     continue
@@ -554,21 +554,12 @@ class Steps:
                 self.batch.tokens.copy_(before)
             torch.cuda.current_stream(self.device).wait_stream(side)
             torch.cuda.synchronize(self.device)
-            graph = torch.cuda.CUDAGraph()
-            if self._pool is None or not self._graphs:
-                # A pool ends with the last graph that was captured into it.
-                self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.stream(side):
-                # Other threads (a reader of the disk) may use the device meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    with self._pass(self._order):
-                        outputs = run()
-                except BaseException:
-                    with suppress(Exception):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+
+            def in_order() -> tuple[Tensor, Tensor]:
+                with self._pass(self._order):
+                    return run()
+
+            graph, outputs = self._graphs.record(side, in_order)
         with self._streamed():
             graph.replay()
         self.batch.tokens.copy_(before)

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -33,6 +33,7 @@ from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_gra
 from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
+from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
@@ -88,10 +89,9 @@ class Prompts:
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
         self._four_bit: list[Leaf] = []
-        self._graphs: OrderedDict[tuple[Hashable, ...], _Captured] = OrderedDict()
+        self._graphs: GraphCache[_Captured] = GraphCache()
         self._met: set[tuple[Hashable, ...]] = set()
         self._layouts: OrderedDict[Hashable, PromptLayout] = OrderedDict()
-        self._pool: Any = None
         self._outputs: dict[bool, Tensor] = {}
         self._takes_media = True
         self._tables = [
@@ -475,7 +475,7 @@ class Prompts:
         try:
             found = _Captured(self._graph(form, before), serial)
         except Exception as exc:
-            self._pool = None  # a failed capture leaves its pool unusable
+            self._graphs.forget_pool()
             self._graphs.clear()
             if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
                 raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
@@ -548,21 +548,12 @@ class Prompts:
         with side_stream(self.device) as side:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
-            graph = torch.cuda.CUDAGraph()
-            if self._pool is None or not self._graphs:  # a pool ends with the last graph that was captured into it
-                self._pool = torch.cuda.graph_pool_handle()
-            with torch.cuda.stream(side):
-                # Other threads (a reader of the disk) may use the device meanwhile.
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    with self._pass(order, []):
-                        output.copy_(self._static(form))
-                except BaseException:
-                    with suppress(Exception):
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        return graph
+
+            def run() -> None:
+                with self._pass(order, []):
+                    output.copy_(self._static(form))
+
+            return self._graphs.record(side, run)[0]
 
     def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
         if not self._tables:
