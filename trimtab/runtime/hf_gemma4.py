@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import ends, fused, lora, many_rows, matvec
+from trimtab.runtime import cuts, ends, fused, lora, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
 from trimtab.runtime.lora import SavedModule
@@ -345,8 +345,8 @@ class FusedStep:
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
-        own = self._is_ours[leaves[0]] and count <= matvec.MAX_ROWS
-        many = not own and count > matvec.MAX_ROWS and self._is_many.get(leaves[0], False)
+        own = self._is_ours[leaves[0]] and count <= cuts.MAX_ROWS
+        many = not own and count > cuts.MAX_ROWS and self._is_many.get(leaves[0], False)
         slots = route.slots
         # Adapters that no table holds are added by their own modules' way, to the plain products.
         is_apart = (

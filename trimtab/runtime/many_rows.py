@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.runtime import matvec, nvrtc
+from trimtab.runtime import cuts, matvec, nvrtc
 from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.matvec import LoraArgs
 from trimtab.runtime.quant import Packed, dequantize
@@ -200,7 +200,7 @@ def _base(leaf: Leaf, module: Any) -> Callable[[Tensor], Tensor]:
 
     def base(x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if not matvec.MAX_ROWS < flat.shape[0] <= MOST_ROWS:
+        if not cuts.MAX_ROWS < flat.shape[0] <= MOST_ROWS:
             return original(x)
         packed = leaf.packed()
         if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:

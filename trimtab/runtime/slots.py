@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import RequestError
-from trimtab.runtime import lora, many_rows, matvec
+from trimtab.runtime import cuts, lora, many_rows, matvec
 from trimtab.runtime.leaves import Leaf
 
 _COLUMNS = ("A_ptr", "B_ptr", "rank", "scale")
@@ -259,7 +259,7 @@ class AdapterSlots:
         args, made_of = self._taken(leaf, x)
         # PEFT rounds the change over a quantized layer, and the sum over another.
         round_change = leaf.quant_kind != "none"
-        if self.many is not None and rows > matvec.MAX_ROWS:
+        if self.many is not None and rows > cuts.MAX_ROWS:
             many_rows.add(y.view(rows, -1), args, self.many, x=made_of, round_change=round_change)
         else:
             matvec.lora_add(y.view(rows, -1), args, self.module, x=made_of, round_change=round_change)

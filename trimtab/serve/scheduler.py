@@ -64,7 +64,9 @@ class Engine(Protocol):
         """Check a job and return its answer, nothing computed. inputs: what `prepare` made. Errors: any TrimtabError refuses
         the job."""
 
-    chunk_sizes: Sequence[int]
+    @property
+    def chunk_sizes(self) -> Sequence[int]:
+        """Sizes in tokens that prompts can be cut into; empty for any."""
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Put the next piece of the prompt through the model, of `most_tokens` at most where its inputs can be cut so; return the
