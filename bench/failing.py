@@ -24,10 +24,10 @@ def worker(connection: Connection, settings: dict[str, Any]) -> None:
 
     prefill = Batch._prefill
 
-    def failing(self: Batch, prompt: Any) -> bool:
+    def failing(self: Batch, prompt: Any, *given: Any) -> Any:
         if prompt.row.adapter == FAILING_ADAPTER:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return prefill(self, prompt)
+        return prefill(self, prompt, *given)
 
     Batch._prefill = failing  # type: ignore[method-assign]
     real.main(connection, settings)
