@@ -76,7 +76,7 @@ def test_everything_a_table_may_say_is_read(write, tmp_path):
 
 def test_a_hub_id_stays_one_and_defaults_hold(write):
     (served,) = read_registry(write('[models.a]\npath = "google/gemma-4-E4B-it"\n'))
-    assert served.request == LoadRequest(model="google/gemma-4-E4B-it", head="auto")
+    assert served.request == LoadRequest(model="google/gemma-4-E4B-it", head="auto", dtype="auto")
     assert (served.rows, served.supports, served.idle_unload_s) == (None, ("image", "audio"), None)
 
 
