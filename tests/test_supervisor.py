@@ -229,6 +229,7 @@ def test_stopping_tells_everyone_and_refuses_the_next(supervisor):
 def test_draining_lets_the_worker_end_by_itself(supervisor):
     process = supervisor._life.process
     supervisor.drain(WAIT_S)
+    process.join(WAIT_S)  # stopped is said when the worker hangs up
     assert process.exitcode == 0 and supervisor.state == "stopped"
 
 
