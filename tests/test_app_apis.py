@@ -241,6 +241,9 @@ def test_items_of_every_kind_reach_the_job():
         {"role": "assistant", "content": "It is."}, {"role": "assistant", "content": "Yes."},
     ]  # fmt: skip
     assert (job.must_call, len(job.tools), job.template_kwargs) == ("g", 2, {"reasoning_effort": "low"})
+    assert "x-trimtab-ignored" not in found.headers
+    free = responses(client(MockPool()), tools=[tools[0], tools[1] | {"strict": False}], tool_choice="auto")
+    assert free.is_success and free.headers["x-trimtab-ignored"] == "tools[0].strict"
 
 
 def test_a_response_is_streamed_in_openais_events():
