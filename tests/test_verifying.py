@@ -13,7 +13,10 @@ import pytest
 from starlette.applications import Starlette
 from starlette.testclient import TestClient
 
+import trimtab
+from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DoesNotFitError, TrimtabError
+from trimtab.plan import Plan
 from trimtab.process import CRASHED, DONE, OOM_HOST, Outcome
 from trimtab.proof import comparisons
 from trimtab.serve import verifying, verifying_inside
@@ -217,3 +220,13 @@ def test_room_is_what_the_machine_has_now(monkeypatch, free, needed):
 def test_the_api_process_imports_no_torch():
     code = "import sys, trimtab.serve.verifying, trimtab.serve.page; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("names", [(), ("style",), ("style", "specialist"), ("later",)])
+def test_the_compared_plan_is_one_that_can_be_read_back(names):
+    folders = {name: str(DEMO / "adapters" / name) for name in ("style", "specialist")}
+    plan = trimtab.plan(DEMO / "base", quant="none", context=64, device="cpu", adapters=folders)
+    adapters = {name: folders.get(name, folders["style"]) for name in names}
+    made = verifying_inside._plan({"plan": plan.to_json(), "adapters": adapters})
+    assert dict(made.request.adapters) == adapters and made.placements == plan.placements
+    assert Plan.from_json(json.loads(json.dumps(made.to_json()))) == made

@@ -45,8 +45,14 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
 
 def _plan(request: Mapping[str, Any]) -> Plan:
     """Return the running plan with the adapters that are compared: its placements do not depend on which those are."""
-    plan = Plan.from_json(request["plan"])
-    return replace(plan, request=replace(plan.request, adapters=dict(request["adapters"])))
+    plan, adapters = Plan.from_json(request["plan"]), dict(request["adapters"])
+    # One that clients loaded is not in the plan: what each takes is then counted anew.
+    counted = plan.adapter_bytes if adapters.keys() <= plan.adapter_bytes.keys() else {}
+    return replace(
+        plan, request=replace(plan.request, adapters=adapters),
+        adapter_bytes={name: counted[name] for name in adapters if name in counted},
+        adapter_stamps={name: plan.adapter_stamps[name] for name in adapters if name in plan.adapter_stamps},
+    )  # fmt: skip
 
 
 def check_room(plan: Plan) -> None:
