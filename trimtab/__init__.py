@@ -6,13 +6,13 @@ their import is done here first, so that they never hide the functions later. `t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from trimtab import interrupts
 
 interrupts.end_at_once()  # until a command begins; nothing happens in other programs
 
 # ruff: noqa: E402
+from typing import TYPE_CHECKING, Any
+
 from trimtab.api import inspect, load, plan
 from trimtab.errors import (
     AdapterError,

@@ -8,9 +8,9 @@ program that imports trimtab nothing of this happens.
 
 from __future__ import annotations
 
+import _signal as signal  # type: ignore[import-not-found]  # `signal` imports enum first
 import atexit
 import os
-import signal
 import sys
 
 STOPPED = 130
