@@ -96,11 +96,19 @@ def test_sizes(value: object, expected: int) -> None:
     assert parse_bytes(value, field_name="gpu_memory") == expected  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", ["4", "4.5", "4X", "GiB", "", "4 4G", "-4G", True, float("nan"), float("inf"), [4]])
+@pytest.mark.parametrize(
+    "value", ["4", 4.5, "4.5", "4X", "GiB", "", "4 4G", "-4G", True, float("nan"), float("inf"), [4]]
+)
 def test_what_is_no_size_is_refused(value: object) -> None:
     with pytest.raises(RequestError) as caught:
         parse_bytes(value, field_name="gpu_memory")  # type: ignore[arg-type]
     assert caught.value.field == "gpu_memory" and caught.value.value is value and "4GiB" in caught.value.allowed
+
+
+def test_a_name_that_is_no_text_is_refused() -> None:
+    with pytest.raises(RequestError) as caught:
+        LoadRequest(model="m", adapters={1: "x"})  # type: ignore[dict-item]
+    assert (caught.value.field, caught.value.value) == ("adapters", 1)
 
 
 def test_a_number_alone_is_asked_for_its_unit() -> None:

@@ -54,6 +54,9 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
+        if value != int(value):
+            hint = f"Did you mean '{value}GiB'?"
+            raise RequestError("not a whole number of bytes", field=field_name, value=value, allowed=SIZES, hint=hint)
         size = int(value)
     else:
         match = _SIZE.match(value) if isinstance(value, str) else None
@@ -145,7 +148,7 @@ class LoadRequest:
         if not 0 <= self.audio_s <= MAX_SOUND_S:
             raise RequestError(f"must be between 0 and {MAX_SOUND_S:g} seconds", field="audio_s", value=self.audio_s)
         for name in self.adapters:
-            if not NAME.fullmatch(name):
+            if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
         for pattern, tier in self.place.items():
             if not pattern:
