@@ -342,6 +342,7 @@ MAKERS = {
     "lanes": lanes,
     "load": load,
     "load_text": load,
+    "load_mixed": load,
 }
 
 
