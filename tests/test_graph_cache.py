@@ -1,10 +1,12 @@
 """One pool for all graphs: a new one after a failed capture and where the last graph is gone; a capture is always ended."""
 
+import gc
 from contextlib import nullcontext
 
 import pytest
 import torch
 
+from trimtab.runtime import capturing
 from trimtab.runtime.graph_cache import GraphCache
 
 
@@ -63,3 +65,37 @@ def test_the_graph_used_longest_ago_goes_first():
     graphs.update({("one",): 1, ("two",): 2})
     graphs.move_to_end(("one",))
     assert graphs.popitem(last=False) == (("two",), 2)
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
+    class Stream:
+        def __init__(self, device):
+            pass
+
+        def wait_stream(self, other):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(capturing, "_streams", {})
+    ended = []
+
+    class Node:
+        def __del__(self):
+            ended.append(self)
+
+    def garbage():
+        for _ in range(20_000):  # many times the threshold of the youngest generation
+            node = Node()
+            node.itself = node
+        return len(ended)
+
+    assert garbage(), "the collector runs by itself"
+    ended.clear()
+    with capturing.side_stream("cuda:0"), capturing.side_stream("cuda:0"):
+        assert garbage() == 0
+    assert gc.isenabled()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="refused"), capturing.side_stream("cuda:0"):
+        raise RuntimeError("refused")
+    assert gc.isenabled()

@@ -6,6 +6,7 @@ out 32 streams in turn: a stream for each capture would cost 1 GiB that no plan 
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,9 +19,19 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """Give the stream, which waits for what is queued on the current one; one thread at a time has it."""
+    """Give the stream, which waits for what is queued on the current one; one thread at a time has it.
+
+    Python's cyclic collector is off until the block ends: a graph, an event or page-locked memory that it frees in the middle
+    of a capture is a call that CUDA forbids there, and the capture would be lost (error 901 at the next launch).
+    """
     with _lock:
         if device not in _streams:
             _streams[device] = torch.cuda.Stream(device)
         _streams[device].wait_stream(torch.cuda.current_stream(device))
-        yield _streams[device]
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield _streams[device]
+        finally:
+            if collects:
+                gc.enable()

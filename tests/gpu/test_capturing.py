@@ -1,0 +1,49 @@
+"""A capture lasts although garbage that holds CUDA's own objects lies around: nothing is collected in the middle of it."""
+
+import gc
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.read import HostMemory
+
+DEVICE = torch.device("cuda")
+
+
+class Knot:
+    """Garbage that only the collector ends, with a captured graph and page-locked memory in it."""
+
+    def __init__(self, graphs, values):
+        self.itself, self.memory = self, HostMemory(2**21, pinned=True)
+        with side_stream(DEVICE) as side:
+            torch.cuda.synchronize()
+            self.graph, self.output = graphs.record(side, lambda: values + 1)
+
+
+def test_a_capture_lasts_with_garbage_around():
+    graphs, values = GraphCache(), torch.ones(16, device=DEVICE)
+    Knot(GraphCache(), values)
+
+    def run():
+        total = values
+        for _ in range(2000):  # makes enough objects for the collector to begin, were it on
+            total = total + 1
+            [{} for _ in range(20)]
+        return total
+
+    before = gc.get_threshold()
+    gc.set_threshold(50, 1, 1)
+    try:
+        with side_stream(DEVICE) as side:
+            torch.cuda.synchronize()
+            graph, output = graphs.record(side, run)
+    finally:
+        gc.set_threshold(*before)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert output.tolist() == [2001.0] * 16
