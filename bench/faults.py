@@ -520,21 +520,21 @@ def table(scenes: Mapping[str, Any]) -> str:
     kinds = Counter(name.split(": ")[1] for name, count in left["ended"].items() for _ in range(count))
     lines = [
         ("kill -9 of the worker", f"{dead['kills']} times under {dead['clients']} clients, at random moments", _said(dead)
-         + f"; back in {dead['back_s']['p50']:.1f} s (median), {dead['back_s']['max']:.1f} s at most"),
+         + f"; restart {dead['back_s']['p50']:.1f} s (median), {dead['back_s']['max']:.1f} s maximum"),
         ("the same with `--retry`", f"{retry['kills']} times under {retry['clients']} clients", _said(retry)),
-        ("a GPU's out of memory while a prompt is read", f"every prompt of one adapter of three, {full['clients']} clients",
-         f"{_said(full['that_ran_out'])}; the others': {_said(full['others'])}; the same worker"),
-        ("the host's out of memory", f"{host['pixels'] // 10**6} million pixels, {host['that_ran_out']['requests']} times, "
-         "with no memory left for them", f"{_said(host['that_ran_out'])}; beside it {_said(host['others'])}; the same worker"),
+        ("out of GPU memory during a prompt", f"every prompt of one adapter of three, {full['clients']} clients",
+         f"{_said(full['that_ran_out'])}; others: {_said(full['others'])}; the same worker"),
+        ("out of host memory", f"{host['pixels'] // 10**6} million pixels, {host['that_ran_out']['requests']} times, "
+         "with no memory left for it", f"{_said(host['that_ran_out'])}; others: {_said(host['others'])}; the same worker"),
         ("damaged adapters loaded at run time", ", ".join(bad["refused"]),
-         f"all {len(bad['refused'])} refused by name, a sound one loaded; the others': {_said(bad['others'])}"),
-        ("clients that leave", f"{sum(left['ended'].values())} requests of {left['clients']} clients: before an answer, during "
-         "it, in the middle of their body", f"{kinds['left']} left, {kinds['complete']} stayed and were answered; freed within "
-         f"{left['freed_ms']:.0f} ms; nothing left over"),
-        ("clients that read nothing", f"{slow['streams']} large streams", f"server grew by {slow['grown_mib']:.0f} MiB, others "
+         f"all {len(bad['refused'])} refused with the reason, an intact one loaded; others: {_said(bad['others'])}"),
+        ("client disconnects", f"{sum(left['ended'].values())} requests of {left['clients']} clients: before an answer, during "
+         "it, in the middle of the body", f"{kinds['left']} disconnected, {kinds['complete']} stayed and were answered; freed within "
+         f"{left['freed_ms']:.0f} ms; no leak"),
+        ("clients that do not read", f"{slow['streams']} large streams", f"server grew by {slow['grown_mib']:.0f} MiB, others "
          f"were answered; {slow['cut']} of {slow['readers']} connections cut after {slow['send_s']:.0f} s (`send_s`)"),
-        ("a port in use", "a second server", f"exit code {port['exit_code']}, the port named; the first goes on"),
-        ("SIGTERM", f"{end['clients']} clients being answered", f"{_said(end['running'])}; a new one: "
+        ("a port in use", "a second server", f"exit code {port['exit_code']}, the error names the port; the first server continues"),
+        ("SIGTERM", f"{end['clients']} clients being answered", f"{_said(end['running'])}; a new request: "
          f"{_names(end['new'])}; exit code {end['exit_code']}"),
         ("SIGTERM, grace time too short", f"{late['clients']} clients being answered, {late['grace_s']} s",
          f"{_said(late['running'])}; exit code {late['exit_code']}"),
@@ -550,14 +550,14 @@ def section(scenes: Mapping[str, Any], soak: Mapping[str, Any]) -> str:
     passing = soak["done"].get("adapter: complete", 0)
     run = (
         f"From a run of `python -m bench.faults` on the demo model, on {abouts[0]['cpu_count']} cores of a CPU ([all "
-        'counts](../bench/results/faults.json)). "Otherwise" counts what must not happen: a connection that broke, a client '
-        "that waited two minutes for nothing, an answer other than the one that the question had before the fault. Coming "
-        "back is starting Python and reading the model, which takes seconds of a core. The load average was "
+        'counts](../bench/results/faults.json)). "Otherwise" counts what must not happen: a broken connection, a client that '
+        "waited two minutes for nothing, an answer that differs from the one before the fault. A restart starts Python and "
+        "reads the model, which takes seconds of one core. The load average was "
         f"{loads[0]:.1f} to {loads[-1]:.1f} when the scenes began."
     )
     memory = (
         f"Memory: in {soak['minutes']:g} minutes after a warm-up of {soak['warm_minutes']:g}, with {soak['requests']} requests "
-        f"of all kinds, clients that left, refused requests, {soak['swaps']} swaps of adapters and {passing} adapters loaded "
+        f"of all kinds, client disconnects, refused requests, {soak['swaps']} adapter swaps and {passing} adapters loaded "
         f"and unloaded, the API process went {_grown(soak['growth']['api'])} and the worker "
         f"{_grown(soak['growth']['worker'])} ([samples](../bench/results/soak.json))."
     )

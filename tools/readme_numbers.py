@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
-    ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "serve-many-adapters.md",
+    ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "server-under-load.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -79,7 +79,7 @@ def decode(results: Mapping[str, Any]) -> str:
         "adapters",
         "rows",
         "tokens/s",
-        "ms a step",
+        "ms per step",
         "of the limit",
         "context",
         "run",
@@ -111,7 +111,7 @@ def _where(row: Mapping[str, Any]) -> str:
         return f"{row['placement']}, adapters loaded: {row['loaded']}"
     if "draws" not in row:
         return str(row["placement"])
-    given = ", ".join(f"{name} {value}" for name, value in row["draws"].items() if name != "seed") or "likeliest"
+    given = ", ".join(f"{name} {value}" for name, value in row["draws"].items() if name != "seed") or "greedy"
     return f"{row['placement']}, {given}{', not ahead' if row.get('waits') else ''}"
 
 
@@ -188,7 +188,7 @@ def load(results: Mapping[str, Any]) -> str:
     ]
     lines = [heads, ["---"] * 2 + ["---:"] * 7]
     for row in results["rows"]:
-        who = f"{row['clients']}, each asks again" if row["loop"] == "closed" else f"{row['rate']:g} a second arrive"
+        who = f"{row['clients']}, closed loop" if row["loop"] == "closed" else f"{row['rate']:.3g} arrivals/s"
         first, between = row["ttft_ms"], row["between_ms"]
         assert not row["errors"], row
         lines.append([
@@ -237,7 +237,7 @@ def lanes(results: Mapping[str, Any]) -> str:
         parts.append(f"{table}\n\n{run['model']}; adapter of {run['adapter']}.")
     where = results["environment"]
     packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES)
-    closing = f"{where['device']}, Python {where['python']}, {packages}; {results['new_tokens']} tokens an answer."
+    closing = f"{where['device']}, Python {where['python']}, {packages}; {results['new_tokens']} tokens per answer."
     return "\n\n".join(parts) + f" {closing}\n"
 
 
@@ -247,19 +247,19 @@ def alarms(results: Mapping[str, Any]) -> str:
     kinds = {
         "merge_check": "`merge --check`, files", "verify_merged": "`verify`, a merged folder",
         "verify_merged_4bit": "`verify`, a merged folder in 4 bits", "verify_routes": "`verify`, two routes",
-        "demo": "`demo`, other last bits",
+        "demo": "`demo`, other rounding",
     }  # fmt: skip
-    lines = [["", "false alarms", "rate below (95 %)", "planted faults found"], ["---", "---:", "---:", "---:"]]
+    lines = [["", "false alarms", "rate below (95 %)", "planted faults detected"], ["---", "---:", "---:", "---:"]]
     for name, title in kinds.items():
         count = right.get(name)
         caught, planted = (sum(pair[place] for pair in faults[name].values()) for place in (0, 1))
         lines.append([
-            title, f"{count['alarms']} of {count['of']}" if count else "counted above",
+            title, f"{count['alarms']} of {count['of']}" if count else "included above",
             f"{100 * count['rate_below']:.1f} %" if count else "-", f"{caught} of {planted}",
         ])  # fmt: skip
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     missed = [
-        f"{name} ({caught} of {planted} found)"
+        f"{name} ({caught} of {planted} detected)"
         for name, (caught, planted) in faults["verify_merged_4bit"].items() if caught < planted
     ]  # fmt: skip
     shares = ", ".join(
@@ -269,7 +269,7 @@ def alarms(results: Mapping[str, Any]) -> str:
     return (
         f"{table}\n\nRight merges of 13 models in bfloat16, float16, float32 and 4 bits, by trimtab, PEFT and bfloat16 "
         f"arithmetic, on 1 to 4 threads, seed {results['seed']}. Planted faults: {'; '.join(faults['merge_check'])}. "
-        + (f"In 4 bits below the noise for `verify`: {'; '.join(missed)}. " if missed else "")
+        + (f"In 4 bits, below the noise floor of `verify`: {'; '.join(missed)}. " if missed else "")
         + f"Largest share of its limit that a right merge or route reached: {shares}. {packages}.\n"
     )
 
@@ -292,7 +292,7 @@ def cards(results: Mapping[str, Any]) -> str:
     head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
     lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
     for row in ordered:
-        size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "all of it"
+        size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "whole GPU"
         size += f", link / {row['copies']}" if "copies" in row else ""
         label = [row["model"].upper(), size, row["head"], row["chosen_head"], row["execution"]]
         lines.append([*label, *(f"{row[key]:.{decimals}f}" for _, key, decimals in CARD_COLUMNS)])
@@ -311,9 +311,9 @@ def small_cards(results: Mapping[str, Any]) -> str:
         "output head",
         "tokens/s",
         "predicted",
-        "first token of 512",
+        "first token (512)",
         "planned",
-        "the process took",
+        "process",
     ]
     lines = [heads, ["---"] * 3 + ["---:"] * 5]
     for case in SMALL_CARDS:

@@ -141,7 +141,7 @@ def test_the_results_in_the_docs_are_those_of_a_run():
     results = root / "bench" / "results"
     scenes = json.loads((results / "faults.json").read_text(encoding="utf-8"))["scenes"]
     soak = json.loads((results / "soak.json").read_text(encoding="utf-8"))
-    docs = (root / "docs" / "serve-many-adapters.md").read_text(encoding="utf-8")
+    docs = (root / "docs" / "server-under-load.md").read_text(encoding="utf-8")
     assert f"<!-- faults -->\n{faults.section(scenes, soak)}<!-- /faults -->" in docs
     assert max(soak["growth"][name]["percent"] for name in ("api", "worker")) < 1.0
     check_ends(scenes["killed"], error_names=["WorkerDiedError"])

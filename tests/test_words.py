@@ -1,0 +1,84 @@
+"""The words of the docs: terms of the field, one index of all pages, and a glossary of the few terms that are our own."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+# What readers stumbled over, with the field's word for it.
+FORBIDDEN = {
+    r"likeliest": "greedy, most likely",
+    r"is told": "receives",
+    r"meanwhile": "at the same time",
+    r"found while": "detected while",
+    r"asked for by name": "explicitly requested",
+    r"on top nothing": "no overhead",
+    r"an? (issue|draft) a failure": "one issue per failure",
+    r"tokens? a (second|token)": "per second",
+    r"ms a step": "per step",
+    r"come again": "retry",
+    r"left[_ ]out by name": "disabled",
+    r"(?<!numpy )\bsounds?\b(?! card)": "audio",
+    r"pictures?\b(?! FILE)": "image",
+    r"whole line": "end to end",
+    r"lies ahead": "will fail",
+    r"put back": "restarted",
+    r"why_not|left_out|lay_back": "unsupported_reason, disabled, inverse",
+    r"cannot be had": "unavailable",
+    r"brought|bring near": "loaded, prefetched",
+}
+TERMS = ("anatomy", "block", "chunk", "host", "lane", "load line", "noise floor", "plan", "row", "stock stack", "tier", "tower")
+
+
+def prose_of(page: Path) -> str:
+    """Return the text of a page without code, links' targets and generated tables: those follow the code's own names."""
+    text = page.read_text("utf-8")
+    text = re.sub(r"<!-- (\w+)(:\w+)? -->\n.*?<!-- /\w+ -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.M)
+    return re.sub(r"`[^`]*`|\]\([^)]*\)|^ {4,}(trimtab|\{).*$", "", text, flags=re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_use_the_fields_words(page):
+    text = prose_of(page)
+    hits = {
+        f"{match.group(0)!r} (line {text[: match.start()].count(chr(10)) + 1}): write {instead}"
+        for pattern, instead in FORBIDDEN.items()
+        for match in re.finditer(rf"\b(?:{pattern})", text, re.IGNORECASE)
+    }
+    assert hits == set()
+
+
+def test_a_forbidden_word_is_seen_in_prose_and_not_in_code():
+    page = DOCS / "glossary.md"
+    assert "likeliest" not in prose_of(page)
+    assert re.search(r"\b(?:likeliest)", "the Likeliest token", re.IGNORECASE)
+
+
+def test_the_glossary_explains_each_term_once_and_in_order():
+    table = (DOCS / "glossary.md").read_text("utf-8").split("|---|---|---|")[1]
+    rows = re.findall(r"^\| ([a-z ]+) \| ([^|]+) \| ([^|]+) \|$", table.split("\n\n")[0], re.M)
+    terms = [term for term, *_ in rows]
+    assert terms == sorted(set(terms))
+    assert set(TERMS) <= set(terms)
+    assert all(len(meaning) > 25 and nearest.strip() for _, meaning, nearest in rows)
+
+
+def test_the_index_lists_every_page_once_and_the_readme_leads_to_it():
+    index = (DOCS / "README.md").read_text("utf-8")
+    linked = re.findall(r"\]\(([\w.-]+\.(?:md|ipynb))\)", index)
+    pages = {page.name for pattern in ("*.md", "*.ipynb") for page in DOCS.glob(pattern)} - {"README.md"}
+    assert sorted(linked) == sorted(pages)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    assert "(docs/README.md)" in readme and "(docs/glossary.md)" in readme
+    assert len(readme.splitlines()) < 120
+
+
+def test_every_page_says_its_task_in_one_heading():
+    for page in DOCS.glob("*.md"):
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
+        headings = re.findall(r"^# .+$", text, re.M)
+        assert len(headings) == 1 and text.startswith(headings[0]), page.name
