@@ -342,7 +342,10 @@ def test_an_adapter_is_loaded_asked_and_unloaded(client, model):
 
 
 def test_the_examples_in_the_docs_run(address, capsys):
-    pages = [(ROOT / "docs" / name).read_text("utf-8") for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")]
+    pages = [
+        (ROOT / "docs" / name).read_text("utf-8")
+        for name in ("serve-many-adapters.md", "server-api.md", "embeddings.md")
+    ]
     text = "\n".join(pages)
     code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
     for name, stands_in in {

@@ -30,7 +30,20 @@ FORBIDDEN = {
     r"cannot be had": "unavailable",
     r"brought|bring near": "loaded, prefetched",
 }
-TERMS = ("anatomy", "block", "chunk", "host", "lane", "load line", "noise floor", "plan", "row", "stock stack", "tier", "tower")
+TERMS = (
+    "anatomy",
+    "block",
+    "chunk",
+    "host",
+    "lane",
+    "load line",
+    "noise floor",
+    "plan",
+    "row",
+    "stock stack",
+    "tier",
+    "tower",
+)
 
 
 def prose_of(page: Path) -> str:
