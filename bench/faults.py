@@ -529,11 +529,11 @@ def table(scenes: Mapping[str, Any]) -> str:
         ("damaged adapters loaded at run time", ", ".join(bad["refused"]),
          f"all {len(bad['refused'])} refused with the reason, an intact one loaded; others: {_said(bad['others'])}"),
         ("client disconnects", f"{sum(left['ended'].values())} requests of {left['clients']} clients: before an answer, during "
-         "it, in the middle of the body", f"{kinds['left']} disconnected, {kinds['complete']} stayed and were answered; freed within "
+         "it, in the middle of the body", f"{kinds['left']} disconnected, {kinds['complete']} were answered; freed within "
          f"{left['freed_ms']:.0f} ms; no leak"),
         ("clients that do not read", f"{slow['streams']} large streams", f"server grew by {slow['grown_mib']:.0f} MiB, others "
          f"were answered; {slow['cut']} of {slow['readers']} connections cut after {slow['send_s']:.0f} s (`send_s`)"),
-        ("a port in use", "a second server", f"exit code {port['exit_code']}, the error names the port; the first server continues"),
+        ("a port in use", "a second server", f"exit code {port['exit_code']}, the port named; the first server continues"),
         ("SIGTERM", f"{end['clients']} clients being answered", f"{_said(end['running'])}; a new request: "
          f"{_names(end['new'])}; exit code {end['exit_code']}"),
         ("SIGTERM, grace time too short", f"{late['clients']} clients being answered, {late['grace_s']} s",
