@@ -55,7 +55,7 @@ class MockPool:
         self.jobs, self.left, self.calls = [], [], []
         self.is_ready, self.is_started, self.drained = True, False, None
 
-    def resolve(self, name):
+    def resolve(self, name, *, field="model"):
         if name == "demo":
             return "demo", None
         adapter = name.removeprefix("demo:")

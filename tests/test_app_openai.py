@@ -349,7 +349,8 @@ def test_the_examples_in_the_docs_run(address, capsys):
     text = "\n".join(pages)
     code = "\n".join(re.findall(r"```py\n(.*?)```", text, re.DOTALL))
     for name, stands_in in {
-        "http://127.0.0.1:8000": address, '"none"': repr(KEY), '"medical"': '"style"',
+        "http://127.0.0.1:8000": address, '"none"': repr(KEY), '"medical:0.7+legal:0.3"': '"style:0.7+specialist:0.3"',
+        '"medical"': '"style"', '"legal"': '"specialist"',
         '"xray.png"': repr(str(DEMO / "images" / "image_1.png")), '"question.wav"': repr(str(DEMO / "sounds" / "audio_1.wav")),
     }.items():  # fmt: skip
         assert name in code
@@ -357,6 +358,8 @@ def test_the_examples_in_the_docs_run(address, capsys):
     found = {}
     exec(compile(code, "example", "exec"), found)
     assert capsys.readouterr().out and found["answer"].choices[0].message.content
+    one, other = (found[name].choices[0].message.content for name in ("mixed", "same"))
+    assert one == other
 
 
 def test_the_examples_of_tools_run(address, capsys):

@@ -17,7 +17,7 @@ from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
 from trimtab.runtime import graphs, head8, kernels, step_memory
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
-from trimtab.serve.engine import AdapterShelf
+from trimtab.serve.shelf import AdapterShelf
 
 __all__ = ["replayed"]
 CPU_ONLY = pytest.mark.skipif(os.environ.get("TRIMTAB_TEST_DEVICE", "cpu") != "cpu", reason="stands for a GPU")

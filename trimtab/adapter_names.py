@@ -19,6 +19,12 @@ Adapters: TypeAlias = "Mapping[str, Path] | Sequence[Path] | Path"
 
 FORMS = ("NAME=PATH", "NAME=PATH:WEIGHT", "PATH")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+MIX_FORM = "A:0.7+B:0.3"
+# A mix in a server's request: so many adapters at most, and no weight beyond this.
+MOST_PARTS = 8
+MOST_WEIGHT = 1000.0
+# What every mix is counted under.
+MIXED = "(mix)"
 NAME_RULE = "an adapter name has letters, digits, '.', '_' and '-' only, 64 at most"
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?(nan|inf|infinity)", re.IGNORECASE)
 
@@ -102,6 +108,13 @@ def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
     return NamedAdapter(name, path, float(weight))
 
 
+def split_weight(path: str, *, field: str) -> tuple[str, float]:
+    """Return the folder and weight of `PATH[:WEIGHT]`; the weight is 1 if it says none. Errors: RequestError."""
+    folder, weight = _split_weight(path, path, field)
+    check_weight(folder, weight, field=field)
+    return folder, weight
+
+
 def _split_weight(text: str, rest: str, field: str) -> tuple[str, float]:
     path, colon, last = rest.rpartition(":")
     is_drive = re.fullmatch(r"[A-Za-z]", path) is not None
@@ -142,15 +155,78 @@ def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
     return {part.name: part.path for part in parts}
 
 
-def check_weight(name: str, weight: float) -> None:
+def check_weight(name: str, weight: float, *, field: str | None = None) -> None:
     """Raise RequestError for a weight that changes nothing or is no number."""
+    field = f"adapters[{name!r}]" if field is None else field
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
-        raise RequestError("a weight is a finite number", field=f"adapters[{name!r}]", value=weight)
+        raise RequestError("a weight is a finite number", field=field, value=weight)
     if weight == 0:
         raise RequestError(
-            "a weight of 0 would change nothing",
-            field=f"adapters[{name!r}]",
-            value=weight,
-            hint="Leave the adapter out",
+            "a weight of 0 would change nothing", field=field, value=weight, hint="Leave the adapter out"
         )
+
+
+# Mixes ----------------------------------------------------------------------------------------------------------------
+
+
+def is_mix(name: str | None) -> bool:
+    """Whether a name is that of a mix, such as "medical:0.7+style:0.3": no adapter can have such a name."""
+    return name is not None and (":" in name or "+" in name)
+
+
+def parse_mix(text: str, *, field: str, weights: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return name -> weight of "A:0.7+B:0.3". weights: of names without a number; 1 where it says none. Errors: RequestError."""
+    mix: dict[str, float] = {}
+    for part in text.split("+"):
+        name, colon, number = part.strip().partition(":")
+        if not NAME.fullmatch(name):
+            raise RequestError("is not a mix of adapters", field=field, value=text, allowed=("A", MIX_FORM))
+        if name in mix:
+            raise RequestError(f"names {name} twice", field=field, value=text)
+        if colon and not _NUMBER.fullmatch(number):
+            raise RequestError(f"the weight of {name} is not a number", field=field, value=text, allowed=(MIX_FORM,))
+        mix[name] = float(number) if colon else (weights or {}).get(name, 1.0)
+    return mix
+
+
+def mix_name(weights: Mapping[str, float]) -> str:
+    """Return what a mix is called: "medical:0.7+style:0.3", its names sorted."""
+    return "+".join(f"{name}:{float(weight)!r}" for name, weight in sorted(weights.items()))
+
+
+def weights_of(name: str) -> dict[str, float]:
+    """Return name -> weight of an adapter's or a mix's name."""
+    return parse_mix(name, field="adapter")
+
+
+def parts_of(name: str | None) -> tuple[str, ...]:
+    """Return the adapters that a name stands for: none for the base, several for a mix."""
+    return () if name is None else tuple(weights_of(name)) if is_mix(name) else (name,)
+
+
+def label_of(name: str | None) -> str:
+    """Return what counts of a name are filed under: "" for the base, MIXED for every mix, of which there are too many."""
+    return MIXED if is_mix(name) else name or ""
+
+
+def check_mix(weights: Mapping[str, float], *, field: str) -> str:
+    """Return the name of a mix that a request asks for; an adapter's own name for that adapter at weight 1.
+
+    Errors: RequestError for a mix of nothing or of more than MOST_PARTS, and for a weight that is 0, no number or larger than
+    MOST_WEIGHT.
+    """
+    if not weights:
+        raise RequestError("a mix names at least one adapter", field=field, hint="null is the base")
+    if len(weights) > MOST_PARTS:
+        raise RequestError(f"a mix has at most {MOST_PARTS} adapters", field=field, value=len(weights))
+    for name, weight in weights.items():
+        if not NAME.fullmatch(name):
+            raise RequestError(NAME_RULE, field=field, value=name)
+        check_weight(name, weight, field=f"{field}.{name}")
+        if abs(weight) > MOST_WEIGHT:
+            raise RequestError(
+                f"a weight is between -{MOST_WEIGHT:g} and {MOST_WEIGHT:g}", field=f"{field}.{name}", value=weight
+            )
+    first, weight = next(iter(weights.items()))
+    return first if len(weights) == 1 and weight == 1 else mix_name(weights)

@@ -262,6 +262,33 @@ def test_an_adapter_is_loaded_asked_and_unloaded(opened):
     expect(page.locator("#voice-a option", has_text="again")).to_have_count(0)
 
 
+def test_a_mix_is_made_answers_and_is_kept(opened, url):
+    page, asked = opened(), question("image")
+    page.click("#mix-send")
+    expect(page.locator("#mix-error")).to_contain_text("a weight other than 0")
+    page.get_by_label("style", exact=True).fill("0.6")
+    page.get_by_label("specialist", exact=True).fill("0.4")
+    page.click("#mix-send")
+    chosen = page.locator("#voice-a").input_value()
+    assert sorted(chosen.removeprefix("gemma-demo:").split("+")) == ["specialist:0.4", "style:0.6"]
+    ask(page, asked["prompt"], voice=chosen, media=asked["image"])
+    said = answers(page)
+    data = base64.b64encode((serving.DEMO / asked["image"]).read_bytes()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}},
+        {"type": "text", "text": asked["prompt"]},
+    ]
+    body = {"model": "gemma-demo", "adapter": {"style": 0.6, "specialist": 0.4}, "temperature": 0}
+    found = api(url, "/v1/chat/completions", {**body, "messages": [{"role": "user", "content": content}]})
+    assert said == [found["choices"][0]["message"]["content"]]
+    page.reload()
+    expect(page.locator("#mixes li")).to_have_count(1)
+    expect(page.locator(f'#voice-b option[value="{chosen}"]')).to_have_count(1)
+    page.get_by_role("button", name="Remove the mix").click()
+    expect(page.locator("#mixes li")).to_have_count(0)
+    expect(page.locator(f'#voice-b option[value="{chosen}"]')).to_have_count(0)
+
+
 @pytest.mark.parametrize("path", ["../base", "nowhere"])
 def test_an_adapter_that_cannot_be_loaded_is_refused_in_words(opened, path):
     page = opened(key=ADMIN_KEY)

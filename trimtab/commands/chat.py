@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from trimtab.adapter_names import MIX_FORM
 from trimtab.api import plan_request
 from trimtab.commands.chat_input import Reader, line_reader, terminal_reader
 from trimtab.commands.chat_session import Session
@@ -23,7 +24,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.opening import opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
-from trimtab.commands.weights import MIX_FORM, chosen
+from trimtab.commands.weights import chosen
 from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
 from trimtab.request import parse_bytes

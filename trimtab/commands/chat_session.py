@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trimtab import interrupts
+from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
 from trimtab.commands.saying import has_color
-from trimtab.commands.weights import MIX_FORM, mix_text, parse_mix
+from trimtab.commands.weights import mix_text
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.plan.plan import write_whole
@@ -185,8 +186,8 @@ class Session:
 
     def _named(self, name: str) -> Any:
         """Return an adapter's name, a mix, None for the base. Errors: RequestError if it is not loaded."""
-        if "+" in name or ":" in name:
-            mix = parse_mix(name)
+        if is_mix(name):
+            mix = parse_mix(name, field="adapter")
             self.model.mixes.check(mix)
             return mix
         if name in BASE_NAMES and name not in self.model.adapters:

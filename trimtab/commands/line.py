@@ -11,6 +11,7 @@ from typing import Any
 
 import trimtab
 from trimtab import show
+from trimtab.adapter_names import MIX_FORM
 from trimtab.commands.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
@@ -30,7 +31,7 @@ from trimtab.commands.many import run_many
 from trimtab.commands.opening import ENDED_AT_ONCE, opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, print_json
-from trimtab.commands.weights import MIX_FORM, chosen
+from trimtab.commands.weights import chosen
 from trimtab.commands.wording import in_flags
 from trimtab.commands.words_apart import Style
 from trimtab.errors import DoesNotFitError, RequestError

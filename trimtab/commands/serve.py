@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import parse_adapters
 from trimtab.commands.flags import InPlaceOf, add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
@@ -28,7 +29,9 @@ NO_KEY = "from-the-environment"
 def add(command: Command) -> None:
     """Add the command."""
     found = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
-    add_placement(found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)")
+    add_placement(
+        found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)", weights=True
+    )
     found.set_defaults(parser=found)
     group = found.add_argument_group("serving")
     group.add_argument(
@@ -210,11 +213,17 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     served = ServedModel(
         name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=options.rows, resident_limit=options.resident_adapters,
-        idle_unload_s=options.idle_unload, decode=decode_of(options),
+        idle_unload_s=options.idle_unload, decode=decode_of(options), weights=weights_of(options),
     )  # fmt: skip
     if _is_here(options):
         check_present([served])
     return [served]
+
+
+def weights_of(options: argparse.Namespace) -> dict[str, float]:
+    """Return the weights of `--adapter NAME=PATH:0.7`, of adapters that have another one than 1."""
+    given = parse_adapters(options.adapter or (), field="--adapter")
+    return {one.name: one.weight for one in given if one.weight != 1}
 
 
 def _is_here(options: argparse.Namespace) -> bool:

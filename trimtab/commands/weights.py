@@ -6,13 +6,10 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from trimtab.adapter_names import NAME, parse_adapters
+from trimtab.adapter_names import is_mix, parse_adapters, parse_mix
 from trimtab.commands.flags import adapter_to_use
-from trimtab.errors import RequestError
 from trimtab.plan import Plan
 from trimtab.request import LoadRequest
-
-MIX_FORM = "A:0.7+B:0.3"
 
 
 def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
@@ -24,8 +21,8 @@ def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_se
     weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
     request = given.request if isinstance(given, Plan) else given
     names, use = list(request.adapters), options.use
-    if use is not None and ("+" in use or ":" in use):
-        mix = parse_mix(use)
+    if use is not None and is_mix(use):
+        mix = parse_mix(use, field="--use")
         for name in mix:
             adapter_to_use(name, names)
         return mix
@@ -36,21 +33,6 @@ def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_se
     one = adapter_to_use(use, names)
     weight = 1.0 if one is None else weights.get(one, 1.0)
     return one if weight == 1 else {one: weight}
-
-
-def parse_mix(text: str) -> dict[str, float]:
-    """Return name -> weight of "A:0.7+B:0.3"; without a number a weight is 1. Errors: RequestError."""
-    mix: dict[str, float] = {}
-    for part in text.split("+"):
-        name, colon, number = part.strip().partition(":")
-        try:
-            weight = float(number) if colon else 1.0
-        except ValueError:
-            weight = None
-        if weight is None or not NAME.fullmatch(name) or name in mix:
-            raise RequestError("is not a mix of adapters", field="--use", value=text, allowed=("A", MIX_FORM))
-        mix[name] = weight
-    return mix
 
 
 def mix_text(adapter: Any) -> str:

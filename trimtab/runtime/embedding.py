@@ -25,7 +25,7 @@ class Embedding:
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
         check_fits(model, inputs, 0)
         self._pooling = pooling
-        self._model, self._inputs, self._adapter = model, inputs, adapter
+        self._model, self._inputs, self.adapter = model, inputs, adapter
         self._cache = hf_slots.prompt_cache(model.hf_model)
         self._done = 0
         self._sum: Tensor | None = None  # [D] float32
@@ -37,7 +37,7 @@ class Embedding:
         end = min(count, start + (getattr(model, "prefill_tokens", None) or count))
         ids = self._inputs.tensors["input_ids"][:, start:end]
         mask = torch.ones(1, end, dtype=torch.long, device=ids.device)
-        model.route.set(self._adapter)
+        model.route.set(self.adapter)
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():
             states = model.hf_model.base_model(

@@ -5,11 +5,13 @@
 Plain LoRA: A = [A1; A2], B = [w1 s1 B1, w2 s2 B2] with s the scale of each, one adapter of the summed rank, so that captured
 prompts and steps take it as any other. DoRA: the weighted sum of what each adds to the layer's output, in float32; like DoRA alone
 it is computed by modules, not by captured steps. A mix is made when it is first used, counts as an adapter's bytes, and goes when
-room is needed or one of its adapters is unloaded.
+room is needed or one of its adapters is unloaded. A server makes its own from adapters in host memory (`add`): where these are
+plain LoRA they need not be on the device beside it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trimtab.adapter_names import check_weight
+from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.runtime import lora
-from trimtab.runtime.held_adapter import ADAPTER_DTYPE
+from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 
 MOST_MIXES = 8
@@ -61,11 +63,6 @@ def _summed(parts: _Parts, layer: Any, x: Tensor, y: Tensor) -> Tensor:
     return (base + change).to(y.dtype)
 
 
-def mix_name(weights: Mapping[str, float]) -> str:
-    """Return what a mix is called: "medical:0.7+style:0.3". No adapter can have this name."""
-    return "+".join(f"{name}:{float(weight)!r}" for name, weight in sorted(weights.items()))
-
-
 class Mixes:
     """The mixes of one loaded model, the one used longest ago first."""
 
@@ -73,6 +70,8 @@ class Mixes:
         self._model = model
         # What each was made of: its adapters' serials then.
         self._made: OrderedDict[str, dict[str, int]] = OrderedDict()
+        # Those of `add`, which whoever added them takes off.
+        self._added: set[str] = set()
 
     def check(self, weights: Mapping[str, float]) -> None:
         """Raise RequestError for a mix of nothing, an adapter that is not loaded, a weight that is 0 or no number."""
@@ -114,24 +113,85 @@ class Mixes:
             self._drop(name)
 
     def clear(self) -> None:
-        """Take off all mixes; they are made again when they are used."""
-        for name in list(self._made):
+        """Take off all mixes of `name_of`; they are made again when they are used."""
+        for name in [name for name in self._made if name not in self._added]:
             self._drop(name)
 
+    # Made by a server ------------------------------------------------------------------------------------------------
+
+    def is_plain(self, parts: Sequence[HeldAdapter]) -> bool:
+        """Whether a mix of these needs none of them on the device: whether each is A and B alone, from one piece of memory."""
+        return all(one.dtype is not None and not self._model.fitting(one).rest for one in parts)
+
+    def needed_bytes(self, parts: Sequence[HeldAdapter]) -> int:
+        """Return what a mix takes of the room for adapters, beside what its parts take where they have to be there too."""
+        by_leaf: dict[nn.Module, int] = {}
+        for held in parts:
+            for place in self._model.fitting(held).plain:
+                by_leaf[place.leaf] = by_leaf.get(place.leaf, 0) + place.rank
+        values = 0
+        for leaf, rank in by_leaf.items():
+            wide: Any = leaf
+            values = _aligned(_aligned(values + rank * wide.in_features) + rank * wide.out_features)
+        return int(self._model.bytes_with_copies(values * 4))
+
+    def add(self, name: str, parts: Mapping[str, tuple[float, HeldAdapter]]) -> None:
+        """Attach a mix under a name until `remove`. parts: name -> (weight, adapter); attached too, unless all are plain.
+
+        Errors: RequestError; DoesNotFitError.
+        """
+        parts = dict(sorted(parts.items()))  # the order of a sum rounds
+        self._drop(name)
+        if self.is_plain([held for _, held in parts.values()]):
+            self._attach_parts(name, self._parts_held(parts), self._added)
+        else:
+            self._attach(name, {one: weight for one, (weight, _) in parts.items()}, self._added)
+        self._made[name] = {}
+        self._added.add(name)
+        if self._model.prefix_cache is not None:
+            made_of = [(weight, held.content) for weight, held in parts.values()]
+            self._model._contents[name] = hashlib.sha256(repr(made_of).encode()).hexdigest()
+
+    def remove(self, name: str) -> None:
+        """Take off a mix of `add`."""
+        self._drop(name)
+
+    def _parts_held(self, parts: Mapping[str, tuple[float, HeldAdapter]]) -> dict[nn.Module, tuple[str, _Parts]]:
+        """Return the same as `_parts_of`, read from host memory."""
+        by_module: dict[nn.Module, tuple[str, _Parts]] = {}
+        for weight, held in parts.values():
+            assert held.dtype is not None
+            values = held.memory.tensor.view(held.dtype)
+            for place in self._model.fitting(held).plain:
+                wide, high, rank = place.leaf.in_features, place.leaf.out_features, place.rank
+                A = values.as_strided((rank, wide), (wide, 1), place.A_start)
+                B = values.as_strided((high, rank), (rank, 1), place.B_start)
+                adapter = LinearAdapter(place.part, place.scale, A, B)
+                by_module.setdefault(place.leaf, (place.leaf.module_path, []))[1].append((weight, adapter))
+        return by_module
+
+    # Attaching --------------------------------------------------------------------------------------------------------
+
     def _drop_oldest(self, in_use: Collection[str | None]) -> bool:
-        oldest = next((name for name in self._made if name not in in_use), None)
+        oldest = next((name for name in self._made if name not in in_use and name not in self._added), None)
         if oldest is not None:
             self._drop(oldest)
         return oldest is not None
 
     def _drop(self, name: str) -> None:
         if self._made.pop(name, None) is not None:
+            self._added.discard(name)
             lora.detach(self._model.hf_model, name, route=self._model.route)
             del self._model._adapter_bytes[name]
+            self._model._contents.pop(name, None)
 
     def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None]) -> None:
+        self._attach_parts(name, _parts_of(self._model.route, weights), in_use)
+
+    def _attach_parts(
+        self, name: str, parts: Mapping[nn.Module, tuple[str, _Parts]], in_use: Collection[str | None]
+    ) -> None:
         model = self._model
-        parts = _parts_of(model.route, weights)
         plain = {module: found for module, (path, found) in parts.items() if _is_plain(module, found)}
         places, values = _places(plain)
         needed = values * 4
@@ -172,12 +232,16 @@ def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module
         for path, module in [*held, *holders.rest]:
             adapter = module.__dict__["adapters"][name]
             if isinstance(adapter, dict) or adapter.weight is not None or getattr(adapter, "bias", None) is not None:
-                raise RequestError(
-                    f"adapter {name} replaces the weights of {path}, which have no weighted sum", field="adapter", value=name,
-                    hint="Use it alone",
-                )  # fmt: skip
+                raise _no_sum(name, path)
             found.setdefault(module, (path, []))[1].append((weight, adapter))
     return found
+
+
+def _no_sum(name: str, path: str) -> RequestError:
+    return RequestError(
+        f"adapter {name} replaces the weights of {path}, which have no weighted sum", field="adapter", value=name,
+        hint="Use it alone",
+    )  # fmt: skip
 
 
 def _is_plain(module: nn.Module, parts: _Parts) -> bool:

@@ -296,10 +296,20 @@ class LoadedModel(Asking):
         left = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
         return left - sum(self._adapter_bytes.values()) - self._copies_beyond(self._adapter_bytes.values())
 
+    @property
+    def adapter_sizes(self) -> Mapping[str, int]:
+        """What each adapter and mix on the model takes of the room for adapters, in bytes."""
+        return dict(self._adapter_bytes)
+
     def adapter_bytes(self, adapter: HeldAdapter | AdapterSpec) -> int:
         """Return what loading one more adapter takes of `free_adapter_bytes`: itself, and a copy that captured prompts read where
         it is larger than those that were planned."""
-        own = (adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE)
+        return self.bytes_with_copies(
+            (adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE)
+        )
+
+    def bytes_with_copies(self, own: int) -> int:
+        """Return what an adapter of so many bytes takes of `free_adapter_bytes`, as `adapter_bytes`."""
         loaded = list(self._adapter_bytes.values())
         return own + self._copies_beyond([*loaded, own]) - self._copies_beyond(loaded)
 

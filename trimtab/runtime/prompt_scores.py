@@ -28,7 +28,7 @@ class PromptScores:
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:
         if inputs.has_media:
             raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
-        self._model, self._inputs, self._adapter, self._top = model, inputs, adapter, top
+        self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top
         self._cache = hf_slots.prompt_cache(model.hf_model)
         self._done = 0
         self.scores: list[dict[int, tuple[float, int]]] = []
@@ -38,7 +38,7 @@ class PromptScores:
         model, count, start = self._model, self._inputs.prompt_tokens, self._done
         end = min(count, start + PIECE_TOKENS)
         ids = self._inputs.tensors["input_ids"][:, start:end]
-        model.route.set(self._adapter)
+        model.route.set(self.adapter)
         hf_slots.reset_offset(model.hf_model)
         with torch.no_grad():
             logits = model.hf_model(
@@ -46,7 +46,7 @@ class PromptScores:
                 past_key_values=self._cache, return_dict=True,
                 **hf_slots.prompt_positions(model.hf_model, start, end, ids.device),
             ).logits[0]  # fmt: skip
-        finite.check_logits(logits, adapter=self._adapter)
+        finite.check_logits(logits, adapter=self.adapter)
         following = self._inputs.token_ids[start + 1 : end + 1]
         self._add(torch.log_softmax(logits[: len(following)].float(), dim=-1), following)
         self._done = end

@@ -60,8 +60,8 @@ ON_THE_WAY = ("loading", "restarting")
 class Pool(Protocol):
     """What the app needs of the models behind it."""
 
-    def resolve(self, model_id: str) -> tuple[str, str | None]:
-        """Return (model, adapter or None) of an id as clients name it. Errors: UnknownModelError."""
+    def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]:
+        """Return (model, adapter, mix or None) of an id as clients name it. Errors: UnknownModelError, RequestError."""
 
     def context_tokens(self, model: str) -> int: ...
 
@@ -259,10 +259,9 @@ class _Api:
         name = request.path_params["name"]
         # Every name that a request may use is answered, also the longer one of an adapter.
         model, adapter = self.pool.resolve(name)
-        found = next(
-            entry for entry in self.pool.models()
-            if (entry["parent"], entry["root"]) == ((None, model) if adapter is None else (model, adapter))
-        )  # fmt: skip
+        own = {entry["root"]: entry for entry in self.pool.models() if entry["parent"] == model}
+        base = next(entry for entry in self.pool.models() if entry["parent"] is None and entry["root"] == model)
+        found = base if adapter is None else own.get(adapter, {**base, "root": adapter, "parent": model})
         return JSONResponse({**found, "id": name})
 
     async def load_adapter(self, request: Request) -> Response:
@@ -304,7 +303,7 @@ class _Api:
         may_be_shorter: bool = False,
     ) -> Response:  # fmt: skip
         asking.check_shape(asked)
-        model, adapter = self.pool.resolve(asked.model)
+        model, adapter = asking.voice_of(self.pool, asked)
         messages = await self._read_messages(asked, size, model)
         # What stays for as long as the answer takes is each image once, decoded.
         asked = asked.model_copy(update={"messages": []})
@@ -323,7 +322,7 @@ class _Api:
     async def completions(self, request: Request) -> Response:
         asked, _ = await self.reader.read(wire.CompletionRequest, request)
         asking.check_shape(asked)
-        model, adapter = self.pool.resolve(asked.model)
+        model, adapter = asking.voice_of(self.pool, asked)
         return await self._answer(request, asked, model, adapter, asking.prompts_of(asked), CompletionShape(asked))
 
     async def _answer(
@@ -361,7 +360,7 @@ class _Api:
 
     async def embeddings(self, request: Request) -> Response:
         asked, _ = await self.reader.read(wire.EmbeddingsRequest, request)
-        model, adapter = self.pool.resolve(asked.model)
+        model, adapter = asking.voice_of(self.pool, asked)
         jobs = beside.embedding_jobs(
             asked, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
             deadline_s=self.settings.timeout_s,

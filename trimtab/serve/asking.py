@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
+from trimtab.adapter_names import check_mix, mix_name
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.serve import calling, media
@@ -17,6 +18,28 @@ from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, Embedd
 
 # More characters than a token ever has: a text above this times the context cannot fit, and is not worth tokenizing.
 TOKEN_CHARACTERS = 256
+
+
+class Names(Protocol):
+    """What knows the models and adapters of a server: the pool."""
+
+    def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]: ...
+
+
+def voice_of(pool: Names, asked: Any) -> tuple[str, str | None]:
+    """Return (model, adapter or mix) that a request names in `model` and `adapter`. Errors: RequestError, UnknownModelError."""
+    model, adapter = pool.resolve(asked.model)
+    given = asked.adapter
+    if given is None:
+        return model, adapter
+    if adapter is not None:
+        raise RequestError(
+            "the model names an adapter already", field="adapter", hint="Name the model alone, or leave it out"
+        )
+    if not isinstance(given, str):
+        check_mix(given, field="adapter")
+        given = mix_name(given)
+    return pool.resolve(f"{model}:{given}", field="adapter")
 
 
 def jobs_of(

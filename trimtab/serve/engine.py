@@ -1,24 +1,20 @@
 """How jobs become rows of a batch, and tokens become the text that clients are told.
 
-The engine's side of `scheduler.Engine`, on a loaded model. Adapters beyond what the plan has room for wait in host
-memory and take the place of the one that was used longest ago, never of one that a row is using or that is kept.
+The engine's side of `scheduler.Engine`, on a loaded model; its adapters are on a shelf (`shelf.py`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from trimtab.checkpoint.names import near_names
-from trimtab.errors import AdapterError, DeviceError, DoesNotFitError, RequestError, TrimtabError
+from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
 from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
@@ -26,19 +22,18 @@ from trimtab.runtime.chat import Inputs
 from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
-from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.hf_generate import Sampler
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
-from trimtab.serve.held_adapters import HeldAdapters
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
+from trimtab.serve.shelf import AdapterShelf
 
 LESS_HINT = "Send less, or try again later"
 # What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
@@ -47,7 +42,8 @@ HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not cr
 
 @dataclass(eq=False)
 class Answer:
-    """One job on its way: first a prompt, then a row; `pending` is what was decided and not told yet."""
+    """One job on its way: first a prompt, then a row; `pending` is what was decided and not told yet. is_begun: its adapter is
+    on the model, under the key that `row` has."""
 
     job: Job
     prompt: Prompt | None
@@ -56,139 +52,12 @@ class Answer:
     began: float
     first_token: float | None = None
     is_over: bool = False
+    is_begun: bool = False
     pending: list[Event] = field(default_factory=list)
     reading: Reading | None = None
     embedding: Embedding | None = None
     scores: PromptScores | None = None
     scored: list[dict[str, Any] | None] | None = None
-
-
-class AdapterShelf:
-    """Every adapter that may be asked for: all in host memory, some of them on the model.
-
-    kept: names that are never taken off. resident_limit: how many may be on the model at once (None: what the plan has
-    room for). lost: adapters that an earlier worker had and whose files can be read no more, with the reason.
-    """
-
-    def __init__(self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None) -> None:
-        self.model, self.kept, self._limit = model, set(kept), resident_limit
-        self.host = HeldAdapters(model)
-        self._held: dict[str, HeldAdapter] = {}
-        self.lost: dict[str, str] = {}
-        # The one used longest ago comes first.
-        self._resident: OrderedDict[str, None] = OrderedDict((name, None) for name in model.adapters)
-        for name in model.adapters:
-            self._held[name] = self.host.read(model.plan.request.adapters[name])
-        self.swaps = 0
-        self.swap_s: list[float] = []
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Every known adapter, sorted."""
-        return tuple(sorted(self._held))
-
-    @property
-    def held(self) -> tuple[HeldAdapter, ...]:
-        """All of them, as they wait in host memory; one of several names once."""
-        return tuple(dict.fromkeys(self._held.values()))
-
-    @property
-    def resident(self) -> tuple[str, ...]:
-        """Those on the model, the one used longest ago first."""
-        return tuple(self._resident)
-
-    def check(self, name: str | None) -> None:
-        """Raise RequestError for an adapter that is not known, AdapterError for one that is lost."""
-        if name in self.lost:
-            raise AdapterError(name, [self.lost[name]], hint="Unload it, and load it again once its files are there")
-        if name is not None and name not in self._held:
-            known = list(self._held)
-            raise RequestError(
-                "no adapter of this name is loaded", field="model", value=name, allowed=near_names(name, known) or known
-            )
-
-    def add(self, name: str, path: str | Path) -> None:
-        """Read an adapter into host memory. Errors: as `check_new`, `read` and `put`."""
-        self.check_new(name)
-        self.put(name, self.read(path, name))
-
-    def check_new(self, name: str) -> None:
-        """Raise RequestError for a name in use."""
-        if name in self._held:
-            raise RequestError("an adapter of this name is loaded", field="lora_name", value=name)
-
-    def read(self, path: str | Path, name: str) -> HeldAdapter:
-        """Return an adapter's files as they are held; may run beside the batch, on another thread.
-
-        Errors: AdapterError, also for weights that are not numbers; CheckpointError; DoesNotFitError if the host's budget
-        leaves no room.
-        """
-        return self.host.read(path, name=name)
-
-    def put(self, name: str, held: HeldAdapter) -> None:
-        """Know an adapter from now on. Errors: RequestError for a name in use or where every place is kept; DoesNotFitError
-        if what is kept leaves no room for it."""
-        self.check_new(name)
-        kept = [other for other in self._resident if other in self.kept]
-        if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
-            raise RequestError(
-                f"all {self._limit} places for adapters are kept for others", field="lora_name", value=name,
-                hint="Start the server with more --resident-adapters",
-            )  # fmt: skip
-        movable = sum(self._held[other].device_bytes for other in self._resident if other not in kept)
-        room = self.model.free_adapter_bytes() + movable
-        needed = self.model.adapter_bytes(held)
-        if needed > room:
-            raise DoesNotFitError(
-                "it is larger than all the room for adapters", block=f"adapter {name}",
-                device=str(self.model.device), needed_bytes=needed, budget_bytes=room,
-            )  # fmt: skip
-        self._held[name] = held
-        self.lost.pop(name, None)
-
-    def remove(self, name: str, in_use: Iterable[str | None]) -> None:
-        """Forget an adapter. Errors: RequestError if it is not known or a request needs it."""
-        if self.lost.pop(name, None) is not None:
-            return
-        self.check(name)
-        if name in set(in_use):
-            raise RequestError("requests are being answered with this adapter", field="lora_name", value=name)
-        if name in self._resident:
-            self.model.unload_adapter(name)
-            del self._resident[name]
-        del self._held[name]
-        self.kept.discard(name)
-
-    def has_room_for(self, name: str | None, in_use: Iterable[str | None]) -> bool:
-        """Whether an adapter is on the model or could be put there without taking off one in use."""
-        if name is None or name in self._resident:
-            return True
-        used = set(in_use) | self.kept
-        movable = [other for other in self._resident if other not in used]
-        room = self.model.free_adapter_bytes() + sum(self._held[other].device_bytes for other in movable)
-        is_place = self._limit is None or len(self._resident) - len(movable) < self._limit
-        return is_place and self.model.adapter_bytes(self._held[name]) <= room
-
-    def bring(self, name: str | None, in_use: Iterable[str | None]) -> None:
-        """Put an adapter on the model, taking off what was used longest ago. Errors: DoesNotFitError."""
-        if name is None:
-            return
-        if name not in self._resident:
-            start = time.perf_counter()
-            self._make_room(name, set(in_use) | self.kept)
-            self.model.load_adapter(name, self._held[name])
-            self._resident[name] = None
-            self.swaps += 1
-            self.swap_s = [*self.swap_s[-999:], time.perf_counter() - start]
-        self._resident.move_to_end(name)
-
-    def _make_room(self, name: str, used: set[str | None]) -> None:
-        for other in [other for other in self._resident if other not in used]:
-            is_place = self._limit is None or len(self._resident) < self._limit
-            if is_place and self.model.adapter_bytes(self._held[name]) <= self.model.free_adapter_bytes():
-                return
-            self.model.unload_adapter(other)
-            del self._resident[other]
 
 
 class LoadedEngine:
@@ -310,8 +179,9 @@ class LoadedEngine:
         return self.shelf.has_room_for(adapter, self._in_use())
 
     def _in_use(self) -> list[str | None]:
+        """Return the keys that rows and prompts on their way have."""
         used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
-        return used if self._prefilling is None else [*used, self._prefilling.job.adapter]
+        return used if self._prefilling is None else [*used, self._prefilling.row.adapter]
 
     @property
     def chunk_sizes(self) -> tuple[int, ...]:
@@ -330,7 +200,7 @@ class LoadedEngine:
         """
         self._prefilling = answer
         with self._named("reading a prompt"):
-            self.shelf.bring(answer.job.adapter, self._in_use())
+            self._begin_adapter(answer)
             if answer.embedding is not None:
                 return self.model.prefill_tokens, self._embedded(answer, answer.embedding)
             if answer.scores is not None:
@@ -345,6 +215,20 @@ class LoadedEngine:
         if is_through:
             self._prefilling = None
         return answer.prompt.chunk_tokens, is_through
+
+    def reload(self, name: str, held: Any) -> bool:
+        """Answer with an adapter's new files from the next answer on; returns whether they differ. Errors: DoesNotFitError."""
+        return self.shelf.replace(name, held, self._in_use())
+
+    def _begin_adapter(self, answer: Answer) -> None:
+        """Put an answer's adapter on the model. From here on it keeps this one, whatever its name stands for later."""
+        if answer.is_begun:
+            return
+        key = self.shelf.bring(answer.job.adapter, self._in_use())
+        answer.row.adapter, answer.is_begun = key, True
+        for one in (answer.embedding, answer.scores):
+            if one is not None:
+                one.adapter = key
 
     def arrive(self, answer: Answer) -> None:
         """Give an answer whose prompt is through its row and its first token. Errors: as `prefill`."""

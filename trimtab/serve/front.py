@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from trimtab.adapter_names import is_mix
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.app import make_app
 from trimtab.serve.channel import event_from_message, job_to_message
@@ -40,7 +41,7 @@ POLL_S = 2.0
 ASK_S = 10.0
 TICK_S = 0.05
 # Which of a worker's numbers are added over copies; of the others the largest is shown.
-ADDED = ("rows", "running", "waiting", "queue_limit", "counts", "swaps", "kv_bytes")
+ADDED = ("rows", "running", "waiting", "queue_limit", "counts", "swaps", "reloads", "kv_bytes")
 NAMES = ("adapters", "resident", "kept", "lost")
 
 log = logging.getLogger("trimtab.serve")
@@ -222,6 +223,8 @@ class Replicas:
     def _stream(self, job: Job) -> Any:
         handle, path = self._handle, None
         if job.adapter is not None:
+            if is_mix(job.adapter):
+                raise RequestError("not supported: a mix of adapters with --ray", field="adapter", value=job.adapter)
             if job.adapter not in self._adapters:  # unloaded since its name was understood
                 raise UnknownModelError(job.adapter, list(self._adapters))
             key, path = self._adapters[job.adapter]

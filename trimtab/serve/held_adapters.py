@@ -13,6 +13,7 @@ from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.errors import DoesNotFitError
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.model import LoadedModel
+from trimtab.serve.watching import files_stamp
 
 # What an adapter takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
 OBJECT_BYTES = 2**17
@@ -46,21 +47,21 @@ class HeldAdapters:
         name: for an error, and whether there is room is asked at all: None for what the plan has counted. Errors:
         DoesNotFitError before a tensor is read; as `LoadedModel.read_adapter`.
         """
-        files = _files(path)
+        files = files_stamp(path)
         with self._lock:
             held = self._by_files.get(files) if files is not None else None
             if held is not None:
                 return held
             content = _content(path)
             held = self._by_content.get(content) if content is not None else None
-            if held is not None and files is not None and files == _files(path):
+            if held is not None and files is not None and files == files_stamp(path):
                 self._by_files[files] = held
                 return held
             if name is not None:
                 self._check_room(name, path)
             held = self._model.read_adapter(path)
             # Files that change while they are read are known by nothing.
-            if files is not None and files == _files(path):
+            if files is not None and files == files_stamp(path):
                 self._by_files[files] = held
                 if content is not None:
                     self._by_content[content] = held
@@ -93,16 +94,3 @@ def _content(path: str | Path) -> str | None:
     except OSError:
         return None
     return whole.hexdigest()
-
-
-def _files(path: str | Path) -> Hashable | None:
-    """Return what two folders share only if their files are the same ones, unchanged; None if that cannot be told."""
-    known = []
-    try:
-        for name in (CONFIG_NAME, TENSORS_NAME):
-            file = Path(path) / name
-            stat = os.stat(file)
-            known.append((stat.st_dev, stat.st_ino or str(file.resolve()), stat.st_size, stat.st_mtime_ns))
-    except OSError:
-        return None
-    return tuple(known)

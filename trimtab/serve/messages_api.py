@@ -14,7 +14,18 @@ from pydantic import Discriminator, Field, Tag
 
 from trimtab.errors import RequestError
 from trimtab.serve import wire
-from trimtab.serve.wire import FIRST_ERROR, ChatRequest, Count, FunctionName, Label, Name, Strict, Text, text_or_list
+from trimtab.serve.wire import (
+    FIRST_ERROR,
+    Adapter,
+    ChatRequest,
+    Count,
+    FunctionName,
+    Label,
+    Name,
+    Strict,
+    Text,
+    text_or_list,
+)
 
 
 class CacheControl(Strict):
@@ -129,6 +140,8 @@ class Metadata(Strict):
 
 class _Question(Strict):
     model: Name
+    # Beyond Anthropic's: as for a chat.
+    adapter: Adapter | None = None
     messages: Annotated[list[Turn], Field(min_length=1), FIRST_ERROR]
     system: Annotated[
         Annotated[Text, Tag("<text>")] | Annotated[list[TextBlock], FIRST_ERROR, Tag("<list>")],
@@ -162,7 +175,7 @@ def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) 
 
     Errors: RequestError for blocks that stand where none may.
     """
-    made: dict[str, Any] = {"model": asked.model, "messages": _messages(asked)}
+    made: dict[str, Any] = {"model": asked.model, "adapter": asked.adapter, "messages": _messages(asked)}
     if asked.tools:
         made["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.tool_choice is not None:

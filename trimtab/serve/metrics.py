@@ -21,6 +21,7 @@ from prometheus_client import (
 )  # fmt: skip
 
 import trimtab
+from trimtab.adapter_names import label_of
 from trimtab.serve import journal
 from trimtab.serve.job import SPOKEN, Event
 
@@ -84,6 +85,7 @@ class Metrics:
             name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **made))
             for name, text in (
                 ("worker_restarts", "How often the worker was put back"), ("adapter_swaps", "Adapters put on the model"),
+                ("adapter_reloads", "Adapters whose changed files were read again"),
                 *((f"prefix_cache_{key}", PREFIX_CACHE[key]) for key in PREFIX_COUNTS),
             )
         }  # fmt: skip
@@ -170,6 +172,7 @@ class Metrics:
         self.grown["worker_restarts"].see(name, model["restarts"])
         if numbers:  # a worker that is not there has not counted less
             self.grown["adapter_swaps"].see(name, numbers.get("swaps", 0))
+            self.grown["adapter_reloads"].see(name, numbers.get("reloads", 0))
             for key in PREFIX_COUNTS:
                 self.grown[f"prefix_cache_{key}"].see(name, kept.get(key, 0))
         for key, value in values.items():
@@ -245,7 +248,7 @@ class Seen:
     def event(self, event: Event) -> None:
         """Take note of what the request is told."""
         now = time.monotonic()
-        labels = (self.model, self.adapter)
+        labels = (self.model, label_of(self.adapter))
         if event.kind in SPOKEN:
             if self.first_s is None:
                 self.first_s = now - self.arrived
@@ -262,7 +265,7 @@ class Seen:
         """Take note of a prompt that begins to go through the model; of several choices the first counts."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrived
-            self.metrics.queued.labels(self.model, self.adapter).observe(self.queued_s)
+            self.metrics.queued.labels(self.model, label_of(self.adapter)).observe(self.queued_s)
 
     def end(self, how: str) -> None:
         """Take note of its end, once: "done", "cancelled" or the class of the error."""
@@ -270,7 +273,7 @@ class Seen:
             return
         self.is_over = True
         seconds = time.monotonic() - self.arrived
-        labels = (self.model, self.adapter)
+        labels = (self.model, label_of(self.adapter))
         self.metrics.ended(labels, how, self.prompt_tokens, self.completion_tokens, self.cached_tokens)
         if self.leave is not None:
             self.leave(self.prompt_tokens + self.completion_tokens)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trimtab.adapter_names import check_mix, is_mix, parse_mix
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.clock import Clock
 from trimtab.serve.faults import UnknownModelError, own_folders, plain_error, told_error
@@ -96,22 +98,30 @@ class Pool:
 
     # Names ------------------------------------------------------------------------------------------------------------
 
-    def resolve(self, model_id: str) -> tuple[str, str | None]:
-        """Return (model, adapter) of an id: a model's name, "model:adapter", or an adapter's name that only one model has."""
+    def resolve(self, model_id: str, *, field: str = "model") -> tuple[str, str | None]:
+        """Return (model, adapter) of an id: a model's name, "model:adapter", or an adapter's name that only one model has. In an
+        adapter's place a mix may stand, such as "a:0.7+b:0.3". field: of the id in a request, for errors.
+
+        An adapter that was given a weight with its path answers with that weight where the id says none. Errors:
+        UnknownModelError; RequestError for a mix that is none.
+        """
         if model_id in self._members:
             return model_id, None
         model, _, adapter = model_id.partition(SEPARATOR)
-        if model in self._members and adapter in self._members[model].adapters:
-            return model, adapter
+        if model in self._members and adapter:
+            member = self._members[model]
+            if adapter in member.adapters or _names_adapter(adapter, member.adapters):
+                return model, _adapter_of(member, adapter, field)
         owners = [name for name, member in self._members.items() if model_id in member.adapters]
+        owners = owners or [name for name, member in self._members.items() if _names_adapter(model_id, member.adapters)]
         if len(owners) == 1:
-            return owners[0], model_id
+            return owners[0], _adapter_of(self._members[owners[0]], model_id, field)
         if owners:
             raise RequestError(
-                "several models have an adapter of this name", field="model", value=model_id,
+                "several models have an adapter of this name", field=field, value=model_id,
                 allowed=[f"{name}{SEPARATOR}{model_id}" for name in owners],
             )  # fmt: skip
-        raise UnknownModelError(model_id, [entry["id"] for entry in self.models()])
+        raise UnknownModelError(model_id, [entry["id"] for entry in self.models()], field=field)
 
     def context_tokens(self, model: str) -> int:
         return self._members[model].served.request.context_tokens
@@ -363,10 +373,11 @@ class Pool:
         """
         found: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
         member = self._members.get(served.name)
-        if member is None or replace(served, adapters={}, kept=()) != replace(member.served, adapters={}, kept=()):
+        if member is None or _fixed(served) != _fixed(member.served):
             found["needs_restart"].append(f"models.{served.name}")
         if member is None:
             return found
+        member.served = replace(member.served, weights=served.weights)
         named = dict(member.served.adapters)
         gone = [name for name, path in named.items() if served.adapters.get(name) != path]
         new = [name for name, path in served.adapters.items() if named.get(name) != path]
@@ -425,6 +436,25 @@ class Pool:
             "error": None if failure is None else told_error(failure, self.folders)[1]["error"]["message"],
             "context_tokens": self.context_tokens(name), "tier_bytes": _tier_bytes(plan, is_loaded=is_ready),
         }  # fmt: skip
+
+
+def _names_adapter(text: str, adapters: Mapping[str, str]) -> bool:
+    """Whether a text that is no adapter's name begins with one, as a mix does."""
+    return is_mix(text) and re.split(r"[:+]", text, maxsplit=1)[0].strip() in adapters
+
+
+def _adapter_of(member: _Member, text: str, field: str) -> str:
+    """Return the adapter or mix that a text names, with weights that were given with their paths."""
+    weights = parse_mix(text, field=field, weights=member.served.weights)
+    for name in weights:
+        if name not in member.adapters:
+            raise UnknownModelError(name, sorted(member.adapters), field=field)
+    return check_mix(weights, field=field)
+
+
+def _fixed(served: ServedModel) -> ServedModel:
+    """Return what of a model no reload changes."""
+    return replace(served, adapters={}, kept=(), weights={})
 
 
 def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, ...]:

@@ -14,6 +14,7 @@
 
     [models.gemma.adapters]
     medical = "adapters/medical"
+    style = "adapters/style:0.7"   # its change times 0.7
 
 Relative paths are relative to the file. `plan` may name a plan that `trimtab plan --save` wrote, instead of the placement.
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trimtab.adapter_names import split_weight
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
@@ -47,7 +49,8 @@ class ServedModel:
     how many adapters may be on it at once (None: as many as fit). idle_unload_s: the worker is stopped after so many quiet
     seconds (None: never). supports: which of "image" and "audio" clients may send; what the model itself lacks is refused
     in any case. decode: how steps are computed, as `trimtab.load` has it. copies: workers that answer for the
-    same model, each with so many rows.
+    same model, each with so many rows. weights: of adapters that answer with another weight than 1 where a request names
+    them alone or in a mix without a number.
     """
 
     name: str
@@ -60,6 +63,7 @@ class ServedModel:
     supports: tuple[str, ...] = MEDIA
     decode: str = "auto"
     copies: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_choice(self.decode, DECODE_MODES, field_name="decode")
@@ -228,11 +232,23 @@ def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:
 def _folder_problem(path: Any, folder: Path) -> str | None:
     if not isinstance(path, str):
         return "must be a folder's path"
-    return None if Path(_path(path, folder)).is_dir() else f"no such folder ({path})"
+    try:
+        return None if Path(_weighted(path, folder)[0]).is_dir() else f"no such folder ({path})"
+    except RequestError as exc:
+        return str(exc)
+
+
+def _weighted(text: str, folder: Path) -> tuple[str, float]:
+    """Return the folder and weight of `PATH[:WEIGHT]`, the path as the worker will read it."""
+    if Path(_path(text, folder)).is_dir():
+        return _path(text, folder), 1.0
+    path, weight = split_weight(text, field="adapters")
+    return _path(path, folder), weight
 
 
 def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
-    adapters = {key: _path(value, folder) for key, value in table.get("adapters", {}).items()}
+    weighted = {key: _weighted(value, folder) for key, value in table.get("adapters", {}).items()}
+    adapters = {key: path for key, (path, _) in weighted.items()}
     if "plan" in table:
         from trimtab.plan import Plan
 
@@ -252,7 +268,7 @@ def _made(name: str, table: Mapping[str, Any], folder: Path) -> ServedModel:
     return ServedModel(
         name=name, request=request, adapters=adapters, kept=tuple(table.get("keep", ())), rows=table.get("rows"),
         resident_limit=table.get("resident_adapters"), idle_unload_s=table.get("idle_unload_s"), supports=supports,
-        decode=table.get("decode", "auto"),
+        decode=table.get("decode", "auto"), weights={key: weight for key, (_, weight) in weighted.items() if weight != 1},
     )  # fmt: skip
 
 

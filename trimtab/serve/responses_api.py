@@ -14,6 +14,7 @@ from trimtab.errors import RequestError
 from trimtab.serve import wire
 from trimtab.serve.wire import (
     FIRST_ERROR,
+    Adapter,
     ChatRequest,
     Count,
     EmptyList,
@@ -153,6 +154,8 @@ class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
     model: Name
+    # Beyond OpenAI's: as for a chat.
+    adapter: Adapter | None = None
     input: Annotated[
         Annotated[Text, Tag("<text>")] | Annotated[list[Item], Field(min_length=1), FIRST_ERROR, Tag("<list>")],
         Discriminator(text_or_list, custom_error_type="input", custom_error_message="must be a text or a list of items"),
@@ -196,7 +199,8 @@ def loose_tools(asked: ResponsesRequest) -> list[str]:
 def chat_of(asked: ResponsesRequest) -> ChatRequest:
     """Return the same request as a chat. Errors: RequestError."""
     made: dict[str, Any] = {
-        "model": asked.model, "messages": _messages(asked), "temperature": asked.temperature, "top_p": asked.top_p,
+        "model": asked.model, "adapter": asked.adapter, "messages": _messages(asked),
+        "temperature": asked.temperature, "top_p": asked.top_p,
         "max_completion_tokens": asked.max_output_tokens, "stream": bool(asked.stream), "user": asked.user,
         "parallel_tool_calls": asked.parallel_tool_calls,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from trimtab.adapter_names import label_of, parts_of
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve.budget import Budget
 from trimtab.serve.job import Event, Job
@@ -164,8 +165,10 @@ class Scheduler:
         return len(self._arrived) == len(self._known) > 0 and not any(entry.is_prepared for entry in self._arrived)
 
     def uses(self, adapter: str | None) -> int:
-        """How many jobs, waiting ones included, need this adapter."""
-        return sum(entry.job.adapter == adapter for entry in self._known.values())
+        """How many jobs, waiting ones included, need this adapter, alone or in a mix."""
+        if adapter is None:
+            return sum(entry.job.adapter is None for entry in self._known.values())
+        return sum(adapter in parts_of(entry.job.adapter) for entry in self._known.values())
 
     def submit(self, job: Job) -> None:
         """Take a job. Errors: QueueFullError, RequestError for an id in use; what is wrong with the job itself is told."""
@@ -358,7 +361,7 @@ class Scheduler:
                 if event.kind in ("done", "error"):
                     self.counts.finished += event.kind == "done"
                     self.counts.failed += event.kind == "error"
-                    name = entry.job.adapter or ""
+                    name = label_of(entry.job.adapter)
                     self.counts.by_adapter[name] = self.counts.by_adapter.get(name, 0) + 1
                     self._forget(entry)
                     break

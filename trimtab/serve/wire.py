@@ -269,8 +269,18 @@ class ResponseFormat(Strict):
     json_schema: JsonSchema | None = None
 
 
+# Which adapter answers, by name, or name -> weight for a weighted sum of several. OpenAI's clients say it as the model's name.
+Adapter = Annotated[
+    Annotated[Name, Tag("<text>")] | Annotated[dict[Label, float], Field(max_length=64), Tag("<object>")],
+    Discriminator(
+        text_or_object, custom_error_type="adapter", custom_error_message="must be a name, or weights by name"
+    ),
+]
+
+
 class _Sampling(Strict):
     model: Name
+    adapter: Adapter | None = None
     max_tokens: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -357,6 +367,7 @@ class EmbeddingsRequest(Strict):
     """POST /v1/embeddings."""
 
     model: Name
+    adapter: Adapter | None = None
     input: Prompt
     encoding_format: Literal["float", "base64"] | None = None
     # Beyond OpenAI's: the last token's state, or the average of all.

@@ -8,6 +8,7 @@ Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", 
 
 from __future__ import annotations
 
+import logging
 import queue
 import signal
 import sys
@@ -28,9 +29,13 @@ from trimtab.serve.job import Event
 from trimtab.serve.journal import set_up_as_parent, write_traceback
 from trimtab.serve.row_count import plan_rows
 from trimtab.serve.scheduler import MistakeError, Scheduler, error_event
+from trimtab.serve.watching import LOOK_S as WATCH_S
+from trimtab.serve.watching import Watcher, files_stamp
 
 if TYPE_CHECKING:
     from trimtab.plan import Plan
+
+log = logging.getLogger("trimtab.serve")
 
 LOADING_STEP_S = 0.2
 # A worker that is busy without anything to tell, as with one long prompt, says at least so often that it lives.
@@ -83,8 +88,9 @@ class _Worker:
         self.events: list[Event] = []
         before = None if not settings.get("plan") else Plan.from_json(settings["plan"])
         lost = {} if before is None else _lost_adapters(settings)
+        stamps = {name: files_stamp(path) for name, path in settings.get("adapters", {}).items()}
         request, later = _split_adapters(settings, None if before is None else list(before.request.adapters), lost)
-        is_same = before is not None and dict(before.request.adapters) == dict(request.adapters)
+        is_same = before is not None and _has_same_adapters(before, request)
         rows = settings["rows"] if before is None else before.request.batch
         self.plan = (
             before if is_same and before is not None else _planned(request, rows, later, is_first=before is None)
@@ -98,22 +104,28 @@ class _Worker:
             resident_limit=settings.get("resident_limit"), prompt_limit=settings.get("prompt_tokens"),
         )  # fmt: skip
         self.engine.shelf.lost.update(lost)
+        self.watcher = Watcher(self.engine.shelf.read)
+        for name, path in request.adapters.items():
+            self.watcher.watch(name, path, stamps[name])
         for name, path in later.items():
             self._add_adapter(name, path, is_first=before is None)
-        # Adapters whose files are read on other threads, so that the batch goes on meanwhile: call id -> name.
-        self._reading: dict[int, str] = {}
+        # Adapters whose files are read on other threads, so that the batch goes on meanwhile: call id -> name, path, stamp.
+        self._reading: dict[int, tuple[str, str, Any]] = {}
         self._read: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
         self.is_draining = False
         self.idle: IdleTuning | None = None
 
     def _add_adapter(self, name: str, path: str, *, is_first: bool) -> None:
+        stamp = files_stamp(path)
         try:
             self.engine.shelf.add(name, path)
         except TrimtabError as exc:
             if is_first:
                 raise
-            self.engine.shelf.lost[name] = str(exc)  # one client's adapter does not keep the model from coming back
+            self.engine.shelf.lost[name] = str(exc)
+            return  # one client's adapter does not keep the model from coming back
+        self.watcher.watch(name, path, stamp)
 
     def _loading(self, done: int, of: int) -> None:
         now = time.monotonic()
@@ -126,6 +138,14 @@ class _Worker:
         self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
+        self.watcher.start()
+        try:
+            self._answer()
+        finally:
+            self.watcher.end()
+        self.model.close()
+
+    def _answer(self) -> None:
         with suppress(TrimtabError):  # what cannot be tuned is used as it is
             self.idle = idle_tuning(self.model, self.engine.batch)
         while not (self.is_draining and self.scheduler.is_idle):
@@ -134,12 +154,12 @@ class _Worker:
                 if self.is_draining and self.scheduler.is_idle:
                     break
             self._take_read()
+            self._take_changed()
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
         if self.idle is not None:
             self.idle.end()
-        self.model.close()
 
     def _use_idle_time(self) -> None:
         if self.idle is None:
@@ -151,7 +171,7 @@ class _Worker:
         if self.idle.is_over:
             self.idle = None
 
-    def _patience_s(self) -> float | None:
+    def _patience_s(self) -> float:
         """Return how long the next message may be waited for."""
         if self.scheduler.is_preparing:
             return PREPARING_S
@@ -159,7 +179,7 @@ class _Worker:
             return 0
         if self._reading:
             return READING_S
-        return None if self.idle is None else LOOK_S
+        return WATCH_S if self.idle is None else LOOK_S
 
     def _tell(self) -> None:
         if self.events or time.monotonic() - self._told > ALIVE_S:
@@ -206,28 +226,44 @@ class _Worker:
             except Exception as exc:
                 self._read.put((call_id, exc))
 
-        if name in self._reading.values():
+        if any(name == other for other, *_ in self._reading.values()):
             exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
             self._reply(call_id, lambda: _throw(exc))
             return
-        self._reading[call_id] = name
+        self._reading[call_id] = name, path, files_stamp(path)
         threading.Thread(target=read, name="trimtab-read", daemon=True).start()
 
     def _take_read(self) -> None:
         with suppress(queue.Empty):
             while self._reading:
                 call_id, held = self._read.get_nowait()
-                name = self._reading.pop(call_id)
+                name, path, stamp = self._reading.pop(call_id)
                 if isinstance(held, Exception):
                     self._reply(call_id, partial(_throw, held))
                 else:
-                    self._reply(call_id, partial(self.engine.shelf.put, name, held))
+                    self._reply(call_id, partial(self._put, name, path, stamp, held))
+
+    def _put(self, name: str, path: str, stamp: Any, held: Any) -> None:
+        self.engine.shelf.put(name, held)
+        self.watcher.watch(name, path, stamp)
+
+    def _take_changed(self) -> None:
+        """Answer with adapters whose files have changed; what is being answered ends with the old ones."""
+        with suppress(queue.Empty):
+            while True:
+                name, held = self.watcher.read_again.get_nowait()
+                try:
+                    if self.engine.reload(name, held):
+                        log.info("adapter %s was read again: its files changed", name)
+                except TrimtabError as exc:
+                    log.warning("adapter %s stays as it was: its changed files cannot be used: %s", name, exc)
 
     def _call(self, message: Mapping[str, Any]) -> None:
         match message["what"]:
             case "unload_adapter":
                 name = message["name"]
                 self.engine.shelf.remove(name, [name] if self.scheduler.uses(name) else [])
+                self.watcher.forget(name)
             case "numbers":
                 pass
             case what:
@@ -238,13 +274,13 @@ class _Worker:
         shelf, batch = self.engine.shelf, self.engine.batch
         swap_s = sorted(shelf.swap_s)
         return {
-            "adapters": list(shelf.names), "resident": list(shelf.resident), "kept": sorted(shelf.kept),
+            "adapters": list(shelf.names), "resident": list(shelf.resident), "mixes": list(shelf.mixes), "kept": sorted(shelf.kept),
             "lost": sorted(shelf.lost),
             "rows": self.engine.rows, "running": self.scheduler.running, "waiting": self.scheduler.waiting,
             "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
             "memory": self.model.memory(),
             "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
-            "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps,
+            "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps, "reloads": shelf.reloads,
             "adapter_host_bytes": shelf.host.nbytes,
             "prompt_chunks": list(batch.prompts.sizes),
             "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
@@ -265,6 +301,17 @@ def _planned(request: LoadRequest, rows: int | None, later: Mapping[str, str], *
         if is_first:
             raise
         return plan_rows(request, rows, plan_request)
+
+
+def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
+    """Whether a plan of an earlier worker counts the adapters as their files are now."""
+    from trimtab.checkpoint.adapter import read_adapter
+
+    if dict(before.request.adapters) != dict(request.adapters):
+        return False
+    planned = {name: tuple(map(tuple, stamps)) for name, stamps in before.adapter_stamps.items()}
+    now = {name: read_adapter(path).stamps for name, path in request.adapters.items()}
+    return all(planned.get(name) in (None, tuple(map(tuple, stamps))) for name, stamps in now.items())
 
 
 def _throw(exc: Exception) -> None:

@@ -4,6 +4,7 @@ import { get, hasKey, onKeyWanted, opens, useKey } from "./api.js";
 import { startChat } from "./chat.js";
 import { startChats, startDrawers } from "./chats.js";
 import { byId, counted, make, offer, rate, renew, seconds, tell } from "./dom.js";
+import { mixesOf, showMixes, startMixes } from "./mixes.js";
 import { startOptions } from "./options.js";
 import { showAdapters, startPanel } from "./panel.js";
 import { drawPicture, drawSlim } from "./picture.js";
@@ -21,6 +22,10 @@ startOptions();
 const chat = startChat(shownModel, () => showChats());
 showChats = startChats(() => chat);
 startDrawers();
+startMixes(shownModel, (voice) => {
+  byId("voice-a").value = voice;
+  show();
+}, () => show());
 
 function shownModel() {
   if (!status) return null;
@@ -62,6 +67,7 @@ function show() {
   drawSlim(model);
   showVoices(models, model);
   showAdapters(model);
+  showMixes(model);
   showRequests(status.requests ?? []);
   chat.follow(model);
 }
@@ -115,7 +121,9 @@ function showNote(model) {
 // Voices ---------------------------------------------------------------------------------------------------------------
 
 function showVoices(models, model) {
-  const voices = ({ name, adapters }) => [[name, `${name} (base)`], ...adapters.map((one) => [`${name}:${one}`, one])];
+  const voices = (one) => [
+    [one.name, `${one.name} (base)`], ...[...one.adapters, ...mixesOf(one)].map((adapter) => [`${one.name}:${adapter}`, adapter]),
+  ];
   const groups = models.length > 1 ? models.map((one) => [one.name, voices(one)]) : [[null, voices(model)]];
   offer(byId("voice-a"), groups);
   const second = byId("voice-b"), isNew = !second.options.length;

@@ -1,0 +1,104 @@
+"""Which adapters' files have changed: a thread of the worker looks once a second, and reads what is whole.
+
+A change is taken up when two looks in a row find the same files, so that a folder that is being written is left alone; files that
+cannot be read are named in the log once, and the old adapter stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
+
+LOOK_S = 1.0
+
+log = logging.getLogger("trimtab.serve")
+
+
+@dataclass(eq=False)
+class _Folder:
+    """used: the files that answers come from, or that were refused. seen: others that the last look met."""
+
+    path: str | Path
+    used: Hashable | None
+    seen: Hashable | None = None
+
+
+class Watcher:
+    """read: reads an adapter, given its path and name; called on the watching thread. `read_again` holds (name, adapter) of what
+    has changed. All methods but `look` may be called on any thread."""
+
+    def __init__(self, read: Callable[[str | Path, str], Any]) -> None:
+        self._read = read
+        self._folders: dict[str, _Folder] = {}
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self.read_again: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Look once a second from now on."""
+        threading.Thread(target=self._run, name="trimtab-watch", daemon=True).start()
+
+    def end(self) -> None:
+        self._is_over.set()
+
+    def watch(self, name: str, path: str | Path, stamp: Hashable | None) -> None:
+        """Look at an adapter's folder. stamp: `files_stamp` its files before they were read."""
+        with self._lock:
+            self._folders[name] = _Folder(path, stamp)
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self._folders.pop(name, None)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(LOOK_S):
+            try:
+                self.look()
+            except Exception:
+                log.exception("a mistake of the server while it looked at adapters")
+
+    def look(self) -> None:
+        """Look at every folder once."""
+        with self._lock:
+            folders = list(self._folders.items())
+        for name, folder in folders:
+            stamp = files_stamp(folder.path)
+            if stamp is None or stamp == folder.used:
+                folder.seen = None
+            elif stamp != folder.seen:
+                folder.seen = stamp
+            else:
+                self._take(name, folder, stamp)
+
+    def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
+        try:
+            held = self._read(folder.path, name)
+        except Exception as exc:  # files can be wrong in ways that nobody thought of
+            if files_stamp(folder.path) == stamp:  # else they changed while they were read
+                log.warning("adapter %s stays as it was: its changed files cannot be used: %s", name, exc)
+                folder.used = stamp
+            return
+        if files_stamp(folder.path) == stamp:
+            folder.used, folder.seen = stamp, None
+            self.read_again.put((name, held))
+
+
+def files_stamp(path: str | Path) -> Hashable | None:
+    """Return what two folders share only if their files are the same ones, unchanged; None if that cannot be told."""
+    known = []
+    try:
+        for name in (CONFIG_NAME, TENSORS_NAME):
+            file = Path(path) / name
+            stat = os.stat(file)
+            known.append((stat.st_dev, stat.st_ino or str(file.resolve()), stat.st_size, stat.st_mtime_ns))
+    except OSError:
+        return None
+    return tuple(known)
