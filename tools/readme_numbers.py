@@ -328,6 +328,23 @@ def small_cards(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096.\n"
 
 
+def start(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/start.json: seconds of the first process that sees a model, and of the next one."""
+    seconds = {row["what"]: row["s"] for row in results["rows"]}
+    lines = [["start", "first process, s", "next process, s"], ["---", "---:", "---:"]]
+    for what in dict.fromkeys(name.rpartition(", ")[0] for name in seconds):
+        both = (seconds[f"{what}, {when}"] for when in ("unseen", "seen"))
+        lines.append([what, *(f"{one:.2f}" if one < 1 else f"{one:.1f}" for one in both)])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    about = results["about"]
+    packages = ", ".join(f"{name} {release}" for name, release in about["versions"].items())
+    closing = (
+        f"{about['gpu']}, {about['model'].upper()}'s size with random weights, {about['gpu_memory']}, files in the page cache, "
+        f"{about['runs']} run each; Python {about['python']}, {packages}."
+    )
+    return f"{table}\n\n{closing}\n"
+
+
 SMALL_CARDS = (
     ("e2b", 2, "auto"), ("e2b", 2.5, "auto"), ("e2b", 3, "full"), ("e4b", 3.2, "auto"), ("e4b", 4, "auto"), ("e4b", 4, "full"),
     ("e4b", 6, "full"), ("qwen3-8b", 5, "auto"),
@@ -343,6 +360,7 @@ MAKERS = {
     "load": load,
     "load_text": load,
     "load_mixed": load,
+    "start": start,
 }
 
 
