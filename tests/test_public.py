@@ -12,8 +12,9 @@ import pytest
 import trimtab
 from tools import readme_numbers, rooms
 from trimtab import cli, errors
-from trimtab.commands import flags, merging, remote
+from trimtab.commands import flags, merging
 from trimtab.demo.line import FOLDER as DEMO
+from trimtab.proof.remote.report import EXIT_CANNOT_TELL
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "trimtab"
@@ -295,7 +296,7 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
     assert told == {
         0,
         merging.DIFFERS,
-        remote.CANNOT_TELL,
+        EXIT_CANNOT_TELL,
         *(code for _, code in cli.EXIT_CODES),
         cli.STOPPED,
         cli.READER_GONE,

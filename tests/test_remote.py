@@ -9,14 +9,13 @@ import torch
 import trimtab
 from bench.planted import Planted
 from trimtab import cli
-from trimtab.commands import remote
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.proof.remote import choosing, verify_remote
 from trimtab.proof.remote.channels import Channel
 from trimtab.proof.remote.faults import write_faults
 from trimtab.proof.remote.local import Reference, Row
-from trimtab.proof.remote.report import Answered, report_html, report_markdown
+from trimtab.proof.remote.report import EXIT_CANNOT_TELL, Answered, report_html, report_markdown
 from trimtab.proof.remote.verdict import nothing_to_tell
 
 STYLE, OTHER, BASE = DEMO / "adapters" / "style", DEMO / "adapters" / "rslora-dora", DEMO / "base"
@@ -192,5 +191,5 @@ def test_a_servers_words_are_escaped_on_the_page():
     assert "<script" not in marked
     assert "\x1b" not in page
     assert "[x](" not in marked
-    assert report.exit_code == remote.CANNOT_TELL
+    assert report.exit_code == EXIT_CANNOT_TELL
     assert dataclasses.asdict(report.verdict)["word"] == "cannot tell"

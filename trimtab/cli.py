@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 import trimtab
 from trimtab import interrupts, threads
 from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
+from trimtab.commands.flags import give_model
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
@@ -100,6 +101,7 @@ def _main(arguments: Sequence[str] | None) -> int:
             return 0
         options = parser().parse_args(given)
         flags = flags_of(options.parser)
+        give_model(options)
         use_color(options.color)
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
@@ -184,13 +186,13 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """Return what is installed: package -> release, None for one that is not there. Nothing is imported."""
-    found: dict[str, str | None] = {"trimtab": trimtab.__version__, "python": platform.python_version()}
+    releases: dict[str, str | None] = {"trimtab": trimtab.__version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            releases[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+            releases[name] = None
+    return releases
 
 
 def exit_codes_text() -> str:
@@ -226,19 +228,19 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        found = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
-        found.set_defaults(command=function, parser=found, name_of_command=name)
-        return found
+        made = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        made.set_defaults(command=function, parser=made, name_of_command=name)
+        return made
 
     for room in (line, chat, listing, pull, merging, bench, tune, doctor, serve):
         room.add(command)
-    for found in commands.choices.values():
-        found.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-        found.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
+    for each in commands.choices.values():
+        each.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        each.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
     commands.choices["completion"].set_defaults(top=top)
-    for name, found in commands.choices.items():
+    for name, each in commands.choices.items():
         if name not in WITHOUT_THREADS:
-            found.add_argument(
+            each.add_argument(
                 "--threads", metavar="N",
                 help=f"CPU threads (default: {threads.VARIABLE}, or as many cores as are free and allowed)",
             )  # fmt: skip

@@ -83,7 +83,7 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
     counted = {} if options.images is not None else {"images": CHAT_IMAGES}
     if is_off:
         options.prefix_cache = None
-    elif is_default and decode != "eager" and not is_saved_plan(options.model):
+    elif is_default and decode != "eager" and not is_saved_plan(options):
         counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
     given = plan_or_request(options, **counted, head="auto", decode=decode)
     adapter = chosen(options, given, base_of_several=True)

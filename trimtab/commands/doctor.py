@@ -11,18 +11,30 @@ from typing import Any
 
 from trimtab import show
 from trimtab.adapter_names import parse_unweighted
+from trimtab.checkpoint.adapter import read_adapter
+from trimtab.checkpoint.folder import find_folder
 from trimtab.commands import servers
-from trimtab.commands.flags import check_folder_of, pairs, read_device_map, read_json_object
+from trimtab.commands.flags import (
+    MAX_MEMORY,
+    add_budgets,
+    add_dtype,
+    check_folder_of,
+    pairs,
+    read_device_map,
+    read_json_object,
+)
 from trimtab.commands.saying import Command, print_json, saying
 from trimtab.commands.traces import check_model, run_lanes, run_report, run_trace
 from trimtab.errors import RequestError
 from trimtab.packages import STOCK, install_command, missing
+from trimtab.plan.max_memory import read_max_memory
+from trimtab.request import DTYPES, check_choice, full_dtype, parse_bytes
 
 STOPPED = 130
 # What each flag needs beside it to have an effect.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
     "adapter": ("model", "report"), "device_map": ("model", "report"),
-    "quant": ("model",), "gpu_memory": ("model",), "host_memory": ("model",), "max_memory": ("model",),
+    "quant": ("model",), "dtype": ("model",), "gpu_memory": ("model",), "host_memory": ("model",), "max_memory": ("model",),
     "case": ("matrix", "bisect"), "engine": ("matrix",), "pressure": ("matrix",), "timeout": ("matrix",),
     "memory_limit": ("matrix",), "device": ("matrix",), "save": ("matrix",),
     "overwrite": ("drafts",), "lanes": ("drafts",), "with_version": ("bisect",), "confirm": ("bisect",),
@@ -31,28 +43,27 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("doctor", run_doctor, "known bugs of the installed packages, and whose bug a failure is")
-    found.add_argument(
+    examined = command("doctor", run_doctor, "known bugs of the installed packages, and whose bug a failure is")
+    examined.add_argument(
         "model", metavar="MODEL", nargs="?", help="say what lies ahead of the stock stack with this model"
     )
-    found.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
-    found.add_argument(
+    examined.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
+    examined.add_argument(
         "--report", action="store_true", help="print a block to paste into a question, without private paths"
     )
-    found.add_argument(
+    examined.add_argument(
         "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key of the server MODEL"
     )
-    found.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
-    found.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
-    found.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
-    found.add_argument("--gpu-memory", metavar="SIZE", help="judge as if so much GPU memory were free")
-    found.add_argument("--host-memory", metavar="SIZE", help="judge as if so much host memory were available")
-    found.add_argument(
-        "--max-memory", metavar="FILE|JSON", help='both in transformers\' form: {"0": "4GiB", "cpu": "16GiB"}'
+    examined.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
+    examined.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
+    examined.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
+    add_dtype(examined, "bfloat16")
+    add_budgets(examined, "judge as if so much were free")
+    examined.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
+    examined.add_argument(
+        "--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1"
     )
-    found.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
-    found.add_argument("--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1")
-    cases = found.add_argument_group("cases")
+    cases = examined.add_argument_group("cases")
     cases.add_argument("--matrix", action="store_true", help="try the cases, each in a process of its own")
     cases.add_argument("--case", action="append", metavar="NAME", help="only these cases; may be repeated")
     cases.add_argument("--engine", action="append", metavar="ENGINE", help="stock or trimtab (default: both)")
@@ -69,7 +80,7 @@ def add(command: Command) -> None:
         help="what else the environments of --bisect hold (default: what the interpreter has)",
     )  # fmt: skip
     cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect once more")
-    written = found.add_argument_group("what is written")
+    written = examined.add_argument_group("what is written")
     written.add_argument("--runs", metavar="FILE", help="runs that were saved before, instead of new ones")
     written.add_argument(
         "--lanes", metavar="FILE", help="a saved report of verify --lanes: an issue on the merge, in --drafts"
@@ -93,7 +104,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.lanes:
         return run_lanes(options)
     report = _examine(options)
-    stopped = report["stopped"] or any(found.stopped for found in report["bisections"] or ())
+    stopped = report["stopped"] or any(one.stopped for one in report["bisections"] or ())
     if options.json:
         print_json({name: _json(value) for name, value in report.items() if value not in (None, ())})
     else:
@@ -112,6 +123,12 @@ def _check(options: argparse.Namespace) -> None:
             raise RequestError(f"has no effect without {wanted}", field=flag)
     for flag, path in (("--html", options.html), ("--save", options.save)):
         check_folder_of(path, flag)
+    for name in ("gpu_memory", "host_memory", "memory_limit"):
+        parse_bytes(getattr(options, name), field_name=f"--{name.replace('_', '-')}")
+    if options.dtype is not None:
+        check_choice(full_dtype(options.dtype) or "", DTYPES, field_name="dtype")
+    if options.max_memory is not None:
+        read_max_memory(read_json_object(options.max_memory, "--max-memory", MAX_MEMORY))
     if options.matrix and options.runs:
         raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
     if options.timeout is not None and options.timeout <= 0:
@@ -130,44 +147,48 @@ def _check(options: argparse.Namespace) -> None:
         from trimtab.doctor.draft import check_folder
 
         check_folder(Path(options.drafts), overwrite=options.overwrite)
+    if options.model is not None:
+        find_folder(options.model)
+    if options.adapter is not None and not Path(options.adapter).exists():
+        read_adapter(options.adapter)  # which says so
 
 
 def _examine(options: argparse.Namespace) -> dict[str, Any]:
     from trimtab.doctor.environment import read_environment
 
-    found: dict[str, Any] = dict.fromkeys(
+    report: dict[str, Any] = dict.fromkeys(
         ("environment", "verdicts", "preflight", "runs", "bisections", "drafts", "html", "stopped"), None
     )
-    found["environment"] = environment = read_environment(options.python)
+    report["environment"] = environment = read_environment(options.python)
     if options.model and not options.matrix:
-        found["preflight"] = _preflight(options, environment)
+        report["preflight"] = _preflight(options, environment)
     if options.bisect:
-        found["bisections"] = _bisect(options)
+        report["bisections"] = _bisect(options)
     if options.matrix:
-        found["runs"], found["stopped"] = _matrix(options, environment)
+        report["runs"], report["stopped"] = _matrix(options, environment)
     elif options.runs:
         from trimtab.doctor.matrix import read_runs
 
-        found["runs"] = tuple(read_runs(options.runs)["runs"])
+        report["runs"] = tuple(read_runs(options.runs)["runs"])
     # After Ctrl-C nothing that takes long: --runs makes drafts of what was saved.
-    is_other_work = options.bisect or options.matrix or options.runs or found["preflight"] is not None
-    if not found["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
-        found["verdicts"] = _probes(options)
-    if options.drafts and not found["stopped"]:
+    is_other_work = options.bisect or options.matrix or options.runs or report["preflight"] is not None
+    if not report["stopped"] and (not is_other_work or options.probe or options.drafts or options.html):
+        report["verdicts"] = _probes(options)
+    if options.drafts and not report["stopped"]:
         from trimtab.doctor.draft import write_drafts
 
-        found["drafts"] = write_drafts(
-            options.drafts, found["runs"], environment, verdicts=found["verdicts"] or (), python=options.python,
+        report["drafts"] = write_drafts(
+            options.drafts, report["runs"], environment, verdicts=report["verdicts"] or (), python=options.python,
             overwrite=options.overwrite, say=saying(options),
         )  # fmt: skip
     if options.html:
         from trimtab.doctor.report import write_report
 
-        found["html"] = str(write_report(
-            options.html, environment=environment, records=found["runs"] or (), verdicts=found["verdicts"] or (),
-            preflight=found["preflight"], drafts=found["drafts"], bisection=found["bisections"],
+        report["html"] = str(write_report(
+            options.html, environment=environment, records=report["runs"] or (), verdicts=report["verdicts"] or (),
+            preflight=report["preflight"], drafts=report["drafts"], bisection=report["bisections"],
         ))  # fmt: skip
-    return found
+    return report
 
 
 def _bars(options: argparse.Namespace, stack: ExitStack, text: str) -> Any:
@@ -194,10 +215,12 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
     from trimtab.doctor.preflight import preflight
 
     device_map = None if options.device_map is None else read_device_map(options.device_map)
-    form = '{"0": "4GiB", "cpu": "16GiB"}'
-    max_memory = None if options.max_memory is None else read_json_object(options.max_memory, "--max-memory", form)
+    max_memory = None
+    if options.max_memory is not None:
+        max_memory = read_json_object(options.max_memory, "--max-memory", MAX_MEMORY)
     return preflight(
         options.model, adapter=options.adapter, device_map=device_map, quant=options.quant or "auto", max_memory=max_memory,
+        dtype=full_dtype(options.dtype) or "bfloat16",
         gpu_memory=options.gpu_memory, host_memory=options.host_memory, python=options.python, environment=environment,
     )  # fmt: skip
 
@@ -205,7 +228,6 @@ def _preflight(options: argparse.Namespace, environment: Any) -> Any:
 def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, ...], bool | None]:
     """Return the runs that were made, and True if Ctrl-C ended them early."""
     from trimtab.doctor.matrix import run_matrix, saving
-    from trimtab.request import parse_bytes
 
     given: dict[str, Any] = {
         "cases": options.case, "pressure": options.pressure, "python": options.python, "model": options.model,

@@ -9,23 +9,31 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import parse_adapters, parse_unweighted
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.request import DECODE_MODES, HEAD_CHOICES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
 
+MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
 
-def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: bool = False) -> None:
-    """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known."""
-    found.add_argument("model", metavar="MODEL", help=model_help)
-    group = found.add_argument_group("placement")
+
+def add_placement(
+    command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True
+) -> None:
+    """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known.
+
+    takes_plan: whether a plan that was saved may stand in place of all of it.
+    """
+    model = command.add_argument("model", metavar="MODEL", help=model_help)
+    if takes_plan:
+        command.add_argument(
+            "--plan", metavar="FILE", action=InPlaceOf, other=model, shifts=command,
+            help="load the plan that `trimtab plan --save FILE` wrote, in place of MODEL and the placement flags",
+        )  # fmt: skip
+    group = command.add_argument_group("placement")
     add_adapters(group, "load this adapter", weights=weights)
-    found.set_defaults(takes_weights=weights)
-    group.add_argument("--gpu-memory", metavar="SIZE", help="budget, such as 4GiB or 4G (default: what is free)")
-    group.add_argument("--host-memory", metavar="SIZE", help="budget, such as 16GiB (default: what is available)")
-    group.add_argument(
-        "--max-memory", metavar="FILE|JSON", help='both budgets in transformers\' form: {"0": "4GiB", "cpu": "16GiB"}'
-    )
+    command.set_defaults(takes_weights=weights)
+    add_budgets(group)
     group.add_argument(
         "--quant", metavar="FORMAT", help=f"{', '.join(QUANTS)} (default: the checkpoint's own, or nf4-dq)"
     )
@@ -34,11 +42,7 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: b
         help=f"the output head: {', '.join(HEAD_CHOICES)} "
         "(default: auto, 8 bits where they keep more of the decoder on the GPU; bench and verify: full)",
     )  # fmt: skip
-    group.add_argument(
-        "--dtype",
-        metavar="DTYPE",
-        help="bf16, fp16, fp32 or in full: bfloat16, ... (default: bfloat16, on GPUs without it what the plan says)",
-    )
+    add_dtype(group, "bfloat16, on GPUs without it what the plan says")
     group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
     group.add_argument(
         "--place", action="append", metavar="PATTERN=TIER",
@@ -55,10 +59,29 @@ def add_placement(found: argparse.ArgumentParser, *, model_help: str, weights: b
         "--prefix-cache", metavar="SIZE",
         help="host memory for keys and values, for later prompts with the same prefix, such as 1GiB (default: no cache)",
     )  # fmt: skip
-    group.add_argument("--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N (default: auto)")
+    add_device(group)
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
     )
+
+
+def add_budgets(group: Any, what: str = "budget") -> None:
+    """Add the flags of how much memory may be taken, the same on every command."""
+    group.add_argument("--gpu-memory", metavar="SIZE", help=f"{what}, such as 4GiB or 4G (default: what is free)")
+    group.add_argument("--host-memory", metavar="SIZE", help=f"{what}, such as 16GiB (default: what is available)")
+    group.add_argument("--max-memory", metavar="FILE|JSON", help=f"both in transformers' form: {MAX_MEMORY}")
+
+
+def add_dtype(group: Any, default: str) -> None:
+    """Add --dtype. default: what is computed in without it, for people."""
+    group.add_argument(
+        "--dtype", metavar="DTYPE", help=f"bf16, fp16, fp32 or in full: bfloat16, ... (default: {default})"
+    )
+
+
+def add_device(group: Any, what: str = "") -> None:
+    """Add --device. what: what it decides, where that is not the whole command."""
+    group.add_argument("--device", metavar="DEVICE", help=f"{what}auto, cpu, cuda or cuda:N (default: auto)")
 
 
 def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any) -> None:
@@ -97,16 +120,52 @@ def decode_of(options: argparse.Namespace) -> str:
 
 
 class InPlaceOf(argparse.Action):
-    """A flag that takes the place of a positional argument: with it, that one may be missing."""
+    """A flag that takes the place of a positional argument: with it, that one may be missing.
 
-    def __init__(self, *arguments: Any, other: argparse.Action, **options: Any) -> None:
+    `IN_PLACE` of the options holds the positional arguments that flags stand for. shifts: the command, where what is given takes
+    the places from the first on, so that none is known to be missing before `give_model` has seen them.
+    """
+
+    def __init__(
+        self, *arguments: Any, other: argparse.Action, shifts: argparse.ArgumentParser | None = None, **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
-        self._other = other
+        self._other, self._shifts = other, shifts
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         # Not nargs="?": before Python 3.13 that takes nothing where a flag stands between MODEL and PROMPT.
-        self._other.required = False
+        for action in (self._other,) if self._shifts is None else self._shifts._actions:
+            if not action.option_strings:
+                action.required = False
         setattr(namespace, self.dest, values)
+        setattr(namespace, IN_PLACE, {*getattr(namespace, IN_PLACE, ()), self._other.dest})
+
+
+IN_PLACE = "in_place"
+
+
+def give_model(options: argparse.Namespace) -> None:
+    """Let the file of --plan stand in MODEL's place, and what was read as MODEL in the next one's.
+
+    Errors: RequestError if a model is given too; CheckpointError if the file is not there.
+    """
+    path = getattr(options, "plan", None)
+    if path is None:
+        return
+    positional = [action for action in options.parser._actions if not action.option_strings]
+    given = [value for action in positional if (value := getattr(options, action.dest)) is not None]
+    free = [action for action in positional if action.dest not in getattr(options, IN_PLACE)]
+    if len(given) > len(free):
+        raise RequestError("gives the model, as MODEL does", field="--plan", value=path, hint="Give one")
+    if len(given) < len(free):
+        options.parser.error(f"the following arguments are required: {free[len(given)].metavar}")
+    if not Path(path).is_file():
+        raise CheckpointError("there is no such plan", path=path, hint="`trimtab plan MODEL --save FILE` writes one")
+    for action in positional:
+        setattr(options, action.dest, None)
+    options.model = path
+    for action, value in zip(free, given, strict=True):
+        setattr(options, action.dest, value)
 
 
 # What a flag of the placement group fills in LoadRequest. `run` counts pictures and sound itself.
@@ -143,9 +202,9 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
             value = tuple(value)
         values[PLACEMENT[name]] = value
     if getattr(options, "max_memory", None) is not None:
-        asked = read_json_object(options.max_memory, "--max-memory", '{"0": "4GiB", "cpu": "16GiB"}')
+        max_memory = read_json_object(options.max_memory, "--max-memory", MAX_MEMORY)
         given = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
-        values |= merged_budgets(asked, device=values.get("device", "auto"), **given)
+        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **given)
     return LoadRequest(**values)
 
 
@@ -154,7 +213,7 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
 
     counted: as in `load_request`. Errors: RequestError for a flag beside a saved plan, which it would not change.
     """
-    if not is_saved_plan(options.model):
+    if not is_saved_plan(options):
         return load_request(options, **counted)
     for name in given_flags(options):
         flag = f"--{name.replace('_', '-')}"
@@ -177,9 +236,10 @@ def check_folder_of(path: str | None, flag: str) -> None:
         raise RequestError("there is no such folder", field=flag, value=str(Path(path).parent))
 
 
-def is_saved_plan(model: str) -> bool:
-    """Return whether MODEL is the file of a plan."""
-    return model.endswith(".json") and Path(model).is_file()
+def is_saved_plan(options: argparse.Namespace) -> bool:
+    """Return whether the model is the file of a plan: that of --plan, or MODEL."""
+    path = Path(options.model)
+    return getattr(options, "plan", None) is not None or (path.suffix == ".json" and path.is_file())
 
 
 def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[str, str]:

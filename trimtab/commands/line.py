@@ -5,17 +5,22 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import trimtab
 from trimtab import show
-from trimtab.adapter_names import MIX_FORM
+from trimtab.adapter_names import MIX_FORM, parse_unweighted
 from trimtab.commands.flags import (
     TEXT_FILE_BYTES,
     InPlaceOf,
+    add_budgets,
     add_decode,
+    add_device,
+    add_dtype,
     add_placement,
     add_sampling,
     as_text,
@@ -42,7 +47,7 @@ from trimtab.request import LoadRequest
 def add(command: Command) -> None:
     """Add the four commands."""
     planned = command("plan", run_plan, "where every block of a model goes, without loading it")
-    add_placement(planned, model_help="a checkpoint folder, or a hub id that is in the local cache")
+    add_placement(planned, model_help="a checkpoint folder, or a hub id that is in the local cache", takes_plan=False)
     planned.add_argument(
         "--card",
         metavar="CARD",
@@ -60,7 +65,7 @@ def add(command: Command) -> None:
     add_decode(planned)
 
     inspected = command("inspect", run_inspect, "what an adapter targets, and what of it a model would take")
-    inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote")
+    inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote: [NAME=]PATH")
     inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
     inspected.add_argument(
         "--patched", metavar="OUT", help="write a copy whose config names the inner linears of MODEL, for stock PEFT"
@@ -103,7 +108,10 @@ def add(command: Command) -> None:
     add_decode(ran)
     add_sampling(ran)
 
-    command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
+    shown = command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
+    add_budgets(shown, "of the split model")
+    add_dtype(shown, "bfloat16")
+    add_device(shown)
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -170,6 +178,8 @@ def _as_flags(change: str) -> str:
 def run_inspect(options: argparse.Namespace) -> int:
     if options.patched is not None and options.model is None:
         raise RequestError("has no effect without --model", field="--patched", value=options.patched)
+    if not Path(options.adapter).exists():
+        options.adapter = next(iter(parse_unweighted([options.adapter], field="ADAPTER").values()))
     report = trimtab.inspect(options.adapter, model=options.model)
     if options.patched is not None:
         report |= {"patched": _patch(options)}
@@ -274,7 +284,9 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
 def run_demo(options: argparse.Namespace) -> int:
     from trimtab.demo import line
 
-    report = line.run((lambda text: None) if options.json else (lambda text: print(text, flush=True)))
+    options.model = str(line.FOLDER / "base")
+    say: Callable[[str], None] = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
+    report = line.run(say, load_request(options))
     if options.json:
         print_json(report)
     return 0

@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import shtab
 from trimtab.api import plan_request
 from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
 from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
+from trimtab.commands.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
 from trimtab.request import LoadRequest
@@ -23,6 +25,8 @@ SHELLS = ("bash", "zsh", "fish")
 ADAPTER_CONFIG = "adapter_config.json"
 # How deep below DIR a model or adapter may lie, and how many folders are looked into: a home folder is not searched whole.
 DEPTH, MOST_FOLDERS = 3, 10_000
+# The flags of `models` that decide its plans.
+PLACED = ("gpu_memory", "host_memory", "max_memory", "dtype", "device")
 # By metavar, what a shell completes.
 _FILES = {"FILE": shtab.FILE, **dict.fromkeys(("FOLDER", "MODEL", "ADAPTER", "DIR", "OUT"), shtab.DIRECTORY)}
 
@@ -32,6 +36,9 @@ def add(command: Command) -> None:
     models = command("models", run_models, "the models of a folder or the hub's cache, and whether they fit here")
     models.add_argument("folder", metavar="DIR", nargs="?", help="look below this folder (default: the hub's cache)")
     models.add_argument("--quick", action="store_true", help="list them without planning each one")
+    add_budgets(models)
+    add_dtype(models, "bfloat16, on GPUs without it what the plan says")
+    add_device(models, "where they would run: ")
     adapters = command("adapters", run_adapters, "the adapters below a folder, and which models they fit")
     adapters.add_argument("folder", metavar="DIR", help="look below this folder")
     adapters.add_argument(
@@ -52,14 +59,19 @@ def run_models(options: argparse.Namespace) -> int:
     folder = hub_cache() if options.folder is None else Path(options.folder)
     if options.folder is not None and not folder.is_dir():
         raise RequestError("no such folder", field="DIR", value=options.folder)
-    found = [_model(name, plans=not options.quick) for name in _model_names(folder)]
+    for name in PLACED if options.quick else ():
+        if getattr(options, name) is not None:
+            raise RequestError("has no effect beside --quick", field=f"--{name.replace('_', '-')}")
+    options.model = ""
+    request = None if options.quick else load_request(options, head="auto")
+    models = [_model(name, request) for name in _model_names(folder)]
     if options.json:
-        print_json({"folder": str(folder), "models": found})
+        print_json({"folder": str(folder), "models": models})
         return 0
-    if not found:
+    if not models:
         print(f"no models in {folder}", file=sys.stderr)
-    rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in found)]
-    _print_table(rows if found else [])
+    rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in models)]
+    _print_table(rows if models else [])
     return 0
 
 
@@ -74,7 +86,8 @@ def _model_names(folder: Path) -> list[str]:
     return [str(path.parent) for path in _below(folder, CONFIG) if not (path.parent / ADAPTER_CONFIG).is_file()]
 
 
-def _model(name: str, *, plans: bool) -> dict[str, Any]:
+def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
+    """Return what is known of a model. request: what it is planned as, None to leave that out."""
     about: dict[str, Any] = {"model": name}
     try:
         checkpoint = read_checkpoint(name)
@@ -85,9 +98,9 @@ def _model(name: str, *, plans: bool) -> dict[str, Any]:
             "bytes": sum(entry.nbytes for entry in checkpoint.tensors.values()),
             "format": (checkpoint.quantization or {}).get("quant_method") or _dtype(checkpoint.tensors.values()),
         }  # fmt: skip
-        if not plans:
+        if request is None:
             return about
-        plan = plan_request(LoadRequest(model=name, head="auto"))
+        plan = plan_request(replace(request, model=name))
     except TrimtabError as exc:
         return about | {"fits": False, "reason": str(exc).splitlines()[0]}
     tiers = Counter(plan.tiers().values())

@@ -10,14 +10,23 @@ from typing import Any
 import trimtab
 from trimtab import show
 from trimtab.commands import remote
-from trimtab.commands.flags import adapter_to_use, add_adapters, add_placement, load_request, plan_or_request
-from trimtab.commands.saying import Command, print_json, saying
+from trimtab.commands.flags import (
+    adapter_to_use,
+    add_adapters,
+    add_budgets,
+    add_device,
+    add_dtype,
+    add_placement,
+    load_request,
+    plan_or_request,
+)
+from trimtab.commands.saying import Command, give_report, print_json, saying
 from trimtab.errors import RequestError
 from trimtab.request import LoadRequest
 
 DIFFERS = 1
 # What --check alone uses, and the dtype's other spellings among verify's routes.
-CHECK_FLAGS = ("gpu_memory", "host_memory", "device")
+CHECK_FLAGS = ("gpu_memory", "host_memory", "max_memory", "device")
 SHORT_ROUTES = {"bfloat16": "bf16"}
 
 
@@ -27,7 +36,7 @@ def add(command: Command) -> None:
     merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id that is in the local cache")
     merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
     add_adapters(merged, "merge this adapter; a weight of -1 takes a merged one out again", weights=True, default=[])
-    merged.add_argument("--dtype", metavar="DTYPE", help="bf16, fp16 or fp32 (default: as the files have it)")
+    add_dtype(merged, "as the files have it")
     merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a checkpoint for bitsandbytes")
     merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     merged.add_argument(
@@ -35,9 +44,8 @@ def add(command: Command) -> None:
         action="store_true",
         help="read the result again and prove it, and compare its answers with the adapter's",
     )
-    for flag, what in (("--gpu-memory", "GPU memory"), ("--host-memory", "host memory")):
-        merged.add_argument(flag, metavar="SIZE", help=f"the {what} that the models of --check may take, such as 4GiB")
-    merged.add_argument("--device", metavar="DEVICE", help="where --check computes: auto, cpu, cuda or cuda:N")
+    add_budgets(merged, "what each model of --check may take")
+    add_device(merged, "where --check computes: ")
 
     verified = command("verify", run_verify, "whether two routes to the same answer agree; exit code 1 if they do not")
     add_placement(verified, model_help="a checkpoint folder, a cached hub id, or a saved plan")
@@ -86,13 +94,11 @@ def run_merge(options: argparse.Namespace) -> int:
 
 
 def _to_compare(options: argparse.Namespace, request: Any) -> LoadRequest | None:
-    """Return what is loaded to compare answers with where there is one adapter, whole; None otherwise."""
-    if len(request.adapters) != 1 or request.adapters[0].weight != 1.0:
-        return None
-    part = request.adapters[0]
-    budgets = {name: options_of for name, options_of in vars(options).items() if name in CHECK_FLAGS}
-    asked = argparse.Namespace(model=options.model, adapter=[f"{part.name}={part.path}:1"], **budgets)
-    return load_request(asked)
+    """Return what is loaded to compare answers with where there is one adapter, whole; None otherwise. Errors: RequestError."""
+    budgets = {name: value for name, value in vars(options).items() if name in CHECK_FLAGS}
+    adapters = [f"{part.name}={part.path}:1" for part in request.adapters if part.weight == 1.0]
+    compared = load_request(argparse.Namespace(model=options.model, adapter=adapters, **budgets))
+    return compared if len(request.adapters) == len(adapters) == 1 else None
 
 
 def _new_tokens(options: argparse.Namespace) -> int:
@@ -102,26 +108,26 @@ def _new_tokens(options: argparse.Namespace) -> int:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    if remote.is_asked(options):
-        return remote.run(options)
+    """Return 0 the same, 1 not; of a server 0 alive, 1 ignored or wrong, 9 it cannot be told."""
     from trimtab.proof.report import check_save_path
 
     if options.save:
         check_save_path(options.save)
+    if remote.is_server(options):
+        on_server = remote.report_on(options)
+        give_report(on_server, options)
+        return on_server.exit_code
+    report = _compare(options)
+    give_report(report, options)
+    return 0 if report.ok else DIFFERS
+
+
+def _compare(options: argparse.Namespace) -> Any:
     given = plan_or_request(options)
     if options.use is not None:
         adapter_to_use(options.use, list((given if isinstance(given, LoadRequest) else given.request).adapters))
-    report = trimtab.verify(
+    return trimtab.verify(
         given, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
         new_tokens=_new_tokens(options), lanes=options.lanes, say=saying(options),
     )  # fmt: skip
-    if options.save:
-        report.save(options.save)
-    if options.json:
-        print_json(report.to_json())
-    else:
-        print(report)
-        if options.save:
-            print(f"written: {options.save}", file=sys.stderr)
-    return 0 if report.ok else DIFFERS

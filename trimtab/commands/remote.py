@@ -1,23 +1,25 @@
-"""What `trimtab verify` does with a server: flags of its own, and the report on the server's adapter."""
+"""What `trimtab verify` asks of a server: flags of its own, and the report on the server's adapter."""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from typing import TYPE_CHECKING
 
 from trimtab.commands.flags import is_saved_plan, load_request
-from trimtab.commands.saying import print_json, saying
+from trimtab.commands.saying import saying
 from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.proof.remote.report import RemoteReport
 
 # Flags of `verify` that say how our own routes are compared; a server has none of them.
 _NO_EFFECT = ("head", "python", "lanes", "context", "images", "audio_s", "batch")
-CANNOT_TELL = 9
 _FLAGS = ("remote_model", "remote_base", "api_key_env", "send_prompts", "deadline")
 
 
-def add(found: argparse.ArgumentParser) -> None:
+def add(command: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    group = found.add_argument_group("a server (--against http://HOST:PORT/v1 or ollama:NAME)")
+    group = command.add_argument_group("a server (--against http://HOST:PORT/v1 or ollama:NAME)")
     group.add_argument("--remote-model", metavar="NAME", help="the server's name for the model with the adapter")
     group.add_argument(
         "--remote-base", metavar="NAME", help="the server's name for the base: measures precision and noise"
@@ -29,7 +31,7 @@ def add(found: argparse.ArgumentParser) -> None:
     )
 
 
-def is_asked(options: argparse.Namespace) -> bool:
+def is_server(options: argparse.Namespace) -> bool:
     """Return whether a server is asked. Errors: RequestError for a flag of a server without one."""
     if options.against.startswith(("http://", "https://", "ollama:")):
         return True
@@ -42,37 +44,25 @@ def is_asked(options: argparse.Namespace) -> bool:
     return False
 
 
-def run(options: argparse.Namespace) -> int:
-    """Print the report on a server's adapter; return 0 alive, 1 ignored or wrong, 9 cannot tell."""
+def report_on(options: argparse.Namespace) -> RemoteReport:
+    """Return the report on a server's adapter. Errors: RequestError for a flag without effect; as `verify_remote`."""
     from trimtab.proof.remote.client import DEADLINE_S
     from trimtab.proof.remote.verify_remote import NEW_TOKENS, verify_remote
-    from trimtab.proof.report import check_save_path
 
     for name in _NO_EFFECT:
         if getattr(options, name, None) not in (None, False):
             raise RequestError("has no effect on the answers of a server", field=f"--{name.replace('_', '-')}")
-    if is_saved_plan(options.model):
+    if is_saved_plan(options):
         raise RequestError("a saved plan is in one precision; name the checkpoint", field="MODEL", value=options.model)
     if options.deadline is not None and not 0 < options.deadline <= 86_400:
         raise RequestError("must be between 0 and 86400 seconds", field="--deadline", value=options.deadline)
     new_tokens = NEW_TOKENS if options.max_new_tokens is None else options.max_new_tokens
     if not 1 <= new_tokens <= 64:
         raise RequestError("must be between 1 and 64 for a server", field="--max-new-tokens", value=new_tokens)
-    if options.save:
-        check_save_path(options.save)
     placed = load_request(options)
-    report = verify_remote(
+    return verify_remote(
         options.model, adapters=placed.adapters, placed=placed, adapter=options.use,
         against=options.against, remote_model=options.remote_model, remote_base=options.remote_base,
         prompts=options.prompts, send_prompts=options.send_prompts, quant=options.quant, api_key_env=options.api_key_env,
         deadline_s=options.deadline or DEADLINE_S, new_tokens=new_tokens, say=saying(options),
     )  # fmt: skip
-    if options.save:
-        report.save(options.save)
-    if options.json:
-        print_json(report.to_json())
-    else:
-        print(report)
-        if options.save:
-            print(f"written: {options.save}", file=sys.stderr)
-    return report.exit_code

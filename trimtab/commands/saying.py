@@ -30,6 +30,30 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, default=str))
 
 
+class Report(Protocol):
+    """What a long command ends with: a text for people, JSON, and a file."""
+
+    def to_json(self) -> dict[str, Any]: ...
+
+    def save(self, path: str) -> None: ...
+
+
+def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[Any, str], None] | None = None) -> None:
+    """Print a report, as --json says, after writing it to --save and drawing it into --picture, where the command has them."""
+    picture = None if draw is None else options.picture
+    if options.save:
+        report.save(options.save)
+    if picture and draw is not None:
+        draw(report, picture)
+    if options.json:
+        print_json(report.to_json())
+        return
+    print(report)
+    for path in (options.save, picture):
+        if path:
+            print(f"written: {path}", file=sys.stderr)
+
+
 COLORS = ("auto", "always", "never")
 
 

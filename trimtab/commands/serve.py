@@ -11,7 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import parse_adapters
-from trimtab.commands.flags import InPlaceOf, add_decode, add_placement, decode_of, given_flags, pairs, plan_or_request
+from trimtab.commands.flags import (
+    InPlaceOf,
+    add_decode,
+    add_placement,
+    decode_of,
+    given_flags,
+    is_saved_plan,
+    pairs,
+    plan_or_request,
+    read_text,
+)
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
@@ -28,14 +38,15 @@ NO_KEY = "from-the-environment"
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
+    served = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
     add_placement(
-        found, model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)", weights=True
+        served,
+        model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)",
+        weights=True,
     )
-    found.set_defaults(parser=found)
-    group = found.add_argument_group("serving")
+    group = served.add_argument_group("serving")
     group.add_argument(
-        "--config", metavar="FILE", action=InPlaceOf, other=next(one for one in found._actions if one.dest == "model"),
+        "--config", metavar="FILE", action=InPlaceOf, other=next(one for one in served._actions if one.dest == "model"),
         help="a TOML file with everything that these flags say, the models too; flags beside it win",
     )  # fmt: skip
     group.add_argument("--name", metavar="NAME", help="what clients call the model (default: its folder's name)")
@@ -107,7 +118,7 @@ def add(command: Command) -> None:
         help="debug, info, warning or error; info has one line per request, without its text (default: info)",
     )  # fmt: skip
     group.add_argument("--no-page", action="store_true", help="no page at /")
-    ray = found.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
+    ray = served.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
     ray.add_argument("--ray", action="store_true", help="deploy on Ray; a local one is started if none is reachable")
     ray.add_argument(
         "--replicas", metavar="N", help="copies of each model; LOW..HIGH lets Ray follow the load (default: 1)"
@@ -211,7 +222,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     if _is_here(options):
         find_folder(request.model)  # before a name for clients is made of what is no folder
     served = ServedModel(
-        name=options.name or _name(path), request=request, adapters=adapters, kept=tuple(options.keep or ()),
+        name=options.name or _name(options), request=request, adapters=adapters, kept=tuple(options.keep or ()),
         rows=options.rows, resident_limit=options.resident_adapters,
         idle_unload_s=options.idle_unload, decode=decode_of(options), weights=weights_of(options),
     )  # fmt: skip
@@ -231,9 +242,10 @@ def _is_here(options: argparse.Namespace) -> bool:
     return options.print_config is None and options.ray_address is None and not options.ray
 
 
-def _name(path: Path) -> str:
+def _name(options: argparse.Namespace) -> str:
     """Return what clients call a model without --name: its folder's or plan's name; a hub id as it is."""
-    if path.suffix == ".json" and path.is_file():
+    path = Path(options.model)
+    if is_saved_plan(options):
         return path.stem
     return path.resolve().name if path.exists() else path.as_posix()
 
@@ -280,11 +292,7 @@ def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
     if os.environ.get(variable):
         keys.append(os.environ[variable])
     if path is not None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as exc:
-            raise RequestError("cannot be read", field=flag, value=path) from exc
-        held = [line.strip() for line in lines if line.strip()]
+        held = [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
         if not held:
             raise RequestError("holds no key", field=flag, value=path)
         keys += held

@@ -12,7 +12,19 @@ from trimtab.commands.saying import print_json
 from trimtab.errors import RequestError
 
 # Flags of the doctor that go with neither.
-_OTHERS = ("matrix", "bisect", "runs", "drafts", "html", "probe", "quant", "gpu_memory", "host_memory")
+_OTHERS = (
+    "matrix",
+    "bisect",
+    "runs",
+    "drafts",
+    "html",
+    "probe",
+    "quant",
+    "dtype",
+    "gpu_memory",
+    "host_memory",
+    "max_memory",
+)
 TAKES = (
     "MODEL is a folder or a hub id in the local cache; an error's text goes to --trace FILE, a device map to --device-map "
     "FILE, an adapter to --adapter FOLDER"

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 from trimtab import show
-from trimtab.commands.flags import add_placement, load_request
+from trimtab.commands.flags import add_placement, check_folder_of, plan_or_request
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import RequestError
+from trimtab.plan import Plan
 
 # The 4-bit kernels decode each weight once for up to so many rows (runtime/cuts.py).
 MOST_ROWS = 8
@@ -18,7 +19,7 @@ MOST_ROWS = 8
 def add(command: Command) -> None:
     """Add the command."""
     tuned = command("tune", run_tune, "measure which launch configurations of the GPU kernels are fastest on this card")
-    add_placement(tuned, model_help="a checkpoint folder, or a hub id that is in the local cache")
+    add_placement(tuned, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
     tuned.add_argument("--rows", type=int, default=8, metavar="N", help="rows decoded together, 1 to 8 (default: 8)")
     tuned.add_argument(
         "--export", metavar="FILE", help="write all that was tuned on this card as a file that can be shipped"
@@ -32,7 +33,9 @@ def run_tune(options: argparse.Namespace) -> int:
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
-    plan = plan_request(load_request(options, batch=options.rows, images=0, audio_s=0.0))
+    check_folder_of(options.export, "--export")
+    given = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0)
+    plan = given if isinstance(given, Plan) else plan_request(given)
     if not plan.execution_device.startswith("cuda"):
         raise RequestError(
             f"the model runs on {plan.execution_device}; launch configurations are of GPU kernels", field="device",

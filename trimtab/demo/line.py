@@ -17,6 +17,7 @@ from trimtab import demo, show
 from trimtab.errors import CheckpointError, DoesNotFitError, ParityError, gib
 from trimtab.plan.picture import draw
 from trimtab.proof.criterion import DRAWS, FALSE_ALARM_RATE
+from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
     from trimtab.proof.compare import Noise
@@ -40,15 +41,16 @@ class Ask:
     expected: str
 
 
-def run(say: Say) -> dict[str, Any]:
-    """Return what was planned, answered and compared, after telling it step by step.
+def run(say: Say, placed: LoadRequest | None = None) -> dict[str, Any]:
+    """Return what was planned, answered and compared, after saying it step by step.
 
-    Errors: ParityError if a logit of the split model differs from the all-resident one's by more than noise;
-    CheckpointError, with how to get it back, if a file of the bundled model is missing or damaged.
+    placed: budgets of the split model, and dtype and device of both; a tight budget by default. Errors: ParityError if a logit of
+    the split model differs from the all-resident one's by more than noise; CheckpointError, with how to get it back, if a file of
+    the bundled model is missing or damaged.
     """
     check_files()
     try:
-        return _run(say)
+        return _run(say, placed or LoadRequest(model=str(FOLDER / "base")))
     except CheckpointError as exc:
         if exc.hint == GET_IT_BACK or not exc.path.startswith(str(FOLDER)):
             raise
@@ -74,16 +76,16 @@ def check_files() -> None:
         )
 
 
-def _run(say: Say) -> dict[str, Any]:
+def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     options: dict[str, Any] = {
         "adapters": {name: FOLDER / "adapters" / name for name in ADAPTERS}, "context": CONTEXT_TOKENS,
-        "images": 1, "audio_s": 1.0, "head": "full",
+        "images": 1, "audio_s": 1.0, "head": "full", "dtype": placed.dtype, "device": placed.device,
     }  # fmt: skip
     asks = read_asks(list(options["adapters"]))
     say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.")
     say(f"files: {FOLDER}\n")
     whole = trimtab.plan(FOLDER / "base", place={"*": "resident"}, **options)
-    split = _split_plan(whole, options)
+    split = _split_plan(whole, options, placed)
     peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
     say(
         f"1. plan: with every weight resident {whole.execution_device} holds {peaks[0]} at its peak, split {peaks[1]}\n"
@@ -181,8 +183,12 @@ def read_asks(adapters: Sequence[str]) -> list[Ask]:
     return asks
 
 
-def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any]) -> trimtab.Plan:
-    """Return a plan in which tables are gathered and blocks streamed, for a budget little above the smallest one."""
+def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadRequest) -> trimtab.Plan:
+    """Return the plan of a given budget, else one in which tables are gathered and blocks streamed, for a budget little above
+    the smallest one."""
+    options = {**options, "host_memory": placed.host_memory_bytes}
+    if placed.gpu_memory_bytes is not None:
+        return trimtab.plan(FOLDER / "base", gpu_memory=placed.gpu_memory_bytes, **options)
     try:
         trimtab.plan(FOLDER / "base", gpu_memory=1, **options)
     except DoesNotFitError as exc:

@@ -82,11 +82,11 @@ def preflight(
     asked (None: this one). machine, environment: given where they are known already.
     Errors: CheckpointError, AdapterError for folders that are not a model or an adapter; RequestError.
     """
+    gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
+    host_bytes = parse_bytes(host_memory, field_name="host_memory")
     checkpoint = read_checkpoint(model)
     asked_map = check_map(device_map)
     environment = environment or read_environment(python)
-    gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
-    host_bytes = parse_bytes(host_memory, field_name="host_memory")
     device, disk_bytes = "auto", None
     if max_memory is not None:
         asked = merged_budgets(max_memory, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, device=device)

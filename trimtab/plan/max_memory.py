@@ -104,7 +104,7 @@ def _size(key: Any, value: Any) -> int:
             "a small b means bits in transformers' form", field=where, value=value, allowed=("4GB", "4GiB"),
             hint="Write B for bytes",
         )  # fmt: skip
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise RequestError("not a size", field=where, value=value, allowed=("4GiB", "500MB", "a whole number of bytes"))
     size = parse_bytes(value, field_name=where)
     assert size is not None  # only None gives None

@@ -32,7 +32,7 @@ from trimtab.serve.quotas import KeyLimits
 # What a file holds that is no flag.
 TABLES = ("models", "limits", "keys", "adapters")
 # What makes no sense in a file, or is written in a table of its own.
-NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
+NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config", "plan")
 KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
 # Paths as they stand, and what may also be a hub id.
 PATHS, NAMES = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map"), ("model",)
