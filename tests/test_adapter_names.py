@@ -49,7 +49,7 @@ def test_two_folders_of_one_name_are_refused() -> None:
     with pytest.raises(RequestError, match="two adapters") as caught:
         parse_adapters(["a/law", "b/law"], field="--adapter")
     assert caught.value.value == "law"
-    with pytest.raises(RequestError, match="two folders are called law") as caught:
+    with pytest.raises(RequestError, match="two folders have the name law") as caught:
         paths_of(["a/law", Path("b/law")])
     assert caught.value.field == "adapters" and '"two":' in caught.value.hint
 

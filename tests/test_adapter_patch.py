@@ -84,7 +84,7 @@ def test_folder_that_is_there_and_a_missing_model_are_refused(tmp_path, capsys):
     assert cli.main(["inspect", source, "--patched", str(tmp_path / "out")]) == 2
     assert "--model" in capsys.readouterr().err
     assert cli.main(["inspect", source, "--model", str(BASE), "--patched", str(tmp_path)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 class Model(torch.nn.Module):

@@ -269,7 +269,7 @@ def test_plan_prints_the_table(asks):
     code, out, err = asks("plan", "--place", "*=resident")
     assert (code, err) == (0, "")
     assert out.startswith("Gemma4ForConditionalGeneration on cpu: nf4-dq, bfloat16, context 128")
-    assert "asked for: place *=resident" in out
+    assert "requested: place *=resident" in out
 
 
 def test_plan_json_is_the_saved_plan(asks, tmp_path):

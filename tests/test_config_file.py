@@ -106,7 +106,7 @@ def test_a_file_may_hold_several_models(tmp_path):
     ("text", "words"),
     [
         ("prot = 1", "unknown key 'prot' (near: port"), ("[limit]\nn = 1", "unknown key 'limit' (near: limits"),
-        ("port = '1'", "port: must be a whole number"), ("timeout = true", "timeout: must be a number"),
+        ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
         ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", "keep: must be a list of texts"),
         ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
         ("[limits]\nn = '3'", "limits.n: must be"),

@@ -4,6 +4,7 @@ import pytest
 
 from tests.anatomies import e_series, small
 from trimtab.checkpoint.anatomy import KVLayer
+from trimtab.errors import RequestError
 from trimtab.plan.activations import COEFFICIENTS, kv_cache_bytes, needs_of, patches_of, use_of
 from trimtab.plan.cost import (
     Rates,
@@ -229,5 +230,5 @@ def test_a_gathered_table_costs_its_rows_and_not_its_size():
 
 
 def test_a_rate_of_zero_is_refused():
-    with pytest.raises(ValueError, match="disk_Bps"):
+    with pytest.raises(RequestError, match="disk_Bps"):
         Rates(disk_Bps=0)

@@ -67,7 +67,7 @@ def test_steps_are_fused_where_model_card_and_format_allow_it():
     ("changed", "asked", "machine", "mode", "why"),
     [
         ({"fused_unsupported": "its layers have experts"}, {}, {}, "graph", "no fused steps: its layers have experts"),
-        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; our own products need 8.0"),
+        ({}, {}, {"capability": (7, 5)}, "graph", "compute capability 7.5; trimtab's kernels need 8.0"),
         ({"capture_unsupported": "layer 3 keeps a state"}, {}, {}, "eager", "no graph steps: layer 3 keeps a state"),
         ({}, {"decode": "eager"}, {}, "eager", "asked for"),
         ({}, {"decode": "graph"}, {}, "graph", "asked for"),
@@ -150,7 +150,7 @@ def test_captured_prompts_need_no_cache_of_their_own():
     assert wide.execution.prompt.mode == "graph" and wide.execution.prompt.chunks == (16, 64, 128, 256, 512, 1024)
     assert narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks == ()
     assert wide.gpu["kv_cache"] < narrow.gpu["kv_cache"]
-    assert "take room from the decoder" in narrow.execution.prompt.reason
+    assert "take memory from the decoder" in narrow.execution.prompt.reason
 
 
 # The head -----------------------------------------------------------------------------------------------------------------

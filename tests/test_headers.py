@@ -142,7 +142,7 @@ def test_file_of_less_than_eight_bytes_is_refused(tmp_path: Path, content: bytes
 def test_header_longer_than_the_file_is_refused_as_cut_short(tmp_path: Path) -> None:
     error = refusal(tmp_path, b"\x39\0\0\0\0\0\0\0{}")
     assert "header of 57 B is longer than the file (10 B)" in str(error)
-    assert "cut short" in error.hint
+    assert "truncated" in error.hint
 
 
 def test_cut_header_whose_length_looks_like_a_pickle_is_not_called_one(tmp_path: Path) -> None:
@@ -326,7 +326,7 @@ def test_offsets_beyond_the_data_are_refused_as_cut_short(tmp_path: Path) -> Non
     error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[4, 8])}, bytes(7))
     assert error.tensor_name == "b"
     assert "ends at byte" in str(error)
-    assert "cut short" in error.hint
+    assert "truncated" in error.hint
 
 
 def test_overlap_is_refused(tmp_path: Path) -> None:
@@ -353,12 +353,12 @@ def test_empty_tensor_inside_another_is_refused(tmp_path: Path) -> None:
 
 def test_hole_before_the_first_tensor_is_refused(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(offsets=[1, 5])}, bytes(5))
-    assert (error.tensor_name, "a hole of 1 B" in str(error)) == ("a", True)
+    assert (error.tensor_name, "a gap of 1 B" in str(error)) == ("a", True)
 
 
 def test_hole_between_tensors_is_refused(tmp_path: Path) -> None:
     error = refusal_of(tmp_path, {"a": entry(), "b": entry(offsets=[6, 10])}, bytes(10))
-    assert (error.tensor_name, "a hole of 2 B" in str(error)) == ("b", True)
+    assert (error.tensor_name, "a gap of 2 B" in str(error)) == ("b", True)
 
 
 def test_bytes_after_the_last_tensor_are_refused(tmp_path: Path) -> None:

@@ -393,7 +393,7 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
     from trimtab.doctor import line_case
 
     rows = [
-        SimpleNamespace(block_path="model.layers", tier="stream", reason="asked for: device_map"),
+        SimpleNamespace(block_path="model.layers", tier="stream", reason="requested: device_map"),
         SimpleNamespace(block_path="model.head", tier="resident", reason="its weight is the embedding's too"),
     ]
     plan = SimpleNamespace(

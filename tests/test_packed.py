@@ -194,7 +194,9 @@ def test_a_long_list_of_problems_is_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8"])
 def test_packed_bytes_without_statistics_are_not_taken_for_weights(tmp_path: Path, dtype: str) -> None:
-    assert f"l.weight: {dtype} without the statistics" in problem(tmp_path, {"l.weight": Part(dtype, (8, 4))})
+    assert f"l.weight: {dtype} without its quantization statistics" in problem(
+        tmp_path, {"l.weight": Part(dtype, (8, 4))}
+    )
 
 
 # What is refused: half groups -----------------------------------------------------------------------------------------

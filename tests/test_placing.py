@@ -81,7 +81,7 @@ def test_a_tier_that_no_named_block_allows_is_refused_with_the_reason():
 
 
 def test_gather_of_layers_is_refused():
-    assert "indexed" in str(refused(resolve_place, {"language": "gather"}, BLOCKS, E2B))
+    assert "index" in str(refused(resolve_place, {"language": "gather"}, BLOCKS, E2B))
 
 
 def test_a_tied_head_is_refused_with_its_tie():
@@ -178,7 +178,7 @@ def test_devices_that_cannot_be_followed_are_refused(device, why):
 
 
 def test_a_map_that_forgets_modules_is_refused():
-    assert "gives no device to" in str(map_refused({"model.vision_tower": "cpu"}))
+    assert "has no device for" in str(map_refused({"model.vision_tower": "cpu"}))
 
 
 def test_a_tied_head_on_the_cpu_is_refused():

@@ -100,7 +100,7 @@ def test_a_value_of_another_kind_is_never_taken(path):
 def test_another_version_is_named_before_anything_else(version, tmp_path):
     file = tmp_path / "plan.json"
     file.write_text(json.dumps({"version": version}), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="written by another release") as caught:
+    with pytest.raises(CheckpointError, match="another release wrote this plan") as caught:
         Plan.load(file)
     assert str(file) in str(caught.value)
 

@@ -86,7 +86,7 @@ def test_the_table_leaves_first():
     assert [row.block_path for row in made.placements if row.tier != "resident"] == [TABLE]
     row = next(row for row in made.placements if row.block_path == TABLE)
     assert (row.tier, row.home, row.host_bytes) == ("gather", "host", 262144 * 35 * 256 * 2)
-    assert "17.5 KiB a token" in row.reason and "too many for cuda:0" in row.reason
+    assert "17.5 KiB per token" in row.reason and "over the budget of cuda:0" in row.reason
 
 
 def test_towers_leave_before_decoder_layers():
@@ -138,7 +138,7 @@ def test_what_the_user_asks_is_kept_and_said():
     made = plan(place={"audio": "disk", "model.language_model.layers.3": "host"})
     assert tiers(made, "audio") == {"disk"} and made.tier_of("model.language_model.layers.3") == "host"
     row = next(row for row in made.placements if row.block_path == "model.language_model.layers.3")
-    assert row.reason == "asked for: place model.language_model.layers.3=host" and row.home == "host"
+    assert row.reason == "requested: place model.language_model.layers.3=host" and row.home == "host"
 
 
 def test_a_device_map_is_followed():
@@ -270,7 +270,7 @@ def test_a_spill_folder_without_room_is_named():
         ({"context_tokens": 64, "images": 30}, ["no pictures saves"]),
         ({"context_tokens": 64, "audio_s": 900.0}, ["no sound saves"]),
         ({"quant": "int8"}, ["quant='nf4-dq' saves"]),
-        ({"place": {"*": "resident"}}, ["fewer placements by hand"]),
+        ({"place": {"*": "resident"}}, ["fewer manual placements"]),
     ],
 )
 def test_the_error_says_what_to_give_up(asked, words):

@@ -37,7 +37,9 @@ def test_bytes_that_are_too_many_are_those_that_a_larger_budget_would_need():
     whole = plan()
     running = needed(whole.gpu_peak_bytes, whole)
     made = plan(gpu=6)
-    assert reason(made) == f"leaves, {gib(running - 6 * GIB)} too many for cuda:0: only looked up, 17.5 KiB a token"
+    assert (
+        reason(made) == f"moved, {gib(running - 6 * GIB)} over the budget of cuda:0: only indexed, 17.5 KiB per token"
+    )
     assert reasons(plan(gpu=running / GIB)) == set() and reason(plan(gpu=running / GIB)) == "fits"
 
 
@@ -46,7 +48,7 @@ def test_blocks_placed_by_hand_are_no_part_of_what_is_too_many():
     whole = plan(**asked)
     made = plan(gpu=5.8, **asked)
     over = needed(whole.gpu_peak_bytes, whole) - made.gpu_budget_bytes
-    assert over > 0 and reason(made).startswith(f"leaves, {gib(over)} too many for cuda:0")
+    assert over > 0 and reason(made).startswith(f"moved, {gib(over)} over the budget of cuda:0")
 
 
 def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
@@ -55,14 +57,16 @@ def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
     budget = loading - 16 * MIB
     assert running < budget
     made = plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
-    assert reason(made) == ("leaves, loading would peak 16.0 MiB too high for cuda:0: only looked up, 16.0 KiB a token")
+    assert reason(made) == (
+        "moved, loading would peak 16.0 MiB above the budget of cuda:0: only indexed, 16.0 KiB per token"
+    )
     assert reason(plan(HIGH_LOAD, gpu=loading / GIB, **SHORT)) == "fits"
 
 
 def test_what_is_as_fast_elsewhere_leaves_although_everything_fits():
     quick_host = Rates(device_Bps=1e9, host_Bps=1e10, transfer_s=1e-7)
     made = plan(HIGH_LOAD, machine=CPU, rates=quick_host, **SHORT)
-    assert reasons(made) == {"fits, but is as fast there: only looked up, 16.0 KiB a token"}
+    assert reasons(made) == {"fits the device, but is as fast there: only indexed, 16.0 KiB per token"}
     assert reason(made, "model.language_model.layers.0") == "fits"
     slow_host = Rates(device_Bps=1e9, host_Bps=1e9, transfer_s=1e-3)
     assert reasons(plan(HIGH_LOAD, machine=CPU, rates=slow_host, **SHORT)) == set()
@@ -75,9 +79,9 @@ def test_a_memory_that_device_and_host_share_is_named_where_neither_budget_is_sh
     made = plan(machine=machine)
     over = gib(GIB)
     assert whole.gpu_needed_bytes < made.gpu_budget_bytes
-    assert reason(made).startswith(f"leaves, {over} too many for the machine's memory: only looked up")
+    assert reason(made).startswith(f"moved, {over} more than the machine's memory: only indexed")
     # In host memory, the table would be in the same memory.
-    assert reason(made).endswith(f"from the checkpoint file; {over} too many for the machine's memory")
+    assert reason(made).endswith(f"from the checkpoint file; {over} more than the machine's memory")
     enough = replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes)
     assert reasons(plan(machine=enough)) == set()
 
@@ -97,11 +101,11 @@ def test_the_host_budget_is_named_only_for_what_it_keeps_off_the_host():
 def test_what_stays_says_when_it_is_read_only_where_something_had_to_leave():
     made = plan(gpu=2.5)
     assert reason(made, "model.language_model.layers.0") == "stays: read at every token"
-    assert "read once a picture" in reason(made, "model.vision_tower")
+    assert "read once per image" in reason(made, "model.vision_tower")
     assert reason(plan(), "model.vision_tower") == "fits"
 
 
 def test_a_place_given_by_hand_is_the_reason():
     made = plan(gpu=2.3, place={"audio": "host"})
-    assert reason(made, "model.audio_tower") == "asked for: place audio=host"
-    assert reason(made, "model.vision_tower").startswith("leaves, ")
+    assert reason(made, "model.audio_tower") == "requested: place audio=host"
+    assert reason(made, "model.vision_tower").startswith("moved, ")

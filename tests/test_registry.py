@@ -124,7 +124,7 @@ def test_all_problems_are_told_at_once(write):
     assert found == [
         "unknown table or key 'port' (known: models)",
         "models.a.quants: unknown key (near: quant)",
-        "models.a.rows: must be a whole number",
+        "models.a.rows: must be an integer",
         "models.a.keep: must be a list of texts",
         "models.a.supports_image: must be true or false",
         "models.a.adapters.medical: no such folder (adapters/nothing)",
@@ -142,7 +142,7 @@ def test_all_problems_are_told_at_once(write):
     [
         ("", "has no [models.NAME] table"), ("models = 5", "has no [models.NAME] table"),
         ("[models]\na = 5", "models.a is not a table"),
-        ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "whole number"),
+        ('[models.a]\npath = "model"\nrows = 0', "rows=0"), ('[models.a]\npath = "model"\nrows = true', "an integer"),
         ('[models.a]\npath = "model"\nidle_unload_s = 0', "above zero"),
         ('[models.a]\npath = "model"\ngpu_memory = "4 apples"', "gpu_memory='4 apples'"),
         ('[models.a]\npath = "model"\nresident_adapters = 0', "at least 1"),

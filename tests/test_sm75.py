@@ -92,7 +92,7 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
     made = trimtab.plan(gemma, **options)
     assert made.request.dtype == "float32" and "exceed float16" in made.dtype_reason
     step = trimtab.plan(gemma, dtype="float16", quant="nf4", **options).execution.step
-    assert step.mode == "graph" and "our own products need 8.0" in step.reason
+    assert step.mode == "graph" and "trimtab's kernels need 8.0" in step.reason
     assert cli.main(["plan", str(llama), "--card", "T4", "--context", "64"]) == 0
     assert "type: float16: bfloat16 is emulated" in " ".join(capsys.readouterr().out.split())
 

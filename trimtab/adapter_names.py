@@ -56,7 +56,7 @@ def paths_of(adapters: Adapters | None) -> dict[str, str]:
         name = folder_name(path, field="adapters", hint=f'Name it: adapters={{"NAME": {path!r}}}')
         if name in named:
             hint = f'Name them: adapters={{"one": {named[name]!r}, "two": {path!r}}}'
-            raise RequestError(f"two folders are called {name}", field="adapters", value=path, hint=hint)
+            raise RequestError(f"two folders have the name {name}", field="adapters", value=path, hint=hint)
         named[name] = path
     return named
 
@@ -148,7 +148,7 @@ def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
     for part in parts:
         if part.weight != 1:
             raise RequestError(
-                f"the weight {part.weight:g} has no meaning here: this command applies adapters as they are",
+                f"the weight {part.weight:g} has no effect here: this command applies adapters unscaled",
                 field=field, value=f"{part.name}={part.path}:{part.weight:g}",
                 hint="`trimtab merge` takes weights; a folder whose name ends so is written with :1 behind it",
             )  # fmt: skip
@@ -163,7 +163,7 @@ def check_weight(name: str, weight: float, *, field: str | None = None) -> None:
         raise RequestError("a weight is a finite number", field=field, value=weight)
     if weight == 0:
         raise RequestError(
-            "a weight of 0 would change nothing", field=field, value=weight, hint="Leave the adapter out"
+            "a weight of 0 has no effect", field=field, value=weight, hint="Leave the adapter out"
         )
 
 

@@ -56,7 +56,9 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
             raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
         if value != int(value):
             hint = f"Did you mean '{value}GiB'?"
-            raise RequestError("not a whole number of bytes", field=field_name, value=value, allowed=SIZES, hint=hint)
+            raise RequestError(
+                "not an integer number of bytes", field=field_name, value=value, allowed=SIZES, hint=hint
+            )
         size = int(value)
     else:
         match = _SIZE.match(value) if isinstance(value, str) else None
@@ -87,10 +89,10 @@ def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: 
     """Raise RequestError unless a picture of this size is worth decoding."""
     shown = f"has {width} x {height} pixels"
     if max(width, height) > PICTURE_SIDE:
-        raise RequestError(f"{shown}, a side may have {PICTURE_SIDE}", field=field_name, value=value)
+        raise RequestError(f"{shown}, the limit per side is {PICTURE_SIDE}", field=field_name, value=value)
     if max(width, height) > PICTURE_ASPECT * min(width, height):
         raise RequestError(
-            f"{shown}, the longer side may be {PICTURE_ASPECT} times the shorter", field=field_name, value=value
+            f"{shown}, the limit of longer to shorter side is {PICTURE_ASPECT}", field=field_name, value=value
         )
     if width * height > max_pixels:
         raise RequestError(f"{shown}, the limit is {max_pixels}", field=field_name, value=value)
@@ -144,7 +146,7 @@ class LoadRequest:
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)
+                raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
         if not 0 <= self.audio_s <= MAX_SOUND_S:
             raise RequestError(f"must be between 0 and {MAX_SOUND_S:g} seconds", field="audio_s", value=self.audio_s)
         for name in self.adapters:
@@ -153,18 +155,18 @@ class LoadRequest:
         for pattern, tier in self.place.items():
             if not pattern:
                 raise RequestError(
-                    "an empty pattern names nothing; '*' names every block", field="place", value=pattern
+                    "an empty pattern matches nothing; '*' matches every block", field="place", value=pattern
                 )
             check_choice(tier, TIERS, field_name=f"place[{pattern!r}]")
         if self.place and self.device_map is not None:
-            raise RequestError("place and device_map both decide tiers; give one", field="device_map")
+            raise RequestError("place and device_map both set tiers; pass one of them", field="device_map")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise RequestError(
                 "unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N")
             )
         if self.card is not None and self.device not in ("auto", "cuda", "cuda:0"):
             raise RequestError(
-                "a plan for a card has that card alone, cuda:0", field="device", value=self.device,
+                "a plan for a card has that card only, cuda:0", field="device", value=self.device,
                 allowed=("auto", "cuda", "cuda:0"),
             )  # fmt: skip
 
@@ -263,15 +265,13 @@ class GenerateRequest:
                 )
         for token in self.stop_token_ids:
             if not _is_whole(token) or token < 0:
-                raise RequestError("a token id is a whole number from 0 on", field="stop_token_ids", value=token)
+                raise RequestError("a token id is an integer of at least 0", field="stop_token_ids", value=token)
         if self.logprobs is not None and not (_is_whole(self.logprobs) and 0 <= self.logprobs <= MOST_LOGPROBS):
-            raise RequestError(
-                f"must be a whole number from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs
-            )
+            raise RequestError(f"must be an integer from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs)
         if isinstance(self.stop, str):
-            raise RequestError("is one text; give a list of texts", field="stop", value=self.stop)
+            raise RequestError("is a string; pass a list of strings", field="stop", value=self.stop)
         if any(not text for text in self.stop):
-            raise RequestError("an empty stop text would end every answer at once", field="stop", value=self.stop)
+            raise RequestError("an empty stop text would end every answer immediately", field="stop", value=self.stop)
         if self.temperature == 0:
             for name in ("top_k", "top_p", "min_p", "seed"):
                 if getattr(self, name) is not None:
@@ -279,5 +279,5 @@ class GenerateRequest:
                         "has no effect at temperature 0 (greedy)",
                         field=name,
                         value=getattr(self, name),
-                        hint="Set temperature above 0 or leave the option out",
+                        hint="Set temperature above 0, or omit the option",
                     )

@@ -45,7 +45,7 @@ def parse(value: int | str, *, field: str) -> int:
     """Return a number of threads. Errors: RequestError."""
     text = str(value).strip()
     if not text.isdecimal() or not 1 <= int(text) <= MOST:
-        raise RequestError(f"must be a whole number from 1 to {MOST}", field=field, value=value)
+        raise RequestError(f"must be an integer from 1 to {MOST}", field=field, value=value)
     return int(text)
 
 

@@ -94,7 +94,7 @@ class Filler:
             for path, tensor_name in self._empty()
         ]
         if self.problems:
-            raise AdapterError(self.spec.file.folder, self.problems, hint="Load the base again: it is half changed")
+            raise AdapterError(self.spec.file.folder, self.problems, hint="Load the base again: it is partly changed")
 
     def _layers(self) -> Iterator[Any]:
         """Yield PEFT's layers that this adapter has a part in."""
@@ -105,7 +105,7 @@ class Filler:
 
     def _make(self, layer: Any) -> None:
         device = execution_device(layer.get_base_layer())
-        assert device is not None, "a target that computes nowhere was refused with the base"
+        assert device is not None, "a target without a device was refused with the base"
         for _, container in _containers(layer):
             if self.name not in container:
                 continue
@@ -172,7 +172,7 @@ class Filler:
 
     def _copy(self, place: Any, value: Tensor, tensor_name: str) -> None:
         if not isinstance(place, Tensor) or place.shape != value.shape or place.device.type == "meta":
-            self.problems.append(f"{tensor_name}: PEFT made no such place in this model")
+            self.problems.append(f"{tensor_name}: PEFT created no such tensor in this model")
         else:
             place.copy_(value)
 

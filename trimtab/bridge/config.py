@@ -19,7 +19,7 @@ _BASE = "the placement is the base's own, decided when it was loaded; nothing is
 _LOCAL = "the adapter is a local folder; nothing is downloaded"
 REFUSED: Mapping[str, str] = {
     "device_map": _BASE, "max_memory": _BASE, "offload_dir": _BASE, "offload_folder": _BASE, "offload_index": _BASE,
-    "offload_buffers": f"{_BASE} (PEFT drops this argument without a word)",
+    "offload_buffers": f"{_BASE} (PEFT drops this argument silently)",
     "torch_device": "adapter weights go to the device that their layer computes on",
     "ephemeral_gpu_offload": "PEFT uses it only when a DoRA adapter is made, not when one is loaded",
     "low_cpu_mem_usage": "adapter weights are always made empty and filled from the file",

@@ -37,7 +37,7 @@ def read_live(model: Any) -> Anatomy:
         )  # fmt: skip
     except AttributeError as exc:
         raise RequestError(
-            f"a {type(model).__name__} is not a language model of transformers ({exc})", field="base_model"
+            f"a {type(model).__name__} is not a transformers language model ({exc})", field="base_model"
         ) from exc
     modules = dict(model.named_modules())
     rows = {row.module_path: _unpacked(row, modules[row.module_path], dtype) for row in found.rows}

@@ -112,7 +112,7 @@ def _check_name(adapter_name: str) -> None:
 def _check_base(base_model: Any) -> None:
     """Return nothing. Errors: RequestError for what is no base model, UpstreamError for one that cannot answer."""
     if not hasattr(base_model, "named_modules") or getattr(base_model, "config", None) is None:
-        raise RequestError("is no model of transformers", field="base_model", value=type(base_model).__name__)
+        raise RequestError("is not a transformers model", field="base_model", value=type(base_model).__name__)
     if any(hasattr(module, "base_layer") for module in base_model.modules()):
         raise RequestError(
             f"this {type(base_model).__name__} holds adapters already", field="base_model",

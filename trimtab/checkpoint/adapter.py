@@ -58,7 +58,7 @@ def _describe_match(spec: AdapterSpec) -> dict[str, Any]:
     if unnamed and config.get("target_modules") is not None:
         notes.append(
             f"target_modules does not name {len(unnamed)} of the {len(lora)} modules that have keys (first: "
-            f"{unnamed[0]}); they are applied, PEFT would drop them without a word"
+            f"{unnamed[0]}); they are applied, PEFT would drop them silently"
         )
     notes += [
         f"{count} tensors have no effect, {why}" for why, count in Counter(why for _, why in spec.no_effect).items()

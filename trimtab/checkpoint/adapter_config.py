@@ -72,10 +72,10 @@ def config_problems(config: Mapping[str, Any]) -> list[str]:
 def _value_problems(config: Mapping[str, Any]) -> list[str]:
     problems = []
     if not _is_rank(config.get("r", 8)):
-        problems.append(f"r={_short(config['r'])}: a rank is a whole number above zero")
+        problems.append(f"r={_short(config['r'])}: a rank is an integer of at least 1")
     if not _is_number(config.get("lora_alpha", 8)):
         problems.append(f"lora_alpha={_short(config['lora_alpha'])}: must be a finite number")
-    problems += _pattern_problems(config, "rank_pattern", _is_rank, "a rank is a whole number above zero")
+    problems += _pattern_problems(config, "rank_pattern", _is_rank, "a rank is an integer of at least 1")
     problems += _pattern_problems(config, "alpha_pattern", _is_number, "must be a finite number")
     if config.get("bias", "none") not in ("none", "all", "lora_only"):
         problems.append(f"bias={_short(config['bias'])}: must be none, all or lora_only")

@@ -70,7 +70,7 @@ def _missing_files(folder: Path) -> list[str]:
         problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]
         # PEFT puts every adapter but "default" into a folder of its own.
         inside = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
-        problems += [f"an adapter lies in the folder {name!r} inside; name that one" for name in inside[:5]]
+        problems += [f"an adapter is in the folder {name!r} inside; name that one" for name in inside[:5]]
     return problems
 
 

@@ -183,7 +183,7 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
     builder.check_tying(targets)
     notes = builder.notes()
     if not problems and not targets:
-        problems.append(f"nothing to apply: all {len(keys)} tensors are without effect on this model")
+        problems.append(f"nothing to apply: all {len(keys)} tensors have no effect on this model")
     if problems:
         raise AdapterError(file.folder, problems)
     targets += builder.tied_copies(targets)

@@ -33,11 +33,11 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
     """Write the copy and return what it is: "written", "target_modules", "modules", "renamed" keys, "linked".
 
     Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for a
-    folder that is there already.
+    folder that exists already.
     """
     folder = Path(out)
     if folder.exists():
-        raise RequestError("is there already", field="patched", value=str(folder), hint="Name a new folder")
+        raise RequestError("exists already", field="patched", value=str(folder), hint="Name a new folder")
     file = read_adapter(adapter)
     spec = match_adapter(file, anatomy)
     paths = sorted({target.module_path for target in spec.targets if target.kind != "saved"})
@@ -138,7 +138,7 @@ def _check_equal(spec: AdapterSpec, copy: AdapterFile, anatomy: Anatomy, paths: 
     again = match_adapter(copy, anatomy)
     problems = []
     if _what(spec) != _what(again):
-        problems.append("the copy would not do the same: ranks, scales or modules differ")
+        problems.append("the copy would behave differently: ranks, scales or modules differ")
     named = [row.module_path for row in anatomy.rows if names_module(copy.config, row.module_path)]
     if sorted(named) != sorted(paths):
         problems.append(f"the pattern names {len(named)} modules, the adapter has weights for {len(paths)}")

@@ -86,7 +86,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON object. Errors: CheckpointError if it is not one."""
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"is over {MAX_JSON_BYTES} B, too large for a JSON file", path=file)
+            raise CheckpointError(f"has more than {MAX_JSON_BYTES} B, too large for a JSON file", path=file)
         found = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", path=file) from exc
@@ -131,7 +131,7 @@ def _check_not_gguf(folder: Path) -> None:
         names = os.listdir(folder)
         packed = sorted(name for name in names if name.lower().endswith(".gguf"))
         if packed and CONFIG not in names and not any(name.endswith(".safetensors") for name in names):
-            raise CheckpointError(f"holds GGUF files and no checkpoint ({packed[0]})", path=folder, hint=GGUF_HINT)
+            raise CheckpointError(f"has GGUF files and no checkpoint ({packed[0]})", path=folder, hint=GGUF_HINT)
 
 
 def find_folder(model: str | os.PathLike[str]) -> Path:
@@ -141,7 +141,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     """
     text = os.fspath(model)
     if not text:
-        raise CheckpointError("an empty name is no checkpoint", path=text, hint="Give a folder or a hub id")
+        raise CheckpointError("the name is empty", path=text, hint="Give a folder or a hub id")
     path = Path(text)
     if os.path.isdir(path):  # pathlib's own questions raise for a name that is too long
         _check_not_gguf(path)
@@ -157,7 +157,7 @@ def find_folder(model: str | os.PathLike[str]) -> Path:
     cached = hub_cache() / "--".join(("models", *parts))
     if not os.path.isdir(cached):
         raise CheckpointError(
-            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded unasked",
+            f"is neither a folder nor in the local hub cache ({cached.parent}), and nothing is downloaded automatically",
             path=text, hint=f"Fetch it first with `trimtab pull {text}`, or give a folder",
         )  # fmt: skip
     return _snapshot(cached)
@@ -233,7 +233,7 @@ def _named_files(folder: Path, named: Any) -> tuple[tuple[Path, ...], Path | Non
 def _is_file(file: Path) -> bool:
     """Return whether the file is there. Errors: CheckpointError for a link that leads nowhere (half of a hub cache)."""
     if os.path.islink(file) and not os.path.exists(file):
-        raise CheckpointError("is a link that leads nowhere", path=file, hint="Copy or download the checkpoint again")
+        raise CheckpointError("is a broken link", path=file, hint="Copy or download the checkpoint again")
     return os.path.isfile(file)
 
 
@@ -288,7 +288,7 @@ def _check_index(folder: Path, index: Path, tensors: Mapping[str, TensorEntry]) 
     ]  # fmt: skip
     if lost:
         raise CheckpointError(
-            f"names tensors that are not where it says: {lost[0]}{_others(lost[1:])}", path=index,
+            f"names tensors that are not in that file: {lost[0]}{_others(lost[1:])}", path=index,
             hint="Index and shards are of different checkpoints: copy or download them again",
         )  # fmt: skip
 

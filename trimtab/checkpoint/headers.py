@@ -127,7 +127,7 @@ def _header_length(file: Path, head: bytes, file_bytes: int) -> int:
     if 8 + length > file_bytes:
         _refuse(
             file, f"header of {length} B is longer than the file ({file_bytes} B)",
-            hint="The file is cut short: copy or download it again",
+            hint="The file is truncated: copy or download it again",
         )  # fmt: skip
     return length
 
@@ -219,14 +219,14 @@ def _check_layout(file: Path, tensors: dict[str, TensorEntry], data_start: int, 
         (entry.tensor_name, f"ends at byte {entry.start + entry.nbytes} of a file of {file_bytes} B")
         for entry in ordered if entry.start + entry.nbytes > file_bytes
     ]  # fmt: skip
-    _refuse_tensors(file, beyond, hint="The file is cut short: copy or download it again")
+    _refuse_tensors(file, beyond, hint="The file is truncated: copy or download it again")
     problems: list[tuple[str, str]] = []
     at = data_start
     for entry in ordered:
         if entry.start < at:
             problems.append((entry.tensor_name, f"overlaps the tensor before it by {at - entry.start} B"))
         elif entry.start > at:
-            problems.append((entry.tensor_name, f"a hole of {entry.start - at} B lies before it"))
+            problems.append((entry.tensor_name, f"a gap of {entry.start - at} B is before it"))
         at = max(at, entry.start + entry.nbytes)
     _refuse_tensors(file, problems)
     if at != file_bytes:

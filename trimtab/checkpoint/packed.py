@@ -75,7 +75,7 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
             packed[group.tensor_name] = entry
     problems = [(group.tensor_name, problem) for group in groups.values() for problem in group.problems]
     problems += [
-        (name, f"{entry.dtype} without the statistics that give it a meaning")
+        (name, f"{entry.dtype} without its quantization statistics")
         for name, entry in plain.items() if name.endswith("weight") and entry.dtype in ("uint8", "int8")
     ]  # fmt: skip
     _refuse(checkpoint, problems)

@@ -129,7 +129,7 @@ class _Run:
         A catch-all entry asks it of everything that can leave; the plan says of the others why they cannot.
         """
         tiers = plan.tiers()
-        fixed = {row.block_path for row in plan.placements if not row.reason.startswith("asked for")}
+        fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
         off = [] if isinstance(asked, str) else [key for key, place in asked.items() if isinstance(place, str)]
         under = {
             path: tier

@@ -199,7 +199,7 @@ def _tiers(
             "checkpoint file when host memory is short"
         )
         return TABLE_TIERS, {tier: why for tier in TIERS if tier not in TABLE_TIERS}
-    why = f"only a table that is merely indexed can be gathered; this block computes with whole weights ({len(leaves)})"
+    why = f"only a table that is looked up by index can be gathered; this block computes with whole weights ({len(leaves)})"
     return LINEAR_TIERS, {"gather": why}
 
 
@@ -214,12 +214,12 @@ def why_fixed(row: ModuleRow, anatomy: Anatomy, tied: Mapping[str, str] | None =
             reasons.append("Gemma4Model.forward reads its weight outside the module at every step")
         if partner is not None:
             reasons.append(f"the tied {partner.removesuffix('.weight')} needs the whole matrix for every token")
-        return f"{row.module_path} cannot leave: " + (
+        return f"{row.module_path} cannot move: " + (
             " and ".join(reasons) or "code outside the module reads its weight"
         )
     if partner is not None:
         owner = partner.removesuffix(".weight")
-        return f"{row.module_path} cannot leave: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
+        return f"{row.module_path} cannot move: it is tied to {owner}, one matrix of {gib(_nbytes(weight))} read whole"
     return "norms, convolutions, biases, buffers and plain parameters stay on the execution device"
 
 

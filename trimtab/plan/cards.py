@@ -142,7 +142,7 @@ def find_card(text: str) -> Card:
     unknown card with that much memory. Errors: RequestError with near names for a card that has no profile.
     """
     if not text.strip() or len(text) > 200:
-        raise RequestError("is no card's name", field="card", value=text[:200], allowed=("RTX 4060 8GB", "8GiB"))
+        raise RequestError("is not a card name", field="card", value=text[:200], allowed=("RTX 4060 8GB", "8GiB"))
     name, pcie = _split_link(text)
     card = _unknown(name) if _BARE.fullmatch(name) else _named(name)
     return replace(card, pcie=pcie) if pcie else card
@@ -176,10 +176,12 @@ def _named(text: str) -> Card:
         return alike[0]
     if alike:
         raise RequestError(
-            "was made with several sizes of memory; say which", field="card", value=text,
+            "exists with several memory sizes; add the size", field="card", value=text,
             allowed=[card.title for card in alike],
         )  # fmt: skip
-    raise RequestError("no profile of this card", field="card", value=text, allowed=_near(text, words), hint=_HINT)
+    raise RequestError(
+        "there is no profile of this card", field="card", value=text, allowed=_near(text, words), hint=_HINT
+    )
 
 
 _HINT = 'A bare size, such as "8GiB", plans for an unknown card of that size'
@@ -238,7 +240,7 @@ def check_budget(card: Card, budget_bytes: int | None) -> None:
     if budget_bytes is not None and budget_bytes > card.memory_bytes:
         raise RequestError(
             f"is more than {card.title} has: {gib(card.memory_bytes)}", field="gpu_memory", value=gib(budget_bytes),
-            hint="Leave it out to plan for the whole card",
+            hint="Omit it to plan for the whole card",
         )  # fmt: skip
 
 

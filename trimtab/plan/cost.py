@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES
+from trimtab.errors import RequestError
 
 # Block sizes of bitsandbytes' 4-bit formats: one scale per 64 weights, and with double quantization one second-level
 # scale per 256 of those (bitsandbytes functional.py, quantize_4bit).
@@ -58,7 +59,7 @@ def packed_parts(shape: Sequence[int], kind: str, dtype: str) -> dict[str, int]:
     if kind == HEAD8:
         return {"weight": numel, "scale": 4 * prod(shape[:-1])}
     if kind not in ("fp4", "nf4", "nf4-dq"):
-        raise ValueError(f"no such weight format: {kind!r}")
+        raise ValueError(f"unknown weight format: {kind!r}")
     blocks = ceil(numel / WEIGHT_BLOCK)
     if kind != "nf4-dq":
         return {"weight": (numel + 1) // 2, "absmax": 4 * blocks}
@@ -122,7 +123,7 @@ class Rates:
     def __post_init__(self) -> None:
         for name, value in self.__dict__.items():
             if not value > 0:
-                raise ValueError(f"{name} must be above zero, not {value}")
+                raise RequestError("must be above zero", field=f"rates.{name}", value=value)
 
     def copy_Bps(self, *, pinned: bool, on_cpu: bool) -> float:
         """Return the rate from host memory to the execution device."""

@@ -140,12 +140,12 @@ def unsupported_reason(
     if capability is not None and capability < LEAST_CAPABILITY:
         need = ".".join(map(str, LEAST_CAPABILITY))
         return (
-            f"compute capability {capability[0]}.{capability[1]}; our own products need {need} and more shared memory"
+            f"compute capability {capability[0]}.{capability[1]}; trimtab's kernels need {need} and more shared memory"
         )
     if anatomy.dtype not in FUSED_DTYPES:
-        return f"our own kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
+        return f"trimtab's kernels compute in {' or '.join(FUSED_DTYPES)}, the model in {anatomy.dtype}"
     if quant not in FUSED_QUANTS:
-        return f"our own products read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
+        return f"trimtab's kernels read {', '.join(FUSED_QUANTS)}, the weights are {quant}"
     return None
 
 

@@ -37,7 +37,7 @@ def read_max_memory(max_memory: Any) -> MemoryBudgets:
     """
     if not isinstance(max_memory, Mapping) or not max_memory:
         raise RequestError(
-            "must give at least one device a size", field=FIELD, value=max_memory,
+            "must set a size for at least one device", field=FIELD, value=max_memory,
             allowed=('{0: "4GiB", "cpu": "16GiB"}',),
         )  # fmt: skip
     sizes: dict[str, int] = {}
@@ -54,7 +54,7 @@ def read_max_memory(max_memory: Any) -> MemoryBudgets:
         )  # fmt: skip
     if not gpus and "cpu" not in sizes:
         raise RequestError(
-            "names no device that computes", field=FIELD, value=dict(max_memory), allowed=("0", "cpu"),
+            "names no device that can compute", field=FIELD, value=dict(max_memory), allowed=("0", "cpu"),
             hint="Add a GPU or cpu",
         )  # fmt: skip
     return MemoryBudgets(
@@ -91,7 +91,7 @@ def _device(key: Any) -> str:
     gpu = _GPU.fullmatch(text)
     if isinstance(key, bool) or not isinstance(key, (int, str)) or (gpu is None and text not in ("cpu", "disk")):
         raise RequestError(
-            "is no device of a max_memory here", field=f"{FIELD}[{key!r}]", value=text[:60],
+            "is not a device of max_memory", field=f"{FIELD}[{key!r}]", value=text[:60],
             allowed=("0", "cuda:0", "cpu", "disk"),
         )  # fmt: skip
     return text if gpu is None else f"cuda:{int(gpu.group(1) or 0)}"

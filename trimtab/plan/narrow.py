@@ -55,10 +55,10 @@ def _devices(plan: Plan) -> list[str]:
     outside = items((name, plan.gpu[name]) for name in OUTSIDE_PEAK if name in plan.gpu)
     device = (
         f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}; "
-        f"on top {outside}; while loading {gib(plan.gpu_load_peak_bytes)}"
+        f"on top {outside}; loading peak {gib(plan.gpu_load_peak_bytes)}"
     )
     host = f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: {items(plan.host.items())}"
-    disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that goes with the process"] if plan.disk_bytes else []
+    disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     return [line for text in (device, host, *disk) for line in _wrapped(text, hanging=4)]
 
 

@@ -113,7 +113,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
         raise error
     raise RequestError(
         f"decode steps cannot run this way: {refused[asked or 'eager']}", field="decode", value=request.decode,
-        allowed=("auto", "eager"), hint="Leave it out to take what works",
+        allowed=("auto", "eager"), hint="Omit it to use an available mode",
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
         return first, refused
     if len(plans) == 1:
         if first == "int8":
-            return first, f"the whole head does not fit; {_cost()}"
+            return first, f"the full head does not fit; {_cost()}"
         return first, "the whole decoder stays on the device" if not _off_device(
             plans[first]
         ) else "8 bits do not fit either"
@@ -158,7 +158,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
     if kept > 0 and small.expected_s < whole.expected_s:
         rates = f"{small.execution.tokens_per_s:.0f} instead of {whole.execution.tokens_per_s:.0f} tokens/s predicted"
         return "int8", f"keeps {kept} more decoder blocks on the device, {rates}; {_cost()}"
-    return "full", "8 bits would keep no more of the decoder on the device"
+    return "full", "8 bits would not keep more of the decoder on the device"
 
 
 def _cost() -> str:
@@ -270,7 +270,7 @@ def _smaller(request: LoadRequest) -> list[list[tuple[str, LoadRequest]]]:
     if request.decode not in ("auto", "repacked"):
         kinds.append([("decode='auto'", replace(request, decode="auto"))])
     if request.place or request.device_map is not None:
-        kinds.append([("no placements by hand", replace(request, place={}, device_map=None))])
+        kinds.append([("no manual placements", replace(request, place={}, device_map=None))])
     if request.adapters:
         kinds.append([("no adapters", replace(request, adapters={}))])
     return [tries for tries in kinds if tries]

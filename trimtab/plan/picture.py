@@ -159,8 +159,8 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
         Label(MARGIN, 40, plan.model_class, 20, INK, bold=True),
         Label(
             MARGIN, 62,
-            f"{request.quant}, context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
-            f"sound {request.audio_s:g} s", 13, QUIET,
+            f"{request.quant}, context {request.context_tokens}, batch {request.batch}, images {request.images}, "
+            f"audio {request.audio_s:g} s", 13, QUIET,
         ),
         Label(MARGIN, 80, _execution_line(plan), 13, QUIET),
     ]  # fmt: skip
@@ -241,7 +241,7 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
 def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
     """Raise RequestError unless a picture can have this ending."""
     if Path(path).suffix.lower() not in (".svg", ".png"):
-        raise RequestError("a picture is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
+        raise RequestError("a chart is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
 
 
 def write_shapes(shapes: Sequence[Shape], height: float, path: str | os.PathLike[str]) -> None:

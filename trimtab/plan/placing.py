@@ -59,7 +59,7 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         hit = _hit(pattern, blocks, anatomy)
         if not hit:
             raise RequestError(
-                "names no block, module or part of this model", field=f"place[{pattern!r}]", value=tier,
+                "matches no block, module or modality of this model", field=f"place[{pattern!r}]", value=tier,
                 allowed=near_names(pattern, _names_of(anatomy, blocks)),
             )  # fmt: skip
         applied = [block for block in hit if tier in block.allowed_tiers and _moves(pattern, tier, block, anatomy)]
@@ -77,8 +77,8 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
                 {decided[b.block_path][0] for b in _hit(pattern, blocks, anatomy) if b.block_path in decided}
             )
             raise RequestError(
-                f"has no effect: every block it names is decided by a later pattern ({', '.join(later)})",
-                field=f"place[{pattern!r}]", value=tier, hint="The last matching pattern wins; remove or reorder",
+                f"has no effect: a later pattern decides every block that it matches ({', '.join(later)})",
+                field=f"place[{pattern!r}]", value=tier, hint="The last matching pattern wins: remove or reorder patterns",
             )  # fmt: skip
     return {path: Asked(tier, None, f"place {pattern}={tier}") for path, (pattern, tier) in decided.items()}
 
@@ -143,7 +143,7 @@ def resolve_device_map(
             followed.add(key)
     if forgotten:
         raise RequestError(
-            f"gives no device to {len(forgotten)} modules, for example {', '.join(forgotten[:3])}", field="device_map",
+            f"has no device for {len(forgotten)} modules, for example {', '.join(forgotten[:3])}", field="device_map",
             hint='Add "": 0 for everything else',
         )  # fmt: skip
     _check_followed(devices, followed, anatomy)
@@ -153,7 +153,7 @@ def resolve_device_map(
         if len(asked) > 1:
             cutting = sorted(key for found in asked.values() for key in found)
             raise RequestError(
-                f"cuts the block {block.block_path} in two ({', '.join(map(repr, cutting))}): it is moved as one piece",
+                f"cuts the block {block.block_path} in two ({', '.join(map(repr, cutting))}): a block moves as a whole",
                 field="device_map", value={key: device_map[key] for key in cutting},
             )  # fmt: skip
         for device, keys in asked.items():

@@ -172,7 +172,7 @@ class Plan:
         version = values.get("version")
         if version != PLAN_VERSION:
             raise RequestError(
-                "this plan was written by another release", field="plan.version", value=version,
+                "another release wrote this plan", field="plan.version", value=version,
                 allowed=(str(PLAN_VERSION),), hint="Make the plan again",
             )  # fmt: skip
         plan = read_row(cls, values, "plan")

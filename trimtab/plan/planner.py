@@ -235,7 +235,7 @@ class _Planner:
         ]
         if asked is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
             raise ModeRefusedError(
-                f"{block.block_path} was placed in tier {asked.tier}: the CPU takes part in every step"
+                f"{block.block_path} is placed in tier {asked.tier}: the CPU takes part in every step"
             )
         if asked is not None and not choices:
             raise RequestError(
@@ -407,8 +407,8 @@ class _Planner:
         if not self.is_captured:
             why = "steps are not captured"
         else:
-            why = self.anatomy.prompts_unsupported or "captured ones would take room from the decoder"
-        return f"{why}, in pieces of {self.use.prefill_tokens} tokens"
+            why = self.anatomy.prompts_unsupported or "captured prompts would take memory from the decoder"
+        return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
 
     def _is_asked(self) -> bool:
         return self.request.decode not in ("auto", "repacked")
@@ -502,7 +502,7 @@ class _Planner:
         device_bytes = Search(self.items, open_host).smallest_device_bytes()
         if device_bytes is None:
             needed = sum(block.buffer_bytes for block in self.blocks if self._is_spilled(block))
-            why = "the spill file of the blocks placed on disk has no room"
+            why = "the disk has too little room for the spill file"
             return self._error("disk", needed, limits.disk_budget_bytes or 0, why, argument="offload_dir")
         on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
         host_bytes = Search(self.items, on_device).smallest_host_bytes()
@@ -523,8 +523,8 @@ class _Planner:
             reason = f"{reason}; {self._taken()}"
             advice += [f"{what} saves {gib(saved)}" for what, saved in self._savings()]
         if self.asked:
-            advice.append("fewer placements by hand")
-        hint = f"Give more memory or ask for less: {'; '.join(advice)}" if advice else ""
+            advice.append("fewer manual placements")
+        hint = f"Allow more memory or reduce the request: {'; '.join(advice)}" if advice else ""
         return DoesNotFitError(
             reason, block=None, device=device, needed_bytes=needed_bytes, budget_bytes=budget_bytes, hint=hint
         )

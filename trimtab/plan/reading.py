@@ -84,7 +84,7 @@ def _tuple(inner: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
     return tuple(read_value(hint, one, f"{where}[{place}]") for place, (hint, one) in pairs)
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+_WORDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
 
 
 def _plain(hint: Any, value: Any, where: str) -> Any:

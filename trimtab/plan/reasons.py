@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 _PAID = {
     "token": "read at every token",
-    "image": "read once a picture",
-    "audio": "read once a sound",
-    "request": "read once a request",
+    "image": "read once per image",
+    "audio": "read once per audio clip",
+    "request": "read once per request",
 }
 
 
@@ -43,14 +43,14 @@ class Reasons:
         """Return the reason of one block's place."""
         asked = self.asked.get(block.block_path)
         if asked is not None:
-            return f"asked for: {asked.asked}"
+            return f"requested: {asked.asked}"
         if block.movable_bytes == 0:
             return block.refused["stream"]
         if choice.tier == "resident":
             return f"stays: {_PAID[block.paid]}" if self.too_much else "fits"
-        leaves = f"leaves, {self.too_much}" if self.too_much else "fits, but is as fast there"
+        leaves = f"moved, {self.too_much}" if self.too_much else "fits the device, but is as fast there"
         if choice.tier == "gather":
-            why = f"{leaves}: only looked up, {gib(block.row_bytes)} a token"
+            why = f"{leaves}: only indexed, {gib(block.row_bytes)} per token"
             return f"{why}, from the checkpoint file{self.far}" if choice.is_far else why
         why = f"{leaves}: {_PAID[block.paid]}"
         return f"{why}{self.far}" if choice.is_far else why
@@ -65,9 +65,9 @@ def _too_much(all_stay: Totals, limits: Limits, device: str) -> str:
     """Return which budget a placement in which nothing leaves would exceed, and by how much; "" if it would fit."""
     running, peak = limits.device_need(all_stay.run_bytes), limits.device_need(all_stay.peak_bytes)
     if running > limits.device_budget_bytes:
-        return f"{gib(running - limits.device_budget_bytes)} too many for {device}"
+        return f"{gib(running - limits.device_budget_bytes)} over the budget of {device}"
     if peak > limits.device_budget_bytes:
-        return f"loading would peak {gib(peak - limits.device_budget_bytes)} too high for {device}"
+        return f"loading would peak {gib(peak - limits.device_budget_bytes)} above the budget of {device}"
     return "" if limits.allows_total(all_stay) else _shared(all_stay, limits)
 
 
@@ -80,4 +80,4 @@ def _far(all_near: Totals, limits: Limits) -> str:
 
 def _shared(totals: Totals, limits: Limits) -> str:
     over = limits.total_need(totals) - (limits.total_budget_bytes or 0)
-    return f"{gib(over)} too many for the machine's memory"
+    return f"{gib(over)} more than the machine's memory"

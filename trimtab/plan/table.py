@@ -16,11 +16,11 @@ def table(plan: Plan) -> str:
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
-        f"context {request.context_tokens}, batch {request.batch}, pictures {request.images}, "
-        f"sound {request.audio_s:g} s"
+        f"context {request.context_tokens}, batch {request.batch}, images {request.images}, "
+        f"audio {request.audio_s:g} s"
     )
     rows: list[tuple[str, ...]] = [
-        ("block", "part", "tier", "home", "device", "host", "disk", "a request", "a token", "why")
+        ("block", "part", "tier", "home", "device", "host", "disk", "per request", "per token", "why")
     ]
     rows += [_line(name, group) for name, group in grouped(plan.placements)]
     sections = [head, "", *_aligned(rows, right=range(4, 9)), "", *_devices(plan), "", *_execution(plan)]
@@ -89,7 +89,7 @@ def _devices(plan: Plan) -> list[str]:
     gpu = plan.gpu
     inside = items((name, count) for name, count in gpu.items() if name not in OUTSIDE_PEAK)
     outside = items((name, gpu[name]) for name in OUTSIDE_PEAK if name in gpu)
-    load = f"; while loading {gib(plan.gpu_load_peak_bytes)}"
+    load = f"; loading peak {gib(plan.gpu_load_peak_bytes)}"
     rows = [
         (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
          f"{inside}; on top {outside or 'nothing'}{load}"),
@@ -97,7 +97,7 @@ def _devices(plan: Plan) -> list[str]:
          items(plan.host.items())),
     ]  # fmt: skip
     if plan.disk_bytes:
-        rows.append(("disk", gib(plan.disk_bytes), "", "spill file, gone with the process"))
+        rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
     return _aligned(rows)
 
 

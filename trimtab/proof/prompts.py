@@ -160,7 +160,7 @@ def _read_values(values: Mapping[str, Any], folder: Path) -> tuple[Prompt | None
         problems.append("has no id")
     ids = values.get("token_ids", [])
     if not isinstance(ids, (list, tuple)) or not all(type(token) is int and token >= 0 for token in ids):
-        problems.append("token_ids must be a list of whole numbers")
+        problems.append("token_ids must be a list of integers")
         ids = []
     if not ids and "text" not in values:
         problems.append("has neither text nor token_ids")

@@ -60,7 +60,7 @@ class Asking:
         Errors: RequestError for less than one, and for more than one at temperature 0, which would all be equal.
         """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise RequestError("must be a whole number of at least 1", field="n", value=n)
+            raise RequestError("must be an integer of at least 1", field="n", value=n)
         if n > 1 and not options.get("temperature"):
             raise RequestError("answers at temperature 0 are all equal", field="n", value=n, hint="Set a temperature")
         question = {name: options.pop(name) for name in many.QUESTION if name in options}

@@ -172,7 +172,7 @@ class Steps:
 
     def _fall_back(self, what: str, why: str, *, asked: bool) -> None:
         if asked:
-            raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Leave the mode out to take what works")
+            raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
         found = Fallback(what, why)
         if found not in self.fallbacks:
             self.fallbacks.append(found)

@@ -19,7 +19,7 @@ def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, norma
     """Return [N, D] float32 on the CPU; see `LoadedModel.embed`. One text at a time: no padding, no rounding by neighbours."""
     check_choice(pooling, POOLINGS, field_name="pooling")
     if isinstance(texts, str) or chat.is_token_ids(texts):
-        raise RequestError("is one text; give a list of texts", field="texts")
+        raise RequestError("is a string; pass a list of strings", field="texts")
     vectors = []
     for text in texts:
         inputs = _plain(model, text)

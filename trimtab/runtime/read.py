@@ -74,7 +74,7 @@ class PositionedFile:
             if count <= 0:
                 raise CheckpointError(
                     f"ends at byte {start + done}, {len(target) - done} bytes are missing", path=self.path,
-                    hint="The file was cut short; copy or download it again",
+                    hint="The file was truncated: copy or download it again",
                 )  # fmt: skip
             done += count
 

@@ -110,7 +110,7 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
             or not isinstance(value, (int, float))
             or (action.type is int and not isinstance(value, int))
         ):
-            return _Wrong("must be a whole number" if action.type is int else "must be a number")
+            return _Wrong("must be an integer" if action.type is int else "must be a number")
         return action.type(value)
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return _Wrong("must be a text")

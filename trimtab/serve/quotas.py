@@ -32,7 +32,7 @@ class KeyLimits:
             value = getattr(self, item.name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise RequestError(
-                    "must be a whole number above zero", field=f"keys.{self.name}.{item.name}", value=value
+                    "must be an integer of at least 1", field=f"keys.{self.name}.{item.name}", value=value
                 )
 
 

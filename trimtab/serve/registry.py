@@ -131,7 +131,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {
-    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "a table",
+    str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "a table",
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class BenchRequest:
             ("--runs", self.runs, 1), ("--new-tokens", self.new_tokens, 2), ("--prompt-tokens", self.prompt_tokens, 1)
         ):  # fmt: skip
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-                raise RequestError(f"must be a whole number of at least {low}", field=name, value=value)
+                raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
         media = [name for name, given in (("--image", self.images), ("--audio", self.audios)) if given]
         if self.prompts is not None:
             for name in [*media, *(["--prompt-tokens"] if self.prompt_tokens is not None else [])]:
