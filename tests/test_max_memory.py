@@ -43,7 +43,7 @@ def test_devices_become_budgets(given_map, budgets):
         ({-1: "4GiB"}, "max_memory[-1]", "no device"), ({True: "4GiB"}, "max_memory[True]", "no device"),
         ({None: "4GiB"}, "max_memory[None]", "no device"), ({"disk": "4GiB"}, "max_memory", "no device that can compute"),
         ({0: "4 apples"}, "max_memory[0]", "not a size"), ({0: 0}, "max_memory[0]", "above zero"),
-        ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "not a whole number"),
+        ({0: "4Gb"}, "max_memory[0]", "bits"), ({0: 1.5}, "max_memory[0]", "an integer number"),
         ({0: None}, "max_memory[0]", "not a size"), ({0: True}, "max_memory[0]", "not a size"),
     ],
 )  # fmt: skip

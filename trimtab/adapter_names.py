@@ -162,9 +162,7 @@ def check_weight(name: str, weight: float, *, field: str | None = None) -> None:
     if not is_number or not math.isfinite(weight):
         raise RequestError("a weight is a finite number", field=field, value=weight)
     if weight == 0:
-        raise RequestError(
-            "a weight of 0 has no effect", field=field, value=weight, hint="Leave the adapter out"
-        )
+        raise RequestError("a weight of 0 has no effect", field=field, value=weight, hint="Leave the adapter out")
 
 
 # Mixes ----------------------------------------------------------------------------------------------------------------
