@@ -5,7 +5,10 @@
 attacked: one server of the demo model, with 1,024 file descriptors. Two clients ask a short question over and over, and a
     probe asks /health twenty times a second, in turns: quiet, attacked, quiet, ... The attackers run in a process of their own:
     bodies made to cost, half-open and dripping connections, requests that smuggle, small hostile images and sounds.
-killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP.
+together: the fault run, and the same with the attackers beside it, in turns. In each turn 32 more clients ask, adapters are loaded
+    and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
+    with a killed worker are counted apart, under "ended".
+killed: SIGKILL to the worker under load while adapters are loaded and unloaded over HTTP, without attackers.
 
 Quiet and attacked turns are compared with each other, because other work on the same cores changes both. Linux: it reads /proc.
 """
@@ -26,8 +29,8 @@ import threading
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +120,9 @@ class Attack:
         self._lock = threading.Lock()
 
     def run(self) -> dict[str, int]:
+        """Attack until the time is over or standard input ends."""
         self._end = time.monotonic() + self._seconds
+        threading.Thread(target=self._listen, daemon=True).start()
         works = [
             lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._drip, self._smuggle
         ]  # fmt: skip
@@ -127,6 +132,10 @@ class Attack:
         for thread in threads:
             thread.join(TIMEOUT_S * 3)
         return dict(sorted(self.counts.items()))
+
+    def _listen(self) -> None:
+        sys.stdin.buffer.read()
+        self._end = 0.0
 
     def _goes_on(self) -> bool:
         return time.monotonic() < self._end
@@ -214,26 +223,34 @@ class Normal:
         self.seen: dict[str, list[float]] = {"first_s": [], "whole_s": [], "health_s": []}
         self.ended: Counter[str] = Counter()
 
-    def run(self, seconds: float, expected: str) -> None:
-        end = time.monotonic() + seconds
-        works = [lambda: self._ask(end, expected)] * self._clients + [lambda: self._probe(end)]
+    def run(self, expected: str, wait: Callable[[], None]) -> None:
+        """Ask until `wait` returns."""
+        over = threading.Event()
+        works = [lambda: self._ask(over, expected)] * self._clients + [lambda: self._probe(over)]
         threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in threads:
             thread.start()
+        try:
+            wait()
+        finally:
+            over.set()
         for thread in threads:
-            thread.join(seconds + 120)
+            thread.join(120)
 
-    def _ask(self, end: float, expected: str) -> None:
-        while time.monotonic() < end:
+    def _ask(self, over: threading.Event, expected: str) -> None:
+        while not over.is_set():
             answer = client.ask(self._server.address, QUESTION, timeout_s=60)
             how = answer.ended if answer.ended != "complete" or answer.text == expected else "different"
             self.ended[f"{how} {answer.error}".strip()] += 1
+            if answer.ended != "complete":
+                time.sleep(0.05)
+                continue
             self.seen["whole_s"].append(answer.total_s)
             if answer.ttft_s is not None:
                 self.seen["first_s"].append(answer.ttft_s)
 
-    def _probe(self, end: float) -> None:
-        while time.monotonic() < end:
+    def _probe(self, over: threading.Event) -> None:
+        while not over.is_set():
             start = time.perf_counter()
             try:
                 status = client.get(self._server.address, "/health")[0]
@@ -244,7 +261,9 @@ class Normal:
             time.sleep(0.05)
 
     def shown(self) -> dict[str, Any]:
-        figures = {name: client.percentiles(values, digits=4) for name, values in self.seen.items()}
+        figures = {
+            name: {"count": len(values), **client.percentiles(values, digits=4)} for name, values in self.seen.items()
+        }
         return {"ended": dict(sorted(self.ended.items())), **figures}
 
 
@@ -253,93 +272,161 @@ def _peak_mib(pid: int) -> float:
     return round(int(line.split()[1]) / 1024, 1)
 
 
+@contextmanager
+def _attackers(server: Served, got: Counter[str]) -> Iterator[None]:
+    """Have every attacker at work for a block. got: what they did and what they got."""
+    command = [sys.executable, "-m", "bench.attackers", "--attack", server.address, "--seconds", "600"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attackers:
+        assert attackers.stdin is not None and attackers.stdout is not None
+        attackers.stdout.readline()  # their bodies are made
+        try:
+            yield
+        finally:
+            attackers.stdin.close()
+        got.update(json.loads(attackers.stdout.read()))
+
+
+def _p99_ratio(result: dict[str, Any]) -> dict[str, float]:
+    names = ("first_s", "whole_s", "health_s")
+    return {name: round(result["attacked"][name]["p99"] / result["quiet"][name]["p99"], 2) for name in names}
+
+
+class Turns:
+    """Quiet and attacked turns of two normal clients on one server, one after the other."""
+
+    def __init__(self, server: Served, expected: str) -> None:
+        self._server, self._expected = server, expected
+        self.quiet, self.under = Normal(server), Normal(server)
+        self.got: Counter[str] = Counter()
+        self.loads: list[float] = []
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (FILES, FILES))
+        self._before = _peak_mib(server.process.pid)
+
+    def run(self, count: int, wait: Callable[[], None]) -> None:
+        """Run so many pairs of turns. wait: returns when a turn is over."""
+        for _ in range(count):
+            self.quiet.run(self._expected, wait)
+            self.loads.append(round(os.getloadavg()[0], 1))
+            with _attackers(self._server, self.got):
+                self.under.run(self._expected, wait)
+            self.loads.append(round(os.getloadavg()[0], 1))
+            time.sleep(2)
+
+    def shown(self) -> dict[str, Any]:
+        result = {"quiet": self.quiet.shown(), "attacked": self.under.shown()}
+        server = self._server
+        return {
+            "files": FILES, "p99_ratio": _p99_ratio(result), **result, "attackers": dict(sorted(self.got.items())),
+            "api_peak_mib": [self._before, _peak_mib(server.process.pid)], "left": rest(server),
+            "log_bytes": len(server.log.encode()), "loads": self.loads,
+        }  # fmt: skip
+
+
 def attacked(seconds: float = 20.0, turns: int = 4) -> dict[str, Any]:
     """Return what two normal clients saw in quiet and in attacked turns, and what the server took."""
-    got: Counter[str] = Counter()
-    loads = []
     with Served() as server:
-        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (FILES, FILES))
         worker = server.worker_pid()
-        expected = client.ask(server.address, QUESTION).text
-        quiet, under = Normal(server), Normal(server)
-        before = _peak_mib(server.process.pid)
-        for _ in range(turns):
-            quiet.run(seconds, expected)
-            loads.append(round(os.getloadavg()[0], 1))
-            command = [
-                sys.executable,
-                "-m",
-                "bench.attackers",
-                "--attack",
-                server.address,
-                "--seconds",
-                str(seconds + 3),
-            ]
-            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as attackers:
-                assert attackers.stdout is not None
-                attackers.stdout.readline()  # their bodies are made
-                under.run(seconds, expected)
-                got.update(json.loads(attackers.stdout.read()))
-            loads.append(round(os.getloadavg()[0], 1))
-            time.sleep(2)
-        result = {
-            "quiet": quiet.shown(), "attacked": under.shown(), "attackers": dict(sorted(got.items())),
-            "api_peak_mib": [before, _peak_mib(server.process.pid)], "same_worker": server.worker_pid() == worker,
-            "left": rest(server), "log_bytes": len(server.log.encode()), "log_tail": server.log[-400:],
-        }  # fmt: skip
-    ratio = {
-        name: round(result["attacked"][name]["p99"] / result["quiet"][name]["p99"], 2)
-        for name in ("first_s", "whole_s", "health_s")
-    }
-    return {"seconds": seconds, "turns": turns, "files": FILES, "p99_ratio": ratio, **result, "loads": loads}
+        both = Turns(server, client.ask(server.address, QUESTION).text)
+        both.run(turns, lambda: time.sleep(seconds))
+        same = server.worker_pid() == worker
+        return {"seconds": seconds, "turns": turns, **both.shown(), "same_worker": same, "log_tail": server.log[-400:]}
 
 
 # Kills while adapters come and go -------------------------------------------------------------------------------------
 
 
-def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, Any]:
-    """SIGKILL to the worker at random moments under load, while an adapter is loaded, answer and unloaded over and over."""
-    tally, changes, chance, back_s = Tally(), Counter[str](), random.Random(seed), []
-    over = threading.Event()
-    root = FOLDER / "adapters"
-    with Served([*DEMO, "--adapter-root", str(root)]) as server:
+class Faults:
+    """Clients, adapters that come and go over HTTP, and kills, on one server."""
 
-        def change() -> None:
-            number = 0
-            while not over.is_set():
-                number += 1
-                name = f"more-{number}"
-                for path, body in (
-                    ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "specialist"}),
-                    ("/v1/unload_lora_adapter", {"lora_name": name}),
-                ):
-                    answer = client.ask(server.address, body, path=path, timeout_s=120)
-                    changes[f"{path.split('/')[-1]}: {answer.error or answer.ended}"] += 1
-                    if answer.ended != "complete":
-                        time.sleep(0.2)
+    def __init__(self, server: Served, clients: int, seed: int) -> None:
+        self._server, self._clients, self._chance = server, clients, random.Random(seed)
+        self._over = threading.Event()
+        self._seed = seed
+        self.tally, self.changes, self.back_s = Tally(), Counter[str](), list[float]()
 
-        changer = threading.Thread(target=change, daemon=True)
-        with Clients(server, clients, tally, seed=seed):
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Have the clients ask and the adapters change for a block."""
+        changer = threading.Thread(target=self._change, daemon=True)
+        with Clients(self._server, self._clients, self.tally, seed=self._seed):
             changer.start()
-            for _ in range(kills):
-                wanted = tally.ended["complete"] + chance.randrange(clients + 1)
-                until(lambda: tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
-                before, start = server.worker_pid(), time.monotonic()
-                server.kill_worker()
-                if until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0) is None:  # noqa: B023
-                    raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
-                back_s.append(time.monotonic() - start)
-            over.set()
-            changer.join(120)
-        result = {**tally.shown(), "restarts": server.status()["restarts"], "left": rest(server)}
-    return {
-        "kills": len(back_s), "clients": clients, **result, "adapters": dict(sorted(changes.items())),
-        "back_s": client.percentiles(back_s, digits=2),
-    }  # fmt: skip
+            try:
+                yield
+            finally:
+                self._over.set()
+                changer.join(120)
+
+    def _change(self) -> None:
+        number = 0
+        while not self._over.is_set():
+            number += 1
+            name = f"more-{number}"
+            for path, body in (
+                ("/v1/load_lora_adapter", {"lora_name": name, "lora_path": "specialist"}),
+                ("/v1/unload_lora_adapter", {"lora_name": name}),
+            ):
+                answer = client.ask(self._server.address, body, path=path, timeout_s=120)
+                self.changes[f"{path.split('/')[-1]}: {answer.error or answer.ended}"] += 1
+                if answer.ended != "complete":
+                    time.sleep(0.2)
+
+    def kill(self, count: int) -> None:
+        """End the worker so many times, each at a random moment after the one before is back and has answered."""
+        server = self._server
+        for _ in range(count):
+            wanted = self.tally.ended["complete"] + self._chance.randrange(self._clients + 1)
+            until(lambda: self.tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
+            before, start = server.worker_pid(), time.monotonic()
+            server.kill_worker()
+            if until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0) is None:  # noqa: B023
+                raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
+            self.back_s.append(time.monotonic() - start)
+
+    def shown(self) -> dict[str, Any]:
+        return {
+            "kills": len(self.back_s), "clients": self._clients, **self.tally.shown(),
+            "restarts": self._server.status()["restarts"],
+            "adapters": dict(sorted(self.changes.items())), "back_s": client.percentiles(self.back_s, digits=2),
+        }  # fmt: skip
+
+
+CHANGING = [*DEMO, "--adapter-root", str(FOLDER / "adapters")]
+
+
+def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, Any]:
+    """SIGKILL to the worker at random moments under load, while an adapter is loaded and unloaded over and over."""
+    with Served(CHANGING) as server:
+        faults = Faults(server, clients, seed)
+        with faults.at_work():
+            faults.kill(kills)
+        return {**faults.shown(), "left": rest(server)}
+
+
+def together(
+    kills: int = 10, clients: int = 32, turns: int = 2, *, seconds: float = 20.0, seed: int = 0
+) -> dict[str, Any]:
+    """Return what two normal clients saw of kills, load and changing adapters, with and without attackers beside.
+
+    kills: in all attacked turns; as many in the quiet ones. seconds: of a turn at least."""
+    with Served(CHANGING) as server:
+        faults = Faults(server, clients, seed)
+        both = Turns(server, client.ask(server.address, QUESTION).text)
+
+        def turn() -> None:
+            start = time.monotonic()
+            faults.kill(kills // turns)
+            until(lambda: time.monotonic() - start > seconds, seconds)
+
+        with faults.at_work():
+            both.run(turns, turn)
+        return {"turns": turns, "faults": faults.shown(), **both.shown()}
 
 
 SCENES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "attacked": lambda given: attacked(given.seconds, given.turns),
+    "together": lambda given: together(
+        given.kills, given.clients, min(given.turns, given.kills), seconds=given.seconds
+    ),
     "killed": lambda given: killed(given.kills, given.clients),
 }
 

@@ -152,7 +152,7 @@ def test_too_many_values_and_too_much_depth_are_refused_by_name():
 
 def test_validation_stops_at_the_first_errors():
     wrong = [
-        ({"messages": [{}] * 1000}, "messages[0].role"), ({"messages": [{"role": "user", "content": [{}] * 1000}]}, None),
+        ({"messages": [{}] * 500}, "messages[0].role"), ({"messages": [{"role": "user", "content": [{}] * 1000}]}, None),
         ({f"a{i}": 1 for i in range(1000)}, None), ({"stop": [1] * 10}, "stop[0]"),
     ]  # fmt: skip
     for fields, param in wrong:
@@ -165,6 +165,20 @@ def test_validation_stops_at_the_first_errors():
         if param is not None:
             assert error_of(chat(client(), **fields), 400)["param"] == param
     assert error_of(chat(client(), **{f"a{i}": 1 for i in range(1000)}), 400)["param"] == "a0"
+
+
+def test_a_list_beyond_its_limit_is_refused_before_its_items_are_looked_at():
+    server = client(limits=Limits(messages=4, tools=2))
+    items = {"role": "user", "content": "a", "unknown": 1}  # wrong too, were it looked at
+    for path, field, most, more in (
+        ("/v1/chat/completions", "messages", 4, {}), ("/v1/messages", "messages", 4, {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", "messages", 4, {}), ("/tokenize", "messages", 4, {}),
+        ("/v1/responses", "input", 16, {}), ("/v1/chat/completions", "tools", 2, {"messages": CHAT["messages"]}),
+        ("/v1/messages", "tools", 2, {"max_tokens": 1, "messages": CHAT["messages"]}),
+    ):  # fmt: skip
+        body = {"model": "demo", field: [items] * (most + 1), **more}
+        answer = server.post(path, json=body)
+        assert answer.status_code == 400 and f"has more than {most} " in answer.text, (path, answer.text)
 
 
 def test_bodies_without_room_get_503_and_their_room_comes_back():

@@ -74,6 +74,12 @@ def test_only_an_administrator_reloads():
     assert post("/admin/reload", "root").status_code == 200
 
 
+def test_a_reload_takes_no_fields():
+    _, post = server(lambda: ([], BEFORE))
+    refused = post("/admin/reload", "root", {"host": "0.0.0.0"})
+    assert refused.status_code == 400 and refused.json()["error"]["fields"]["field"] == "host"
+
+
 def test_a_file_that_is_wrong_changes_nothing():
     def wrong():
         raise CheckpointError("1 problem\n  - unknown key 'prot' (near: port)", path="serve.toml")

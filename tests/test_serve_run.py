@@ -18,6 +18,7 @@ import pytest
 from trimtab.errors import RequestError
 from trimtab.serve import run
 from trimtab.serve.run import address_of, listen
+from trimtab.serve.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent
 WAIT_S = 30
@@ -117,6 +118,23 @@ def test_an_ipv6_address_is_shown_as_browsers_take_it(host):
         pytest.skip("this machine has no IPv6 address")
     with found:
         assert address_of(found) == f"http://[::1]:{found.getsockname()[1]}"
+
+
+def test_threads_of_large_bodies_hand_the_interpreter_on_soon(monkeypatch):
+    """At Python's own 5 ms every read and write of the event loop waits so long while a thread reads a body."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(*arguments, **options):
+        raise StopError
+
+    seen = []
+    monkeypatch.setattr(sys, "setswitchinterval", seen.append)
+    monkeypatch.setattr(run, "Pool", stop)
+    with pytest.raises(StopError):
+        run.serve([], Settings(page=False), say=print)
+    assert len(seen) == 1 and seen[0] <= 0.0005
 
 
 # Clients --------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,15 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
 
 
+def picture_bytes(data: bytes) -> int:
+    """Return how many bytes a picture takes while it is decoded and made RGB, by its header; 0 if that is none."""
+    try:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as found:
+            return 8 * found.width * found.height
+    except Exception:  # whoever decodes it says what is wrong
+        return 0
+
+
 @dataclass(frozen=True)
 class LowDetail:
     """A picture that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""

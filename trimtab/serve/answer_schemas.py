@@ -184,6 +184,12 @@ SCHEMAS: Mapping[str, Schema] = {
     "ChatCompletionChunk": _answer("chat.completion.chunk", {"delta": _DELTA, "logprobs": _or_null(_CHAT_LOGPROBS)}),
     "Completion": _answer("text_completion", {"text": TEXT, "logprobs": _or_null(_TEXT_LOGPROBS)}),
     "AdapterChanged": _object({"status": {"enum": ["loaded", "unloaded"]}, "lora_name": TEXT}),
+    "Reloaded": _object(
+        {
+            "status": {"const": "reloaded"},
+            **{name: _list(TEXT) for name in ("changed", "loaded", "unloaded", "needs_restart", "problems")},
+        }
+    ),
     "Health": _object({"status": TEXT}),
     "Status": _object({"models": _list({"type": "object"}), "requests": _list({"type": "object"})}),
     "VerifyPiece": _object({}, maybe={"say": TEXT, "report": {"type": "object"}}),
@@ -202,5 +208,6 @@ ANSWERS: Mapping[str, tuple[Schema | None, Schema | None]] = {
     "/tokenize": (reference("Tokens"), None), "/detokenize": (reference("TokensText"), None),
     "/v1/load_lora_adapter": (reference("AdapterChanged"), None),
     "/v1/unload_lora_adapter": (reference("AdapterChanged"), None),
+    "/admin/reload": (reference("Reloaded"), None),
     "/api/verify": (None, _events(reference("VerifyPiece"))),
 }  # fmt: skip

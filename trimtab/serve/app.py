@@ -10,7 +10,7 @@ Everything is refused here that can be told from the request alone; how an answe
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,7 +35,7 @@ from trimtab.serve.job import Event, Job
 from trimtab.serve.live import Live
 from trimtab.serve.messages_shape import MessagesShape, error_object
 from trimtab.serve.metrics import Metrics, Seen
-from trimtab.serve.openapi import VERIFY, description
+from trimtab.serve.openapi import BESIDE, description
 from trimtab.serve.quotas import Quotas
 from trimtab.serve.request_kinds import (
     ANTHROPICS,
@@ -137,8 +137,8 @@ def make_app(
     """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them.
     live: who tells of other settings later."""
     live = live or Live(settings)
-    has_verify = any(getattr(route, "path", "") == VERIFY for route in extra)
-    api = _Api(pool, settings, metrics, folders, has_verify)
+    beside_api = BESIDE.keys() & {getattr(route, "path", "") for route in extra}
+    api = _Api(pool, settings, metrics, folders, beside_api)
     live.listen(api.use)
 
     @asynccontextmanager
@@ -179,10 +179,10 @@ def _authorization(request: Request) -> str:
 
 class _Api:
     def __init__(
-        self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str], has_verify: bool
+        self, pool: Pool, settings: Settings, metrics: Metrics, folders: Sequence[str], beside_api: Collection[str]
     ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
-        self.has_verify = has_verify
+        self.beside_api = beside_api
         self.quotas = Quotas(settings.key_limits)
         self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits, lenient=settings.lenient)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
@@ -246,7 +246,7 @@ class _Api:
         return Response(body, media_type=kind)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(has_key=bool(self.settings.api_keys), has_verify=self.has_verify))
+        return JSONResponse(description(has_key=bool(self.settings.api_keys), beside=self.beside_api))
 
     async def status(self, request: Request) -> Response:
         shown = {**self.pool.status(), "requests": self.metrics.recent()}

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ MEMORY_BYTES = 2**20
 SMALL_BYTES = 16 * 2**10
 WINDOW_BYTES = 64 * 2**10
 RETRY_AFTER_S = 2.0
+ITEMS = 4
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
 _BASE64 = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=-_"
@@ -201,13 +203,15 @@ class Reader:
     """
 
     def __init__(self, limits: Limits, *, lenient: bool = False) -> None:
-        self._body_bytes, self._lenient = limits.body_bytes, lenient
+        self.use(limits, lenient=lenient)
         self._many = ThreadPoolExecutor(2, thread_name_prefix="trimtab-body")
         self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
 
     def use(self, limits: Limits, *, lenient: bool) -> None:
         """Go on with other limits."""
         self._body_bytes, self._lenient = limits.body_bytes, lenient
+        # Several items of a response's input may make one message.
+        self._most = {"messages": limits.messages, "tools": limits.tools, "input": ITEMS * limits.messages}
 
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
         """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
@@ -217,8 +221,9 @@ class Reader:
         try:
             await _receive(request, held)
             if held.size <= SMALL_BYTES:
-                return wire.read(kind, held.whole(), ignored=ignored), held.size
-            return await self.run(held.size, lambda: wire.read(kind, held.whole(), ignored=ignored)), held.size
+                return wire.read(kind, held.whole(), ignored=ignored, most=self._most), held.size
+            read = partial(wire.read, ignored=ignored, most=self._most)
+            return await self.run(held.size, lambda: read(kind, held.whole())), held.size
         finally:
             held.close()
 

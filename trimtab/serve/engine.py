@@ -23,6 +23,7 @@ from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.hf_generate import Sampler
+from trimtab.runtime.media import picture_bytes
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
@@ -30,6 +31,7 @@ from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
+from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
@@ -60,6 +62,17 @@ class Answer:
     scored: list[dict[str, Any] | None] | None = None
 
 
+# Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
+SOUND_RATIO = 24
+
+
+def decoded_bytes(job: Job) -> int:
+    """Return about how many bytes the media of a job take while they are decoded."""
+    parts = [part for message in job.prompt for part in message["content"] or () if isinstance(part, dict)]
+    images = sum(picture_bytes(part["image"]) for part in parts if part["type"] == "image")
+    return images + SOUND_RATIO * sum(len(part["audio"]) for part in parts if part["type"] == "audio")
+
+
 class LoadedEngine:
     """The scheduler's engine on a loaded model. rows: requests decoded together. prompt_limit: the most tokens of a prompt
     (None: what the context holds)."""
@@ -72,7 +85,7 @@ class LoadedEngine:
         model.forget_batch()
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
-        self._preparing = Preparing(self._inputs)
+        self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
         self._times = ChunkTimes(model.device)
@@ -167,6 +180,17 @@ class LoadedEngine:
             raise
         except Exception as exc:
             raise self._name_on_host(exc, "preparing a prompt") from exc
+
+    def _decoded(self, job: Job) -> Job:
+        """Return a job with its media decoded, on a thread of the pool."""
+        try:
+            return replace(job, prompt=chat.decode_media(self.model, job.prompt))
+        except RequestError as exc:
+            raise for_client(exc, job) from exc
+        except TrimtabError:
+            raise
+        except Exception as exc:
+            raise self._name_on_host(exc, "decoding images and audio") from exc
 
     def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
         if job.schema is None and job.must_call is None:

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from trimtab.errors import TrimtabError
+from trimtab.serve import wire
 from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import RELOAD, Settings
 
@@ -90,6 +91,8 @@ class Reloader:
 
     def routes(self) -> list[Route]:
         async def answer(request: Request) -> Response:
+            if body := await request.body():
+                wire.read(wire.ReloadRequest, body)
             return JSONResponse(await self.reload())
 
         return [Route(RELOAD, answer, methods=["POST"])]

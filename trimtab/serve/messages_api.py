@@ -139,6 +139,7 @@ class Metadata(Strict):
 
 
 class _Question(Strict):
+    has_limits = True
     model: Name
     # Beyond Anthropic's: as for a chat.
     adapter: Adapter | None = None

@@ -5,6 +5,7 @@ Version 3.2, the first one that can say what the events of a stream are (`itemSc
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -14,8 +15,8 @@ from pydantic.json_schema import models_json_schema
 import trimtab
 from trimtab.serve.answer_schemas import ANSWERS, SCHEMAS, reference
 from trimtab.serve.request_kinds import ANTHROPICS, REQUESTS
-from trimtab.serve.settings import ADMIN_PATHS
-from trimtab.serve.wire import VerifyRequest
+from trimtab.serve.settings import ADMIN_PATHS, RELOAD
+from trimtab.serve.wire import ReloadRequest, VerifyRequest
 
 VERIFY = "/api/verify"
 _WORDS = {
@@ -29,7 +30,10 @@ _WORDS = {
     "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
     "/v1/load_lora_adapter": "Load an adapter below the server's folder",
     "/v1/unload_lora_adapter": "Forget an adapter", VERIFY: "Compare the running plan with another route, as a stream",
+    RELOAD: "Read settings, keys and adapters again",
 }  # fmt: skip
+# Routes that a server may have beside those of the API, and what their bodies are.
+BESIDE: Mapping[str, type[BaseModel]] = {VERIFY: VerifyRequest, RELOAD: ReloadRequest}
 _OPEN = ("/health", "/ready")
 # What any request may get: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
@@ -44,15 +48,15 @@ _POSTED = {
 }  # fmt: skip
 
 
-def description(*, has_key: bool, has_verify: bool = False) -> dict[str, Any]:
-    """Return the description. has_key: whether this server asks for an API key. has_verify: whether it has VERIFY."""
-    kinds: dict[str, type[BaseModel]] = {**REQUESTS, **({VERIFY: VerifyRequest} if has_verify else {})}
+def description(*, has_key: bool, beside: Collection[str] = ()) -> dict[str, Any]:
+    """Return the description. has_key: whether this server asks for an API key. beside: which paths of BESIDE it has."""
+    kinds: dict[str, type[BaseModel]] = {**REQUESTS, **{path: BESIDE[path] for path in BESIDE if path in beside}}
     template = reference("{model}")["$ref"]
     _, definitions = models_json_schema([(kind, "validation") for kind in kinds.values()], ref_template=template)
     components: dict[str, Any] = {"schemas": {**definitions["$defs"], **SCHEMAS}}
     if has_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    paths = {path: words for path, words in _WORDS.items() if path != VERIFY or has_verify}
+    paths = {path: words for path, words in _WORDS.items() if path not in BESIDE or path in kinds}
     return {
         "openapi": "3.2.0",
         "info": {"title": "trimtab", "version": trimtab.__version__, "description": "OpenAI's API on local models"},
@@ -72,7 +76,7 @@ def _path(path: str, words: str, kind: type[Any] | None, has_key: bool) -> dict[
         ]
     if kind is not None:
         content = {"application/json": {"schema": reference(kind.__name__)}}
-        operation["requestBody"] = {"required": True, "content": content}
+        operation["requestBody"] = {"required": path != RELOAD, "content": content}
     if has_key and path not in _OPEN:
         operation["security"] = [{"key": []}]
     return {"get" if kind is None else "post": operation}

@@ -1,7 +1,7 @@
-"""In which order prompts become model inputs, on a thread of their own: decoding an image never delays a token of others.
+"""In which order prompts become model inputs, beside the thread that makes tokens: an image never delays a token of others.
 
-One thread, because a tokenizer is changed while it encodes. Short texts come first: a text waits for one prompt with media at
-most, however many of those there are.
+Images and audio are decoded by a few threads (media_pool.py). Everything else is done by one thread, because a tokenizer is changed
+while it encodes. Short texts come first: a text waits for one prompt with media at most, however many of those there are.
 """
 
 from __future__ import annotations
@@ -14,38 +14,58 @@ from concurrent.futures import Future
 from typing import Any
 
 from trimtab.serve.job import Job
+from trimtab.serve.media_pool import MediaPool
 
 # A text of more characters waits with the media.
 SHORT_CHARACTERS = 32_768
 
 
 class Preparing:
-    """The thread. prepare: job -> its inputs; what it raises is what the future holds."""
+    """The thread. prepare: job -> its inputs; what it raises is what the future holds. media: who decodes images and audio first
+    (None: prepare does)."""
 
-    def __init__(self, prepare: Callable[[Job], Any]) -> None:
-        self._prepare = prepare
-        self._waiting: queue.PriorityQueue[tuple[bool, int, Future[Any], Job]] = queue.PriorityQueue()
+    def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
+        self._prepare, self._media = prepare, media
+        self._waiting: queue.PriorityQueue[tuple[bool, int, Future[Any], Job, Callable[[], None] | None]]
+        self._waiting = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Job) -> Future[Any]:
         """Return the inputs to be; cancelling them is enough to forget the job."""
         future: Future[Any] = Future()
-        self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="trimtab-prepare", daemon=True)
             self._thread.start()
+        if self._media is not None and has_media(job.prompt):
+            self._media.submit(job, future, lambda decoded, release: self._put(decoded, future, release))
+        else:
+            self._put(job, future)
         return future
+
+    def _put(self, job: Job, future: Future[Any], release: Callable[[], None] | None = None) -> None:
+        self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job, release))
 
     def _run(self) -> None:
         while True:
-            _, _, future, job = self._waiting.get()
-            if not future.set_running_or_notify_cancel():
+            _, _, future, job, release = self._waiting.get()
+            # A job with media has been running since it was decoded.
+            if release is None and not future.set_running_or_notify_cancel():
                 continue
             try:
                 future.set_result(self._prepare(job))
             except BaseException as exc:
                 future.set_exception(exc)
+            finally:
+                if release is not None:
+                    release()
+
+
+def has_media(prompt: Any) -> bool:
+    """Whether a prompt is messages with images or audio."""
+    return isinstance(prompt, list) and any(
+        part["type"] != "text" for message in prompt if isinstance(message, dict) for part in _parts(message)
+    )
 
 
 def is_short(prompt: Any) -> bool:
@@ -54,11 +74,12 @@ def is_short(prompt: Any) -> bool:
         return len(prompt["text"]) <= SHORT_CHARACTERS
     if isinstance(prompt, str):
         return len(prompt) <= SHORT_CHARACTERS
-    count = 0
-    for message in prompt:
-        content = message["content"] if isinstance(message, dict) else ""
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
-        if any(part["type"] != "text" for part in parts):
-            return False
-        count += sum(len(part["text"]) for part in parts)
+    if has_media(prompt):
+        return False
+    count = sum(len(part["text"]) for message in prompt if isinstance(message, dict) for part in _parts(message))
     return count <= SHORT_CHARACTERS
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or []

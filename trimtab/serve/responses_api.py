@@ -21,6 +21,7 @@ from trimtab.serve.wire import (
     FunctionName,
     Label,
     Name,
+    OnlyFalse,
     Strict,
     Text,
     text_or_list,
@@ -153,6 +154,7 @@ class Reasoning(Strict):
 class ResponsesRequest(Strict):
     """POST /v1/responses."""
 
+    has_limits = True
     model: Name
     # Beyond OpenAI's: as for a chat.
     adapter: Adapter | None = None
@@ -178,11 +180,11 @@ class ResponsesRequest(Strict):
     user: Label | None = None
     safety_identifier: Label | None = None
     # Accepted at the values that change nothing.
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
     metadata: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     include: EmptyList | None = None
     truncation: Literal["disabled"] | None = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     service_tier: Literal["auto", "default"] | None = None
     previous_response_id: None = None
     conversation: None = None

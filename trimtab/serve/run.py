@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,9 @@ BACKLOG, ACCEPT_AT_ONCE = 2048, 16
 # File descriptors for what is no connection: files of bodies, pipes, the worker's.
 OTHER_FILES = 128
 TICK_S = 0.05
+# Between two threads of this process. At Python's 5 ms each of the event loop's reads and writes waits so long while a thread reads
+# a large body, and a few hundred connections wait for seconds.
+SWITCH_S = 0.0002
 
 log = logging.getLogger("trimtab.serve")
 
@@ -49,6 +53,7 @@ def serve(
 
     A second Ctrl-C ends at once. Errors: RequestError if the address is taken or is not this machine's.
     """
+    sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()
     pool = Pool(models, settings, together=together)

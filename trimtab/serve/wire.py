@@ -8,9 +8,20 @@ Defaults are OpenAI's, temperature 1 among them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, FailFast, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    FailFast,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import from_json, to_json
 
 from trimtab.errors import RequestError
@@ -36,11 +47,22 @@ class _FailFast(FailFast):
 
 
 FIRST_ERROR = _FailFast()
+
+
+def _no_number(value: Any) -> Any:
+    """Return a value that a literal compares: to Python 0 and 1 are False and True."""
+    return value if isinstance(value, bool) else repr(value)
+
+
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
+OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Known fields of which no value has an effect here: with --lenient every value is taken.
 NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
 # How many fields of one object that are unknown get an error each.
 MOST_UNKNOWN = 8
+# What the items of a list are called where it is not as its field.
+_ITEMS = {"input": "items"}
 
 
 class Strict(BaseModel):
@@ -53,11 +75,19 @@ class Strict(BaseModel):
         protected_namespaces=(),
         hide_input_in_errors=True,
     )
+    # Whether the context of a validation names lists of this shape, and how many items each may have.
+    has_limits: ClassVar[bool] = False
 
     @model_validator(mode="before")
     @classmethod
-    def _few_unknown_fields(cls, value: Any) -> Any:
-        """Return an object with a few of its unknown fields: each costs an error, and the first ones are all that is named."""
+    def _few_unknown_fields(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return an object with a few of its unknown fields: each costs an error, and the first ones are all that is named.
+
+        Errors: RequestError for a list of more items than the context allows, before any of them is looked at.
+        """
+        for name, most in (info.context or {}).items() if cls.has_limits and isinstance(value, dict) else ():
+            if isinstance(value.get(name), list) and len(value[name]) > most:
+                raise RequestError(f"has more than {most} {_ITEMS.get(name, name)}", field=name)
         if not isinstance(value, dict) or len(value) <= MOST_UNKNOWN:
             return value
         known = _names_of(cls)
@@ -254,7 +284,7 @@ Message = Annotated[
 
 class StreamOptions(Strict):
     include_usage: bool = False
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
 
 
 class JsonSchema(Strict):
@@ -279,6 +309,7 @@ Adapter = Annotated[
 
 
 class _Sampling(Strict):
+    has_limits = True
     model: Name
     adapter: Adapter | None = None
     max_tokens: Count | None = None
@@ -322,7 +353,7 @@ class ChatRequest(_Sampling):
     functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    store: Literal[False] | None = None
+    store: OnlyFalse | None = None
 
 
 class CompletionRequest(_Sampling):
@@ -331,7 +362,7 @@ class CompletionRequest(_Sampling):
     prompt: Prompt
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Accepted at the values that change nothing.
-    echo: Literal[False] | None = None
+    echo: OnlyFalse | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
@@ -343,7 +374,7 @@ class LoadAdapterRequest(Strict):
     lora_path: Annotated[str, Field(min_length=1, max_length=4096)]
     model: Name | None = None
     # Accepted at the values that change nothing.
-    load_inplace: Literal[False] | None = None
+    load_inplace: OnlyFalse | None = None
 
 
 class UnloadAdapterRequest(Strict):
@@ -363,6 +394,10 @@ class VerifyRequest(Strict):
     against: Literal["resident", "base", "single", "alone"] = "resident"
 
 
+class ReloadRequest(Strict):
+    """POST /admin/reload: an empty object, or no body at all."""
+
+
 class EmbeddingsRequest(Strict):
     """POST /v1/embeddings."""
 
@@ -378,6 +413,7 @@ class EmbeddingsRequest(Strict):
 class TokenizeRequest(Strict):
     """POST /tokenize, vLLM's shape: a text, or the messages of a chat as its template writes them."""
 
+    has_limits = True
     model: Name
     prompt: Text | None = None
     messages: Annotated[list[Message], Field(min_length=1), FIRST_ERROR] | None = None
@@ -386,7 +422,7 @@ class TokenizeRequest(Strict):
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
     # Accepted at the value that changes nothing.
-    add_generation_prompt: Literal[True] | None = None
+    add_generation_prompt: OnlyTrue | None = None
 
 
 class DetokenizeRequest(Strict):
@@ -396,18 +432,21 @@ class DetokenizeRequest(Strict):
     tokens: Annotated[list[TokenId], FIRST_ERROR]
 
 
-def read(kind: type[Asked], body: bytes, *, ignored: list[str] | None = None) -> Asked:
+def read(
+    kind: type[Asked], body: bytes, *, ignored: list[str] | None = None, most: Mapping[str, int] | None = None
+) -> Asked:
     """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
 
-    ignored: take what has no effect here, and put the names of its fields there (None: refuse it).
+    ignored: take what has no effect here, and put the names of its fields there (None: refuse it). most: field -> how many
+    items its list may have; more are refused before any is validated.
     """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate_json(body, context=most)
     except ValidationError as exc:
         found = _errors(exc)
     if ignored is not None and (kept := _without_effect(kind, body, found, ignored)) is not None:
         try:
-            return kind.model_validate_json(kept)
+            return kind.model_validate_json(kept, context=most)
         except ValidationError as exc:
             found = _errors(exc)
     raise _first(found)

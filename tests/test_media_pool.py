@@ -1,0 +1,124 @@
+"""Who waits for whose images: slow ones, many of one client, more bytes than there is room for, and a request's time."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+
+import pytest
+
+from trimtab.errors import RequestError
+from trimtab.request import GenerateRequest
+from trimtab.serve.job import Job
+from trimtab.serve.media_pool import MediaPool
+from trimtab.serve.preparing import Preparing
+
+WAIT_S = 20.0
+
+
+class Decoder:
+    """Decodes at once, but images that are named "slow" only when they are let go."""
+
+    def __init__(self):
+        self.let_go, self.begun = threading.Event(), {}
+        self.seen, self.lock = [], threading.Lock()
+
+    def __call__(self, job):
+        with self.lock:
+            self.seen.append(job.id)
+        self.begun.setdefault(job.id, threading.Event()).set()
+        if image_of(job).startswith(b"slow"):
+            assert self.let_go.wait(WAIT_S)
+        if image_of(job) == b"wrong":
+            raise RequestError("cannot be decoded", field="messages")
+        return job
+
+    def wait_for(self, name):
+        assert self.begun.setdefault(name, threading.Event()).wait(WAIT_S)
+
+
+def image_of(job):
+    return job.prompt[0]["content"][0]["image"]
+
+
+def job(name, image=b"", client=""):
+    content = [{"type": "image", "image": image}, {"type": "text", "text": "?"}]
+    return Job(name, [{"role": "user", "content": content}], GenerateRequest(), client=client)
+
+
+@pytest.fixture
+def decoder():
+    found = Decoder()
+    yield found
+    found.let_go.set()
+
+
+def preparing(decoder, **limits):
+    pool = MediaPool(decoder, lambda job: len(image_of(job)), **limits)
+    return Preparing(lambda job: job.id, pool), pool
+
+
+def test_a_slow_image_of_one_client_delays_nobody_elses(decoder):
+    prepared, _ = preparing(decoder)
+    slow = prepared.submit(job("a", b"slow"))
+    decoder.wait_for("a")
+    assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
+    assert prepared.submit(Job("c", "a text", GenerateRequest())).result(WAIT_S) == "c"
+    assert not slow.done()
+    decoder.let_go.set()
+    assert slow.result(WAIT_S) == "a"
+
+
+def test_no_client_has_every_thread(decoder):
+    prepared, _ = preparing(decoder)
+    slow = [prepared.submit(job(f"a{number}", b"slow", client="a")) for number in range(4)]
+    decoder.wait_for("a0")
+    assert prepared.submit(job("b", b"fast", client="b")).result(WAIT_S) == "b"
+    assert decoder.seen == ["a0", "b"]
+    decoder.let_go.set()
+    assert [future.result(WAIT_S) for future in slow] == ["a0", "a1", "a2", "a3"]
+
+
+def test_the_bytes_of_all_media_are_bounded_and_come_back(decoder):
+    prepared, pool = preparing(decoder, most_bytes=10)
+    slow = prepared.submit(job("a", b"slow67"))
+    decoder.wait_for("a")
+    late = prepared.submit(job("b", b"12345"))  # 11 together
+    assert prepared.submit(job("c", b"1234")).result(WAIT_S) == "c"
+    assert not late.done() and decoder.seen == ["a", "c"]
+    decoder.let_go.set()
+    assert (slow.result(WAIT_S), late.result(WAIT_S)) == ("a", "b")
+    # One that is larger than the whole budget goes alone.
+    assert prepared.submit(job("d", b"x" * 50)).result(WAIT_S) == "d"
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+
+
+def test_a_request_whose_media_take_too_long_is_answered(decoder):
+    prepared, pool = preparing(decoder, most_s=0.05)
+    with pytest.raises(RequestError, match="take longer than 0.05 s to decode"):
+        prepared.submit(job("a", b"slow")).result(WAIT_S)
+    assert prepared.submit(job("b", b"fast")).result(WAIT_S) == "b"
+    decoder.let_go.set()  # its thread and its bytes are free again
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+
+
+def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decoder):
+    prepared, pool = preparing(decoder, threads=1)
+    slow = prepared.submit(job("a", b"slow"))
+    decoder.wait_for("a")
+    gone, wrong = prepared.submit(job("b", b"fast")), prepared.submit(job("c", b"wrong"))
+    assert gone.cancel()
+    decoder.let_go.set()
+    with pytest.raises(RequestError, match="cannot be decoded"):
+        wrong.result(WAIT_S)
+    assert slow.result(WAIT_S) == "a" and decoder.seen == ["a", "c"]
+    with pool._changed:
+        assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
+
+
+def test_futures_of_jobs_without_media_are_as_before():
+    future: Future = Preparing(lambda job: 1 / 0).submit(Job("a", "text", GenerateRequest()))
+    with pytest.raises(ZeroDivisionError):
+        future.result(WAIT_S)

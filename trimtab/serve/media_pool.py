@@ -1,0 +1,127 @@
+"""Which client's images and audio are decoded next, by a few threads, so that one slow medium delays nobody else's.
+
+    MediaPool   the threads, and what they may hold
+
+Three budgets bound it: bytes of decoded media (being decoded, or waiting for their prompt), decodes of one client at
+once, and seconds of one request. A thread cannot be stopped: a request whose time is over is answered, and its thread is free
+again when the decoder returns; the limits on pixels and seconds of sound bound that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from trimtab.errors import RequestError
+from trimtab.serve.job import Job
+
+THREADS = 2
+MEDIA_BYTES = 256 * 2**20
+MEDIA_S = 20.0
+
+
+@dataclass
+class _Entry:
+    job: Job
+    future: Future[Any]
+    nbytes: int
+    then: Callable[[Job, Callable[[], None]], None]
+
+
+class MediaPool:
+    """The threads. decode: returns a job with its media decoded. size: how many bytes they will take.
+
+    most_bytes: of all media that are decoded or being decoded; a request that needs more is decoded alone. most_s: of one
+    request's decoding. No client has all threads: one is left for others, where clients have keys.
+    """
+
+    def __init__(
+        self, decode: Callable[[Job], Job], size: Callable[[Job], int], *, threads: int = THREADS,
+        most_bytes: int = MEDIA_BYTES, most_s: float = MEDIA_S,
+    ) -> None:  # fmt: skip
+        self._decode, self._size = decode, size
+        self._most_bytes, self._most_s, self._count = most_bytes, most_s, threads
+        self._waiting: list[_Entry] = []
+        self._running: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._threads: list[threading.Thread] = []
+        self.used_bytes = 0
+
+    def submit(self, job: Job, future: Future[Any], then: Callable[[Job, Callable[[], None]], None]) -> None:
+        """Decode a job's media and call `then` with the decoded job and what to call once its media are not needed any more.
+
+        future: is given the error, if there is one; cancelling it before its turn is enough to forget the job.
+        """
+        entry = _Entry(job, future, self._size(job), then)
+        with self._changed:
+            self._waiting.append(entry)
+            if len(self._threads) < self._count:
+                name = f"trimtab-media-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
+            self._changed.notify()
+
+    def _next(self) -> _Entry | None:
+        """Return what is to be decoded now: of the client with the fewest decodes the oldest that has room; None for none."""
+        self._waiting = [entry for entry in self._waiting if not entry.future.cancelled()]
+        of_client = max(1, self._count - 1)
+        free = [
+            entry for entry in self._waiting
+            if (not entry.job.client or self._running[entry.job.client] < of_client)
+            and (not self.used_bytes or self.used_bytes + entry.nbytes <= self._most_bytes)
+        ]  # fmt: skip
+        return min(free, key=lambda entry: self._running[entry.job.client], default=None)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while (entry := self._next()) is None:
+                    self._changed.wait()
+                self._waiting.remove(entry)
+                self._running[entry.job.client] += 1
+                self.used_bytes += entry.nbytes
+            try:
+                is_wanted = self._work(entry)
+            finally:
+                with self._changed:
+                    self._running[entry.job.client] -= 1
+                    self._running += Counter()  # those of nobody are dropped
+                    self._changed.notify_all()
+            if not is_wanted:
+                self._release(entry.nbytes)
+
+    def _work(self, entry: _Entry) -> bool:
+        """Decode one entry; whether its media are still needed."""
+        future = entry.future
+        if not future.set_running_or_notify_cancel():
+            return False
+        is_late = threading.Event()
+        timer = threading.Timer(self._most_s, self._end, (future, is_late))
+        timer.daemon = True
+        timer.start()
+        try:
+            decoded = self._decode(entry.job)
+        except BaseException as exc:
+            timer.cancel()
+            if not is_late.is_set():
+                future.set_exception(exc)
+            return False
+        timer.cancel()
+        timer.join()
+        if is_late.is_set():
+            return False
+        entry.then(decoded, lambda: self._release(entry.nbytes))
+        return True
+
+    def _end(self, future: Future[Any], is_late: threading.Event) -> None:
+        is_late.set()
+        future.set_exception(RequestError(f"take longer than {self._most_s:g} s to decode", field="messages"))
+
+    def _release(self, nbytes: int) -> None:
+        with self._changed:
+            self.used_bytes -= nbytes
+            self._changed.notify_all()
