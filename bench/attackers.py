@@ -44,6 +44,7 @@ HALF_OPEN = 1100
 TIMEOUT_S = 30.0
 # Between two hostile bodies of one attacker.
 PAUSE_S = 0.5
+ATTACKERS_NICE = 10
 HEAD = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n"
@@ -120,7 +121,11 @@ class Attack:
         self._lock = threading.Lock()
 
     def run(self) -> dict[str, int]:
-        """Attack until the time is over or standard input ends."""
+        """Attack until the time is over or standard input ends.
+
+        Real attackers have machines of their own: here they take what the others leave of the cores.
+        """
+        os.nice(ATTACKERS_NICE)
         self._end = time.monotonic() + self._seconds
         threading.Thread(target=self._listen, daemon=True).start()
         works = [

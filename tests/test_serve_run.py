@@ -137,6 +137,14 @@ def test_threads_of_large_bodies_hand_the_interpreter_on_soon(monkeypatch):
     assert len(seen) == 1 and seen[0] <= 0.0005
 
 
+def test_what_lives_for_good_is_not_looked_through_again():
+    code = (
+        "import gc\nfrom trimtab.serve import run\nrun.keep_for_good()\n"
+        "assert gc.get_freeze_count() > 10_000 and len(gc.get_objects()) < 1_000"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 # Clients --------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import math
 import os
@@ -139,6 +140,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._guard.on_loop_error)
         await super().startup(sockets)
+        keep_for_good()
         self._announcing = asyncio.create_task(self._announce())
         if hasattr(signal, "SIGHUP"):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload)
@@ -178,6 +180,13 @@ class _Server(uvicorn.Server):
             yield
             # uvicorn would raise them once more: an end that was asked for is no failure.
             self._captured_signals.clear()
+
+
+def keep_for_good() -> None:
+    """Take what lives now out of the collector's sight: modules and classes live as long as the process, and looking through all of
+    them stops it for 30 to 180 ms each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def listen(host: str, port: int) -> socket.socket:

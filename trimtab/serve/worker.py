@@ -8,6 +8,7 @@ Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", 
 
 from __future__ import annotations
 
+import gc
 import logging
 import queue
 import signal
@@ -137,6 +138,8 @@ class _Worker:
         """Answer until the pipe closes, or until the last job is done while draining."""
         self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
+        gc.collect()
+        gc.freeze()  # looking through the model's objects and every module would stop all answers for 0.1 s now and then
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         self.watcher.start()
         try:
