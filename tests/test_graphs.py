@@ -18,8 +18,9 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs, step_memory, tables
+from trimtab.runtime import graphs, step_capture, step_choice, step_memory, tables
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.prefill_graphs import Prompts
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
@@ -82,17 +83,17 @@ def answers(batch):
 class Again:
     """Stands for a CUDA graph on a CPU: a replay runs what was captured once more, in the state that it was captured in."""
 
-    def __init__(self, steps, run):
-        self.steps, self.run, self.outputs = steps, run, None
-        route = steps.model.route
+    def __init__(self, capture, run):
+        self.capture, self.run, self.outputs = capture, run, None
+        route = capture.model.route
         self.state = {name: getattr(route, name) for name in ("name", "rows", "towers", "slots")}
         self.replays = 0
 
     def replay(self):
-        route, self.replays = self.steps.model.route, self.replays + 1
+        route, self.replays = self.capture.model.route, self.replays + 1
         before = {name: getattr(route, name) for name in self.state}
         vars(route).update(self.state)
-        for table in self.steps._tables:
+        for table in self.capture.tables:
             table.reads_staged = True
         try:
             # As a graph would, whatever the streamer holds: it fetches all that it needs.
@@ -100,7 +101,7 @@ class Again:
                 kept.copy_(made)
         finally:
             vars(route).update(before)
-            for table in self.steps._tables:
+            for table in self.capture.tables:
                 table.reads_staged = False
 
 
@@ -109,17 +110,17 @@ def replayed(monkeypatch):
     """Steps that go the way of captured ones without a GPU; gives the list of all captures."""
     made = []
 
-    def captured(self, run, keep):
-        with self._pass(()):
-            before = self.batch.tokens.clone()
+    def record(self, run, keep, count):
+        with self.in_pass(()):
+            before = self.tokens.clone()
             outputs = run()
-            self.batch.tokens.copy_(before)
+            self.tokens.copy_(before)
         made.append(Again(self, run))
         made[-1].outputs = outputs
-        return graphs._Captured(made[-1], outputs, keep)
+        return step_capture.CapturedStep(made[-1], outputs, keep)
 
-    monkeypatch.setattr(graphs.Steps, "_may_capture", lambda self: self.mode != "eager")
-    monkeypatch.setattr(graphs.Steps, "_captured", captured)
+    monkeypatch.setattr(step_choice.StepChoice, "_may_capture", lambda self: self.mode != "eager")
+    monkeypatch.setattr(step_capture.StepCapture, "record", record)
     return made
 
 
@@ -199,10 +200,10 @@ def test_what_a_graph_would_repeat_gives_the_modules_answers(decode, replayed):
 def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, monkeypatch):
     expected = answers(joined(model, "eager", ASKED[:2]))
 
-    def fail(self, run, keep):
+    def fail(self, run, keep, count):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs.Steps, "_captured", fail)
+    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
     batch = joined(model, "auto", ASKED[:2])
     assert answers(batch) == expected
     (fall,) = batch.steps.fallbacks
@@ -213,18 +214,18 @@ def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, mon
 
 def test_a_replay_that_gives_other_scores_is_found():
     expected = torch.tensor([[1.0, -8.0, 3.0], [0.0, 2.0, 1.0], [9.0, 9.0, 9.0]])
-    graphs.check_replay(expected + 2**-7, expected, 3)
+    step_capture.check_replay(expected + 2**-7, expected, 3)
     found = expected.clone()
     found[1, 2] += 0.5
     with pytest.raises(RuntimeError, match="differ by up to 0.5 "):
-        graphs.check_replay(found, expected, 2)
-    graphs.check_replay(found, expected, 1)  # rows beyond the active ones are nobody's
+        step_capture.check_replay(found, expected, 2)
+    step_capture.check_replay(found, expected, 1)  # rows beyond the active ones are nobody's
     found[1] = float("nan")
     with pytest.raises(RuntimeError):
-        graphs.check_replay(found, expected, 2)
+        step_capture.check_replay(found, expected, 2)
     broken = expected.clone()
     broken[0] = float("nan")  # an adapter of NaN is told by its row, not by the capture
-    graphs.check_replay(broken, broken, 3)
+    step_capture.check_replay(broken, broken, 3)
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
@@ -468,10 +469,10 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     batch.prepare()
     assert batch.steps.captures == 2 and len(batch.steps._graphs) == 2
 
-    def fail(self, run, keep):
+    def fail(self, run, keep, count):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(graphs.Steps, "_captured", fail)
+    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
     batch = Batch(model, rows=2)
     batch.prepare()
     (fall,) = batch.steps.fallbacks
@@ -552,36 +553,34 @@ def test_a_cut_that_is_faster_in_a_whole_step_is_kept_there_and_no_other():
             most_rows=8, matvec=SimpleNamespace(kept=kept), save_cuts=lambda: saved.append(dict(kept))
         )
         model = SimpleNamespace(measuring=lambda done, of: told.append((done, of)))
-        _graphs = graphs.GraphCache()
+        graphs = GraphCache()
+        streams_decoder = False
 
-        def _streams_decoder(self):
-            return False
-
-        def _tried(self, run, keep, *, overlap):
+        def tried(self, run, keep, count, *, overlap):
             if kept[key] == "fails":
                 raise RuntimeError("operation not permitted when stream is capturing")
             return ms[kept[key]], torch.tensor([[1.0, 5.0 if kept[key] == "wrong" else 2.0]])
 
-    graphs.Steps._refine(Stand(), None, None, 1, overlap=True)
+    step_capture.StepCapture.refine(Stand(), None, None, 1, 1, overlap=True)
     assert kept[key] == "faster" and kept[other] == "best alone"
     assert kept["others"] == {other: ["another bucket"]} and len(saved) == 1
     assert told == [(1, 4), (2, 4), (3, 4), (4, 4)]
-    graphs.Steps._refine(Stand(), None, None, 1, overlap=True)  # tried once
+    step_capture.StepCapture.refine(Stand(), None, None, 1, 1, overlap=True)  # tried once
     assert len(saved) == 1
 
 
 def test_launches_never_overlap_beside_a_streamer_whatever_another_model_found():
     """Kernels are shared by models of one shape: what paid for a resident one must not be taken for a streamed one."""
-    steps = object.__new__(graphs.Steps)
-    steps.device, steps._order = torch.device("cuda"), []
-    steps.kernels = graphs.Kernels(matvec=object(), overlap_pays=True)
+    capture = object.__new__(step_capture.StepCapture)
+    capture.device, capture.order = torch.device("cuda"), []
+    capture.choice = SimpleNamespace(kernels=graphs.Kernels(matvec=object(), overlap_pays=True))
 
     def placed(tier, part):
         plan = SimpleNamespace(placements=[SimpleNamespace(part=part, tier=tier)])
-        steps._has_streamed_layers = graphs.streams_layers(plan)
-        return steps._overlap_pays(None, None)
+        capture.has_streamed_layers = step_capture.streams_layers(plan)
+        return capture.overlap_pays(None, None, 1)
 
     assert placed("resident", "language") and placed("stream", "vision")
     assert not placed("stream", "language") and not placed("stream", "head")
-    steps._order = ["a layer"]
+    capture.order = ["a layer"]
     assert not placed("resident", "language")

@@ -14,7 +14,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
-from trimtab.runtime import graphs, head8, kernels, step_memory
+from trimtab.runtime import head8, kernels, step_capture, step_memory
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
 from trimtab.serve.shelf import AdapterShelf
@@ -72,7 +72,7 @@ def test_other_errors_stay_themselves(model):
 @pytest.mark.parametrize("exc", LOST, ids=lambda exc: type(exc).__name__)
 @pytest.mark.parametrize("decode", ["auto", "graph"])
 def test_a_capture_without_memory_is_an_error_and_no_fallback(model, replayed, monkeypatch, decode, exc):
-    monkeypatch.setattr(graphs.Steps, "_captured", raising(exc))
+    monkeypatch.setattr(step_capture.StepCapture, "record", raising(exc))
     batch = joined(model, decode, ASKED[:2])
     with pytest.raises(DeviceError, match="out of memory while capturing a decode step") as caught:
         batch.step()
@@ -80,7 +80,10 @@ def test_a_capture_without_memory_is_an_error_and_no_fallback(model, replayed, m
     assert batch.steps.fallbacks == [] and batch.steps.is_captured
     # What was not captured for want of memory is captured once there is some.
     monkeypatch.undo()
-    monkeypatch.setattr(graphs.Steps, "_captured", lambda self, run, keep: graphs._Captured(_Graph(), run(), keep))
+    monkeypatch.setattr(
+        step_capture.StepCapture, "record",
+        lambda self, run, keep, count: step_capture.CapturedStep(_Graph(), run(), keep),
+    )  # fmt: skip
     assert len(batch.step()) == 2
 
 

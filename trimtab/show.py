@@ -12,7 +12,7 @@ from trimtab.errors import gib
 if TYPE_CHECKING:
     from trimtab.plan import Plan
     from trimtab.runtime.generate import Answer
-    from trimtab.runtime.graphs import Fallback
+    from trimtab.runtime.step_choice import Fallback
 
 Progress = Callable[[int, int], None]
 SHOWN_PATHS = 5

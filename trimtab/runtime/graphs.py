@@ -7,80 +7,41 @@ A step of thousands of small kernels takes as long as Python needs to launch the
 repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
 that stay where they are: tokens, positions, the slot of each row's adapter. Graphs are captured as they are first needed,
 one for each bucket of rows, or all of them beforehand (`Batch.prepare`). What cannot be captured runs as before, and
-`fallbacks` says what and why.
+`fallbacks` says what and why. What steps are made of is chosen in `step_choice`, a graph is made in `step_capture`; here steps are
+run and replayed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from trimtab.errors import DeviceError, RequestError, gib
-from trimtab.plan import Plan
-from trimtab.plan.execution import BUCKETS, CAPTURED, KERNEL_ROWS
-from trimtab.request import STEP_MODES, check_choice
-from trimtab.runtime import ends, hf_slots, many_rows, prompt_kernels, short_ops, tables, tiers
-from trimtab.runtime.capturing import side_stream
+from trimtab.errors import RequestError, gib
+from trimtab.plan.execution import BUCKETS
+from trimtab.runtime import ends, hf_slots, many_rows, short_ops, tables
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.kernels import Kernels
-from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error, naming_out_of_memory
-from trimtab.runtime.step_memory import check_room, extra_bytes, most_graphs
+from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
+from trimtab.runtime.step_capture import CapturedStep, StepCapture
+from trimtab.runtime.step_choice import Fallback, StepChoice
+from trimtab.runtime.step_memory import extra_bytes, most_graphs
 
 if TYPE_CHECKING:
     from trimtab.runtime import hf_gemma4, lora
     from trimtab.runtime.batch import Batch
     from trimtab.runtime.slots import AdapterSlots
 
-# A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
-# largest are not those of this step.
-_WORTH, _FAR = 0.995, 0.1
-# Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
-REPLAY_TOLERANCE = 2**-6
 # In the key of a graph whose rows look their adapters up.
 _TABLE = "table"
 # Attention of a step through the modules reads this many places at least, doubled until the longest row fits.
 SMALLEST_PLACES = 256
-
-
-def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
-    """Raise RuntimeError unless a graph's scores of the first `count` rows are those of the step it was captured from.
-
-    The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
-    that a replay reads too early, or from where they no longer are, give scores that have nothing to do with these.
-    """
-    found, expected = found[:count], expected[:count]
-    allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
-    if not torch.allclose(found, expected, rtol=0.0, atol=allowed, equal_nan=True):
-        most = float((found - expected).nan_to_num().abs().max())
-        raise RuntimeError(f"a replay's scores differ by up to {most:.3g} from the step it was captured from")
-
-
-@dataclass(frozen=True)
-class Fallback:
-    """Something that runs the slower way. what: "graph", "fused step", a kernel's name; why: in words, with numbers."""
-
-    what: str
-    why: str
-
-
-def streams_layers(plan: Plan) -> bool:
-    """Whether a step copies weights to the device: layers or the head, not towers, which steps do not enter."""
-    return any(row.part in ("language", "text", "head") and row.tier == "stream" for row in plan.placements)
-
-
-@dataclass(eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, Tensor]
-    keep: Any  # tensors that the graph reads by address
 
 
 @dataclass(eq=False)
@@ -95,119 +56,51 @@ class Steps:
 
     batch: Batch
     mode: str = "auto"
-    fallbacks: list[Fallback] = field(default_factory=list)
     capture_s: float = 0.0
     captures: int = 0
     graph_bytes: int = 0  # that the driver took while graphs were captured beforehand
     wrote_tokens: bool = False  # whether the last step put each row's likeliest token where the next one reads it
 
     def __post_init__(self) -> None:
-        check_choice(self.mode, STEP_MODES, field_name="decode")
         self.model = self.batch.model
         self.device: torch.device = self.model.device
-        self._graphs: GraphCache[_Captured] = GraphCache()
+        self._choice = StepChoice(self.model, self.mode, self.batch.rows)
+        self._graphs: GraphCache[CapturedStep] = GraphCache()
         self._ahead = False
         self._slots: AdapterSlots | None = None
         self._short_ops: short_ops.ShortOps | None = None
         self._fused: hf_gemma4.FusedStep | None = None
-        self._is_fusable = False
         # How often modules had been exchanged when it was last asked whether a fused step is right for them, and the answer.
         self._examined: tuple[int, str | None] | None = None
         self._shape: tuple[int, int] | None = None
-        self._order: list[tiers.Group] = []
-        self._has_streamed_layers = streams_layers(self.model.plan)
         self._tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
         self._placeholders = hf_slots.placeholder_ids(self.model.hf_model)
-        self.is_captured = self.mode != "eager" and self._may_capture()
-        self.kernels = Kernels.none()
-        with naming_out_of_memory("choosing kernels", self.model.plan, self.device):
-            self._choose()
+        self._capturing = StepCapture(self._choice, self.batch.tokens, self._graphs, self._tables)
 
-    def _choose(self) -> None:
-        planned = self.model.plan.execution.step
-        if self.mode == "auto" and planned.mode == "graph" and self.device.type == "cuda":
-            self._fall_back("fused step", f"planned so: {planned.reason}", asked=False)
-            if self.is_captured:
-                self._take_for_adapters()
-        elif self.mode == "fused" or (self.mode == "auto" and (self.is_captured or planned.mode != "eager")):
-            self._choose_kernels()
-        elif self.is_captured:
-            self._take_for_adapters()
-        has_many = self.is_captured and self.batch.rows > KERNEL_ROWS
-        self._four_bit = prompt_kernels.four_bit(self.model.hf_model) if has_many else []
-        if self._four_bit and self.device.type == "cuda":
-            self._take(self.kernels.with_rows(self._four_bit, self.model.dtype))
+    @property
+    def fallbacks(self) -> list[Fallback]:
+        """What runs the slower way, and why."""
+        return self._choice.fallbacks
 
-    # What can be had ---------------------------------------------------------------------------------------------------
+    @property
+    def kernels(self) -> Kernels:
+        """Which kernels of our own steps are made of."""
+        return self._choice.kernels
 
-    def _may_capture(self) -> bool:
-        why = self._why_no_graph()
-        if why is None:
-            return True
-        if self.device.type == "cuda":
-            self._fall_back("graph", why, asked=self.mode in ("graph", "fused"))
-        elif self.mode == "graph":
-            raise DeviceError("there are CUDA graphs on a GPU only", device=str(self.device), hint="Leave the mode out")
-        return False
-
-    def _why_no_graph(self) -> str | None:
-        if self.device.type != "cuda":
-            return "there is no GPU"
-        found = hf_slots.why_not(self.model.hf_model)
-        if found is not None:
-            return found
-        for row in self.model.plan.placements:
-            if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
-                return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every step"
-        plan = self.model.plan
-        planned = plan.execution.step
-        if self.mode == "auto" and planned.mode == "eager":
-            return f"planned so: {planned.reason}"
-        mode = self.mode if self.mode in CAPTURED else planned.mode
-        check_room(self.model, self.batch.rows, mode)
-        return None
-
-    def _fall_back(self, what: str, why: str, *, asked: bool) -> None:
-        if asked:
-            raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
-        found = Fallback(what, why)
-        if found not in self.fallbacks:
-            self.fallbacks.append(found)
-
-    def _choose_kernels(self) -> None:
-        if self.device.type != "cuda" and self.mode != "fused":
-            return
-        from trimtab.runtime import hf_gemma4
-
-        why = hf_gemma4.why_not(self.model.hf_model)
-        if why is not None:
-            self._fall_back("fused step", why, asked=self.mode == "fused")
-            self._take_for_adapters()
-            return
-        self._is_fusable = True
-        if self.device.type == "cuda":
-            self._take(hf_gemma4.choose_kernels(self.model.hf_model, self.batch.rows, progress=self.model.measuring))
-            # Without any of them the modules' own operations are as few as plain torch's.
-            self._is_fusable = self.mode == "fused" or not self.kernels.is_empty
-
-    def _take_for_adapters(self) -> None:
-        if self.device.type == "cuda":
-            self._take(Kernels.for_adapters(self.device, self.model.dtype))
-
-    def _take(self, kernels: Kernels) -> None:
-        self.kernels = kernels
-        for name, reason in kernels.left_out.items():
-            self._fall_back(name, reason, asked=False)
+    @property
+    def is_captured(self) -> bool:
+        """Whether steps are CUDA graphs where none of their rows needs transformers' own pass."""
+        return self._choice.is_captured
 
     # One step ----------------------------------------------------------------------------------------------------------
 
     def may_look_ahead(self) -> bool:
         """Whether the step after the last one can be queued before its tokens are known here: they are where it reads them,
         and nothing else of it is the host's to bring."""
-        return self.wrote_tokens and not self._tables and not self._streams_decoder()
+        return self.wrote_tokens and not self._tables and not self._capturing.streams_decoder
 
     def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of the active rows, and each row's likeliest token [count],
@@ -245,9 +138,9 @@ class Steps:
             return self._modules(count)
         if self._short_ops is None:
             self._short_ops = short_ops.ShortOps(
-                self.model.hf_model, self.model.route, self.device, partial(self._fall_back, asked=False)
+                self.model.hf_model, self.model.route, self.device, partial(self._choice.fall_back, asked=False)
             )
-        with self._short_ops.step(), many_rows.covering(self._four_bit, self.kernels.rows):
+        with self._short_ops.step(), many_rows.covering(self._choice.four_bit, self.kernels.rows):
             return self._modules(count, added_masks=True)
 
     def _may_be_short(self) -> bool:
@@ -288,7 +181,7 @@ class Steps:
     # Graphs ------------------------------------------------------------------------------------------------------------
 
     def _fused_step(self) -> hf_gemma4.FusedStep | None:
-        if not self._is_fusable:
+        if not self._choice.is_fusable:
             return None
         from trimtab.runtime import hf_gemma4
 
@@ -299,7 +192,7 @@ class Steps:
             self._examined = exchanges, self._fused.why_not_rows()
         why = self._examined[1]
         if why is not None:
-            self._fall_back("fused step", why, asked=self.mode == "fused")
+            self._choice.fall_back("fused step", why, asked=self.mode == "fused")
             return None
         return self._fused
 
@@ -331,7 +224,7 @@ class Steps:
             if found is None:
                 return None
         self._graphs.move_to_end(key)
-        with self._streamed():
+        with self._capturing.replaying():
             found.graph.replay()
         self.wrote_tokens = True
         return found.outputs
@@ -344,7 +237,7 @@ class Steps:
         for name in dict.fromkeys(names):
             why = slots.why_not(name)
             if why is not None:
-                self._fall_back("adapters by table", why, asked=False)
+                self._choice.fall_back("adapters by table", why, asked=False)
                 return None
         return slots
 
@@ -399,7 +292,7 @@ class Steps:
                 lost = free - self._free_bytes()
                 if lost > self._counted_bytes(len(rows)):
                     why = f"they have taken {gib(lost)}; the others are captured when they are first needed"
-                    self._fall_back("captures ahead of requests", why, asked=False)
+                    self._choice.fall_back("captures ahead of requests", why, asked=False)
                     return
 
     def _counted_bytes(self, rows: int) -> int:
@@ -419,7 +312,7 @@ class Steps:
     def _capture(
         self, key: tuple[Hashable, ...], step: Any, bucket: int, names: Sequence[str | None],
         slots: AdapterSlots | None,
-    ) -> _Captured | None:  # fmt: skip
+    ) -> CapturedStep | None:  # fmt: skip
         start = time.perf_counter()
         while len(self._graphs) >= most_graphs(self.model, self.batch.rows):
             self._graphs.popitem(last=False)
@@ -434,12 +327,13 @@ class Steps:
         try:
             run = partial(self._finish_and_go_on, step, bucket)
             is_ours = step is self._fused or slots is not None
-            overlap = is_ours and self._overlap_pays(run, slots)
+            count = len(self.batch.active)
+            overlap = is_ours and self._capturing.overlap_pays(run, slots, count)
             if step is self._fused:
-                self._refine(run, slots, bucket, overlap=overlap)
+                self._capturing.refine(run, slots, bucket, count, overlap=overlap)
             start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
-                found = self._captured(run, slots)
+                found = self._capturing.record(run, slots, count)
         except RequestError:
             raise
         except Exception as exc:
@@ -450,8 +344,8 @@ class Steps:
             torch.zeros(1, device=self.device).item()
             is_fused = step is self._fused
             why = f"capturing failed: {type(exc).__name__}: {exc}"
-            self._fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
-            self._is_fusable, self.is_captured = False, is_fused  # without kernels of ours there may still be a graph
+            self._choice.fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
+            self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
             route.slots = None
@@ -461,131 +355,3 @@ class Steps:
         self.captures += 1
         self.capture_s += time.perf_counter() - start
         return found
-
-    def _overlap_pays(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> bool:
-        """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
-        if self.device.type != "cuda" or self.kernels.is_empty or self._streams_decoder():
-            return False
-        if self.kernels.overlap_pays is None:
-            plain_ms, plain = self._tried(run, keep, overlap=False)
-            if self._order:
-                return False
-            try:
-                ms, scores = self._tried(run, keep, overlap=True)
-                same = torch.equal(plain, scores)
-                why = f"{ms:.2f} ms a step against {plain_ms:.2f}" if same else "the scores of a step are others"
-                self.kernels.overlap_pays = same and ms < plain_ms
-            except (RuntimeError, DeviceError) as exc:
-                if is_out_of_memory(exc):
-                    raise
-                why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
-            if not self.kernels.overlap_pays:
-                self._fall_back("overlapping launches", why, asked=False)
-        return self.kernels.overlap_pays
-
-    def _streams_decoder(self) -> bool:
-        """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
-        found for another model of the same kernels."""
-        return bool(self._order) or self._has_streamed_layers
-
-    def _refine(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, bucket: int, *, overlap: bool) -> None:
-        """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
-
-        Once on a card for each shape, for one row and for the most: what was found is kept in the user's cache folder.
-        """
-        if bucket not in (1, self.kernels.most_rows):
-            return
-        module = self.kernels.matvec
-        untried = {} if module is None else module.kept.get("others", {})
-        keys = [key for key in untried if key[3] == bucket]
-        if not keys or self._streams_decoder():
-            return
-        best, expected = self._tried(run, keep, overlap=overlap)
-        largest = float(expected.abs().max())
-        count, done = sum(len(untried[key]) for key in keys), 0
-        for key in keys:
-            for cut in untried.pop(key):
-                done += 1
-                if self.model.measuring is not None:
-                    self.model.measuring(done, count)
-                before, module.kept[key] = module.kept[key], cut
-                try:
-                    ms, scores = self._tried(run, keep, overlap=overlap)
-                except (
-                    RuntimeError,
-                    DeviceError,
-                ) as exc:  # what cannot be captured is not chosen, and costs nothing else
-                    module.kept[key] = before
-                    self._graphs.forget_pool()
-                    if is_out_of_memory(exc):
-                        raise
-                    continue
-                # Each computes the same product, summed in another order; what is far off is not used, however fast.
-                if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
-                    best = ms
-                else:
-                    module.kept[key] = before
-        self.kernels.save_cuts()
-        torch.cuda.empty_cache()  # every try had a pool of memory of its own
-
-    def _tried(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any, *, overlap: bool) -> tuple[float, Tensor]:
-        """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
-        with self.kernels.overlapping(overlap):
-            one = self._captured(run, keep)
-        before = self.batch.tokens.clone()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        best = float("inf")
-        for _ in range(8):
-            self.batch.tokens.copy_(before)
-            start.record()
-            one.graph.replay()
-            end.record()
-            end.synchronize()
-            best = min(best, start.elapsed_time(end))
-        self.batch.tokens.copy_(before)
-        return best, one.outputs[0].clone()
-
-    def _captured(self, run: Callable[[], tuple[Tensor, Tensor]], keep: Any) -> _Captured:
-        with side_stream(self.device) as side:
-            # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
-            with torch.cuda.stream(side), self._pass(()):
-                before = self.batch.tokens.clone()
-                expected = run()[0].clone()
-                self.batch.tokens.copy_(before)
-            torch.cuda.current_stream(self.device).wait_stream(side)
-            torch.cuda.synchronize(self.device)
-
-            def in_order() -> tuple[Tensor, Tensor]:
-                with self._pass(self._order):
-                    return run()
-
-            graph, outputs = self._graphs.record(side, in_order)
-        with self._streamed():
-            graph.replay()
-        self.batch.tokens.copy_(before)
-        check_replay(outputs[0], expected, len(self.batch.active))
-        return _Captured(graph, outputs, keep)
-
-    @contextmanager
-    def _pass(self, order: Sequence[tiers.Group]) -> Iterator[None]:
-        """A pass through the model that begins with empty staging buffers, as every replay of it will."""
-        streamer = self.model.streamer
-        if streamer is None:
-            yield
-            return
-        streamer.begin_pass(order)
-        try:
-            yield
-        finally:
-            self._order = streamer.end_pass()
-
-    @contextmanager
-    def _streamed(self) -> Iterator[None]:
-        """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
-        streamer = self.model.streamer
-        if streamer is None:
-            yield
-            return
-        streamer.begin_pass()
-        yield
-        streamer.end_pass()

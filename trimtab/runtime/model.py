@@ -47,9 +47,9 @@ if TYPE_CHECKING:
     from trimtab.runtime import chat
     from trimtab.runtime import generate as generation
     from trimtab.runtime.batch import Batch
-    from trimtab.runtime.graphs import Fallback
     from trimtab.runtime.memory_shares import Share
     from trimtab.runtime.prefix_cache import PrefixCache
+    from trimtab.runtime.step_choice import Fallback
 
 
 class LoadedModel(Asking):
@@ -177,7 +177,7 @@ class LoadedModel(Asking):
         still = [leaf for leaf in leaves if isinstance(leaf, StillLeaf) and leaf.is_on_cpu]
         kept = [reason for leaf in still if (reason := why[leaf]) is not None]
         if kept:
-            from trimtab.runtime.graphs import Fallback
+            from trimtab.runtime.step_choice import Fallback
 
             self._fallbacks = (*self._fallbacks, Fallback("repacked products", f"not of {len(kept)} layers: {kept[0]}"))
 
@@ -409,7 +409,7 @@ class LoadedModel(Asking):
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """What runs the slower way here, and why; known once a first answer was given."""
-        from trimtab.runtime.graphs import Fallback
+        from trimtab.runtime.step_choice import Fallback
 
         own = () if self._single is None else tuple(self._single.steps.fallbacks)
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)

@@ -30,7 +30,7 @@ from trimtab.plan.activations import use_of
 from trimtab.plan.adapter_room import MOST_LAYOUTS
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
-from trimtab.runtime import graphs, hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
+from trimtab.runtime import hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
@@ -39,6 +39,8 @@ from trimtab.runtime.leaves import Leaf
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.prefix_store import Match
 from trimtab.runtime.prompt_layouts import PromptLayout, part_of, values_of
+from trimtab.runtime.step_capture import check_replay
+from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 
 if TYPE_CHECKING:
@@ -121,7 +123,7 @@ class Prompts:
         return {} if self._kernels is None else self._kernels.measured_us
 
     def _fall_back(self, why: str, what: str = "captured prompts") -> None:
-        one = graphs.Fallback(what, why)
+        one = Fallback(what, why)
         if one not in self.batch.steps.fallbacks:
             self.batch.steps.fallbacks.append(one)
 
@@ -533,7 +535,7 @@ class Prompts:
         output.zero_()
         with self._streamed():
             graph.replay()
-        graphs.check_replay(output[None], expected[None], 1)
+        check_replay(output[None], expected[None], 1)
         return graph
 
     def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:

@@ -1,0 +1,210 @@
+"""How one decode step becomes a CUDA graph, and what is measured in whole steps before one is kept.
+
+    capture = StepCapture(choice, tokens, graphs, tables)
+    step = capture.record(run, keep, count)       # step.graph, step.outputs
+    with capture.replaying(): step.graph.replay()
+
+A graph repeats the very addresses that it was captured with. `run` queues a step and returns (logits, each row's likeliest
+token), which every replay writes again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trimtab.errors import DeviceError
+from trimtab.plan import Plan
+from trimtab.runtime import tables, tiers
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.graph_cache import GraphCache
+from trimtab.runtime.kernels import Kernels
+from trimtab.runtime.out_of_memory import is_out_of_memory
+from trimtab.runtime.step_choice import StepChoice
+
+Run = Callable[[], tuple[Tensor, Tensor]]
+# A cut is another one in a step if that takes less than this share of the time; scores further off than this share of the
+# largest are not those of this step.
+_WORTH, _FAR = 0.995, 0.1
+# Of the largest score: a rounding of every layer in bfloat16 (2^-9), a few of them in one direction.
+REPLAY_TOLERANCE = 2**-6
+
+
+def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
+    """Raise RuntimeError unless a graph's scores of the first `count` rows are those of the step it was captured from.
+
+    The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
+    that a replay reads too early, or from where they no longer are, give scores that have nothing to do with these.
+    """
+    found, expected = found[:count], expected[:count]
+    allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
+    if not torch.allclose(found, expected, rtol=0.0, atol=allowed, equal_nan=True):
+        most = float((found - expected).nan_to_num().abs().max())
+        raise RuntimeError(f"a replay's scores differ by up to {most:.3g} from the step it was captured from")
+
+
+def streams_layers(plan: Plan) -> bool:
+    """Whether a step copies weights to the device: layers or the head, not towers, which steps do not enter."""
+    return any(row.part in ("language", "text", "head") and row.tier == "stream" for row in plan.placements)
+
+
+@dataclass(eq=False)
+class CapturedStep:
+    """A graph of one step, and where its replays write: logits [count, V] float32, tokens [count]."""
+
+    graph: torch.cuda.CUDAGraph
+    outputs: tuple[Tensor, Tensor]
+    keep: Any  # tensors that the graph reads by address
+
+
+class StepCapture:
+    """Captures the steps of one batch. tokens [rows, 1]: where a step reads each row's last token, and writes the next one."""
+
+    def __init__(
+        self, choice: StepChoice, tokens: Tensor, graphs: GraphCache[CapturedStep], staged: Sequence[tables.GatheredTable]
+    ) -> None:  # fmt: skip
+        self.choice, self.model, self.device, self.tokens = choice, choice.model, choice.device, tokens
+        self.graphs, self.tables = graphs, staged
+        # The streamed blocks that a step enters, in order, once one was run.
+        self.order: list[tiers.Group] = []
+        self.has_streamed_layers = streams_layers(self.model.plan)
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.choice.kernels
+
+    def overlap_pays(self, run: Run, keep: Any, count: int) -> bool:
+        """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
+        if self.device.type != "cuda" or self.kernels.is_empty or self.streams_decoder:
+            return False
+        if self.kernels.overlap_pays is None:
+            plain_ms, plain = self.tried(run, keep, count, overlap=False)
+            if self.order:
+                return False
+            try:
+                ms, scores = self.tried(run, keep, count, overlap=True)
+                same = torch.equal(plain, scores)
+                why = f"{ms:.2f} ms a step against {plain_ms:.2f}" if same else "the scores of a step are others"
+                self.kernels.overlap_pays = same and ms < plain_ms
+            except (RuntimeError, DeviceError) as exc:
+                if is_out_of_memory(exc):
+                    raise
+                why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
+            if not self.kernels.overlap_pays:
+                self.choice.fall_back("overlapping launches", why, asked=False)
+        return self.kernels.overlap_pays
+
+    @property
+    def streams_decoder(self) -> bool:
+        """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
+        found for another model of the same kernels."""
+        return bool(self.order) or self.has_streamed_layers
+
+    def refine(self, run: Run, keep: Any, bucket: int, count: int, *, overlap: bool) -> None:
+        """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
+
+        Once on a card for each shape, for one row and for the most: what was found is kept in the user's cache folder.
+        """
+        if bucket not in (1, self.kernels.most_rows):
+            return
+        module = self.kernels.matvec
+        untried = {} if module is None else module.kept.get("others", {})
+        keys = [key for key in untried if key[3] == bucket]
+        if not keys or self.streams_decoder:
+            return
+        best, expected = self.tried(run, keep, count, overlap=overlap)
+        largest = float(expected.abs().max())
+        count, done = sum(len(untried[key]) for key in keys), 0
+        for key in keys:
+            for cut in untried.pop(key):
+                done += 1
+                if self.model.measuring is not None:
+                    self.model.measuring(done, count)
+                before, module.kept[key] = module.kept[key], cut
+                try:
+                    ms, scores = self.tried(run, keep, count, overlap=overlap)
+                except (
+                    RuntimeError,
+                    DeviceError,
+                ) as exc:  # what cannot be captured is not chosen, and costs nothing else
+                    module.kept[key] = before
+                    self.graphs.forget_pool()
+                    if is_out_of_memory(exc):
+                        raise
+                    continue
+                # Each computes the same product, summed in another order; what is far off is not used, however fast.
+                if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
+                    best = ms
+                else:
+                    module.kept[key] = before
+        self.kernels.save_cuts()
+        torch.cuda.empty_cache()  # every try had a pool of memory of its own
+
+    def tried(self, run: Run, keep: Any, count: int, *, overlap: bool) -> tuple[float, Tensor]:
+        """Return the milliseconds of a captured step and its scores; nothing that the next step reads is changed."""
+        with self.kernels.overlapping(overlap):
+            one = self.record(run, keep, count)
+        before = self.tokens.clone()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        best = float("inf")
+        for _ in range(8):
+            self.tokens.copy_(before)
+            start.record()
+            one.graph.replay()
+            end.record()
+            end.synchronize()
+            best = min(best, start.elapsed_time(end))
+        self.tokens.copy_(before)
+        return best, one.outputs[0].clone()
+
+    def record(self, run: Run, keep: Any, count: int) -> CapturedStep:
+        """Return a graph of `run` whose first replay gave the scores of `count` rows that the run itself gave. keep: what it reads
+        by address. Errors: RuntimeError and DeviceError, also for a replay with other scores."""
+        with side_stream(self.device) as side:
+            # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
+            with torch.cuda.stream(side), self.in_pass(()):
+                before = self.tokens.clone()
+                expected = run()[0].clone()
+                self.tokens.copy_(before)
+            torch.cuda.current_stream(self.device).wait_stream(side)
+            torch.cuda.synchronize(self.device)
+
+            def in_order() -> tuple[Tensor, Tensor]:
+                with self.in_pass(self.order):
+                    return run()
+
+            graph, outputs = self.graphs.record(side, in_order)
+        with self.replaying():
+            graph.replay()
+        self.tokens.copy_(before)
+        check_replay(outputs[0], expected, count)
+        return CapturedStep(graph, outputs, keep)
+
+    @contextmanager
+    def in_pass(self, order: Sequence[tiers.Group]) -> Iterator[None]:
+        """A pass through the model that begins with empty staging buffers, as every replay of it will."""
+        streamer = self.model.streamer
+        if streamer is None:
+            yield
+            return
+        streamer.begin_pass(order)
+        try:
+            yield
+        finally:
+            self.order = streamer.end_pass()
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
+        streamer = self.model.streamer
+        if streamer is None:
+            yield
+            return
+        streamer.begin_pass()
+        yield
+        streamer.end_pass()
