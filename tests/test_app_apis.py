@@ -242,8 +242,13 @@ def test_items_of_every_kind_reach_the_job():
     ]  # fmt: skip
     assert (job.must_call, len(job.tools), job.template_kwargs) == ("g", 2, {"reasoning_effort": "low"})
     assert "x-trimtab-ignored" not in found.headers
-    free = responses(client(MockPool()), tools=[tools[0], tools[1] | {"strict": False}], tool_choice="auto")
-    assert free.is_success and free.headers["x-trimtab-ignored"] == "tools[0].strict"
+    for strict in (True, False):
+        pool = MockPool()
+        free = responses(
+            client(pool), tools=[tools[0] | {"strict": strict}, tools[1] | {"strict": False}], tool_choice="auto"
+        )
+        assert free.is_success and "x-trimtab-ignored" not in free.headers
+        assert (pool.jobs[0].must_call, pool.jobs[0].holds_calls) == (None, strict)
 
 
 def test_a_response_is_streamed_in_openais_events():

@@ -175,3 +175,87 @@ def test_after_a_thought_the_calls_are_held(grammar, tokenizer):
     opened = constraint([*given, 300, close], zeros)
     allowed = torch.nonzero(opened > -1).flatten().tolist()
     assert allowed == [tokenizer.convert_tokens_to_ids("<|tool_call>")]
+
+
+# Calls that need not be made ------------------------------------------------------------------------------------------
+
+SAID = "I look it up: 3 < 5 {now} \n"
+
+
+def continued(constraint, tokenizer, draw, text, *, most=300):
+    """Return a text that is given, and the rest of the call that it opens as a model without any opinion draws it."""
+    ids, starts = [2], _starts()
+    zeros = torch.zeros(len(tokenizer))
+    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+        assert torch.equal(constraint(ids, zeros), zeros), tokenizer.decode(ids)  # what is no call is free
+        ids.append(token)
+    for _ in range(most):
+        scores = constraint(ids, zeros)
+        if torch.equal(scores, zeros):
+            return tokenizer.decode(ids[1:], skip_special_tokens=False)
+        allowed = torch.nonzero(scores > -1).flatten().tolist()
+        assert allowed and END not in allowed
+        closing = [token for token in allowed if starts[token] in ('"', "}", "]", "<")]
+        ids.append(draw.choice(closing if closing and draw.random() < 0.5 else allowed))
+    return None
+
+
+def opened(grammar, form, **options):
+    return grammar.calls_once_opened(AnswerForm(form, **options), FUNCTIONS, several=False, in_thought=False)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_that_is_opened_is_held_and_what_stands_around_it_is_free(form, grammar, tokenizer):
+    draw, seen, ended = random.Random(7), set(), 0
+    functions = {name: f.get("parameters") for name, f in BY_NAME.items()}
+    for _ in range(25):
+        constraint = opened(grammar, form)
+        text = continued(constraint, tokenizer, draw, f"{SAID}{CALL_MARKS[form][0]}")
+        if text is None:
+            continue
+        ended += 1
+        parts = AnswerReader(AnswerForm(form), functions=functions).push(text)
+        assert parts[0][0] == "text" and {kind for kind, _ in parts} == {"text", "call"}, text
+        calls = [call for kind, call in parts if kind == "call"]
+        name = calls[0].name
+        check(name, json.loads("".join(call.arguments for call in calls)))
+        seen.add(name)
+        # A second call is held as the first one was, after free text again.
+        again = tokenizer(f" and{CALL_MARKS[form][0]}", add_special_tokens=False)["input_ids"]
+        assert (constraint([0] * constraint._seen + again, torch.zeros(len(tokenizer))) < 0).any()
+    assert ended >= 8 and seen == {"weather", "tree", "now"}
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name"', ' {"name"', '{"name": "weather"', '{"name": "weather", "parameters": {"city']
+)
+def test_a_bare_call_of_llamas_is_held_at_the_beginning_of_an_answer_alone(text, grammar, tokenizer):
+    zeros = torch.zeros(len(tokenizer))
+
+    def last(text):
+        constraint, ids = opened(grammar, "llama"), [2, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        return [constraint(ids[:size], zeros) for size in range(1, len(ids) + 1)][-1]
+
+    assert (last(text) < 0).any()
+    assert torch.equal(last("It is " + text), zeros) and torch.equal(last('{"city": "Paris", {"name"'), zeros)
+
+
+def test_nothing_is_held_inside_a_thought(grammar, tokenizer):
+    zeros = torch.zeros(len(tokenizer))
+    form = AnswerForm("gemma4", thoughts=("<|channel>", "<channel|>"))
+    for in_thought, begins in ((True, ""), (False, "<|channel>thought\n")):
+        constraint = grammar.calls_once_opened(form, FUNCTIONS, several=True, in_thought=in_thought)
+        ids = [2]
+        text = f"{begins}Maybe <|tool_call> or not<channel|>So <|tool_call>"
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            assert torch.equal(constraint(ids, zeros), zeros)
+            ids.append(token)
+        held = constraint(ids, zeros)
+        assert (held < 0).any() and held[tokenizer.convert_tokens_to_ids("<tool_call|>")] < 0
+
+
+def test_parameters_of_a_strict_tool_that_no_value_satisfies_are_refused(grammar):
+    bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
+    for form in FORMS:
+        with pytest.raises(RequestError, match="cannot be held to"):
+            grammar.calls_once_opened(AnswerForm(form), [bad], several=False, in_thought=False)

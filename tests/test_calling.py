@@ -14,7 +14,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
-from trimtab.runtime.answer_forms import form_of
+from trimtab.runtime.answer_forms import CALL_MARKS, form_of
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -125,6 +125,35 @@ def test_a_schema_that_no_call_satisfies_is_refused_at_the_tools(engine):
 
 
 # Calls that a model makes of its own ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_arguments_of_strict_tools_are_held_once_the_model_opens_a_call(engine, with_form, form, monkeypatch):
+    with_form(form)
+    mark = CALL_MARKS[form][0]
+    ids = engine._tokenizer(f"I look.{mark}", add_special_tokens=False)["input_ids"]
+    made = type(engine)._constraint
+
+    def wishing(job, reading):
+        """The model wants to say something, to open a call and to end at once."""
+        held, start = made(engine, job, reading), []
+
+        def both(token_ids, scores):
+            start.append(len(token_ids))
+            wanted = scores.clone()
+            place = len(token_ids) - start[0]
+            wanted[ids[place] if place < len(ids) else 1] += 1e4
+            return held(token_ids, wanted)
+
+        return both
+
+    monkeypatch.setattr(engine, "_constraint", wishing)
+    text, _, calls, finish = gathered(run(engine, job_of(tools=[WEATHER], holds_calls=True, several_calls=False)))
+    assert text == "I look." and finish == "tool_calls"
+    ((name, arguments),) = calls
+    assert name == "get_weather" and isinstance(arguments["city"], str) and len(arguments["city"]) <= 12
+    assert arguments.get("unit", "C") in ("C", "F") and set(arguments) <= {"city", "unit"}
+
 
 TWO = '<|tool_call>call:get_weather{city:<|"|>Paris<|"|>}<tool_call|><|tool_call>call:now{}<tool_call|>'
 EXPECTED = [("get_weather", {"city": "Paris"}), ("now", {})]

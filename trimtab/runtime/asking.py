@@ -55,7 +55,8 @@ class Asking:
         return many.answers(self, requests, rows=rows, errors=errors, options=options)
 
     def answers(self, prompt: Any, n: int, *, rows: int | None = None, **options: Any) -> tuple[Answer, ...]:
-        """Return n answers to one prompt, sampled independently. options: as in `answer`; a seed counts up from answer to answer.
+        """Return n answers to one prompt, sampled independently; the prompt goes through once for answers that are
+        decoded together. options: as in `answer`; a seed counts up from answer to answer.
 
         Errors: RequestError for less than one, and for more than one at temperature 0, which would all be equal.
         """
@@ -66,7 +67,9 @@ class Asking:
         question = {name: options.pop(name) for name in many.QUESTION if name in options}
         seed = options.pop("seed", None)
         seeds: list[dict[str, Any]] = [{} if seed is None else {"seed": seed + number} for number in range(n)]
-        return tuple(self.batch([{"prompt": prompt, **question, **one} for one in seeds], rows=rows, **options))
+        requests = [{"prompt": prompt, **question, **one} for one in seeds]
+        pairs = many.answers(self, requests, rows=rows, errors="raise", options=options, group="answers")
+        return tuple(many.in_order(pairs))
 
     def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
         """Return the inputs, sampling and adapter of `answer(prompt, **options)`. Errors: RequestError."""

@@ -59,6 +59,10 @@ class Row:
     cached_tokens: int = 0
     written: int = 0
     reuse: prefix_cache.Reuse | None = None
+    # Rows of one group have one prompt: what it computed is copied from row to row. logits: of the prompt's last token.
+    group: str = ""
+    logits: Tensor | None = None
+    shared_tokens: int = 0
 
     @property
     def answer_ids(self) -> list[int]:
@@ -100,6 +104,7 @@ class Prompt:
     offset: int = 0
     chunk_tokens: int = 0
     first: _First | None = None
+    source: Row | None = None
 
     def step(self, most_tokens: int | None = None) -> bool:
         """Put the next piece through the model; returns True when the whole prompt is through.
@@ -107,6 +112,8 @@ class Prompt:
         most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
         included.
         """
+        if not self.done_tokens and self.batch._fork(self):
+            return True
         is_through = self.batch._prefill(self, most_tokens)
         self.batch.prefixes.piece_done(self)
         return is_through
@@ -194,13 +201,14 @@ class Batch:
 
     def begin(
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
-        top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "",
+        top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "", group: str = "",
     ) -> Prompt:  # fmt: skip
         """Return a prompt to put through the model. Nothing is computed yet, and no row is taken.
 
         top_logprobs: how many of the likeliest tokens to report with each token (0: the token's own alone; None: none).
         constraint: (token ids so far, scores [V]) -> scores, applied before sampling. client: whose cached prefixes the prompt
-        may use and is cached for, where the model has a prefix cache; None: nobody's, every position goes through.
+        may use and is cached for, where the model has a prefix cache; None: nobody's, every position goes through. group: of
+        requests with the same prompt, media and adapter: the first one's prompt goes through, the others get a copy.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         check_fits(self.model, inputs, request.max_new_tokens)
@@ -217,8 +225,23 @@ class Batch:
             inputs.prompt_tokens,
             constraint=constraint,
             client=client,
+            group=group,
         )
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
+
+    def _fork(self, prompt: Prompt) -> bool:
+        """Take over the prompt of a row of the same group whose states of it are whole; returns whether there is one."""
+        row = prompt.row
+        if not row.group:
+            return False
+        for one in (*self.placed, *self.active):
+            # A ring keeps the window before the next token: after one step more it lacks the oldest position.
+            is_whole = one.written <= one.prompt_tokens + 1 or not self.cache.has_rings
+            if one.group == row.group and one.adapter == row.adapter and one.logits is not None and is_whole:
+                prompt.source, prompt.logits, prompt.done_tokens = one, one.logits, row.prompt_tokens
+                prompt.chunk_tokens, row.shared_tokens = 0, row.prompt_tokens
+                return True
+        return False
 
     def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
         if self.prompts.takes(prompt):
@@ -271,6 +294,8 @@ class Batch:
         self._fill(number, prompt)
         self.prompts.release(prompt)
         self.placed.append(row)
+        if row.group:
+            row.logits = prompt.logits
         prompt.first = self._first(row, prompt.logits)
 
     def _first(self, row: Row, logits: Tensor) -> _First:
@@ -327,6 +352,10 @@ class Batch:
 
     def _fill(self, number: int, prompt: Prompt) -> None:
         self.prompts.evict(number, prompt)
+        if prompt.source is not None:
+            self.cache.move(prompt.source.number, number)
+            self.cache.positions[number] = prompt.row.prompt_tokens
+            return
         if self.prompts.holds(prompt):
             self.cache.take(number, prompt.inputs.prompt_tokens, offset=prompt.offset)
             return

@@ -68,9 +68,10 @@ class _Flight:
 
 
 def answers(
-    model: Any, requests: Iterable[Any], *, rows: int | None, errors: str, options: Mapping[str, Any]
+    model: Any, requests: Iterable[Any], *, rows: int | None, errors: str, options: Mapping[str, Any], group: str = ""
 ) -> Iterator[tuple[int, Any]]:
-    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`."""
+    """Yield (index, answer) as answers are finished. Arguments and errors: as `LoadedModel.batch`. group: where all requests
+    have one prompt, media and adapter, a name for them: the prompt goes through once."""
     check_choice(errors, ON_ERROR, field_name="errors")
     rows = model.plan.request.batch if rows is None else rows
     if rows < 1:
@@ -79,7 +80,7 @@ def answers(
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
     run = _one_by_one if hf_slots.why_not(model.hf_model) is not None else _together
-    return run(model, prepared, rows, _raised if errors == "raise" else _returned)
+    return run(model, prepared, rows, _raised if errors == "raise" else _returned, group)
 
 
 def _raised(error: TrimtabError) -> TrimtabError:
@@ -110,7 +111,9 @@ def _prepared(model: Any, index: int, request: Any, options: Mapping[str, Any]) 
     return index, question
 
 
-def _one_by_one(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError) -> Iterator[tuple[int, Any]]:
+def _one_by_one(
+    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+) -> Iterator[tuple[int, Any]]:
     for index, question in prepared:
         try:
             inputs, request, adapter = question()
@@ -121,7 +124,9 @@ def _one_by_one(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: 
         yield index, answer
 
 
-def _together(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError) -> Iterator[tuple[int, Any]]:
+def _together(
+    model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _OnError, group: str
+) -> Iterator[tuple[int, Any]]:
     from trimtab.runtime.batch import Batch
 
     with model._answering(None):
@@ -138,7 +143,7 @@ def _together(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _O
                     index, question = waiting
                     waiting = next(prepared, None)
                     try:
-                        _join(model, batch, index, question, flights)
+                        _join(model, batch, index, question, flights, group)
                     except RequestError as exc:
                         yield index, on_error(exc)
                 for drawn in batch.step() if any(row.finish is None for row in flights) else ():
@@ -160,11 +165,11 @@ def _together(model: Any, prepared: Iterator[_Prepared], rows: int, on_error: _O
                     torch.cuda.empty_cache()
 
 
-def _join(model: Any, batch: Any, index: int, question: Any, flights: dict[Any, _Flight]) -> None:
+def _join(model: Any, batch: Any, index: int, question: Any, flights: dict[Any, _Flight], group: str) -> None:
     inputs, request, adapter = question()
     start = time.perf_counter()
     name = model._adapter_name(adapter, {row.adapter for row in batch.active})
-    prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs)
+    prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group)
     detokenizer = detokenizer_of(model, request.stop)
     while not prompt.step():
         pass

@@ -285,8 +285,6 @@ class _Api:
     async def responses(self, request: Request) -> Response:
         given, size = await self.reader.read(responses_api.ResponsesRequest, request)
         asked = await self.reader.run(size, lambda: responses_api.chat_of(given))
-        if loose := responses_api.loose_tools(given):  # OpenAI's clients set it by default
-            request.state.ignored = [*(request.state.ignored or ()), *loose]
         return await self._chat(request, asked, size, lambda chat: ResponsesShape(chat, given))
 
     async def messages(self, request: Request) -> Response:

@@ -59,13 +59,14 @@ def jobs_of(
     if schema is not None and calls.get("must_call") is not None:
         raise RequestError("cannot hold together with response_format", field="tool_choice")
     requests = [generate_request(asked, context_tokens=context_tokens, limits=limits, index=i) for i in range(asked.n)]
+    groups = [uuid.uuid4().hex if asked.n > 1 else "" for _ in prompts]
     return [
         Job(
-            uuid.uuid4().hex, prompt, request, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
+            uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
             fills_context=fills_context(asked), client=client, **calls,
             prompt_logprobs=asked.prompt_logprobs if request is requests[0] else None,
         )
-        for prompt in prompts
+        for prompt, group in zip(prompts, groups, strict=True)
         for request in requests
     ]  # fmt: skip
 

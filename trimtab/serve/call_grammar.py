@@ -23,17 +23,22 @@ _SIMPLE_KEY = re.compile(r"[A-Za-z_$][\w$.-]*")
 MOST_RULES = 20_000
 
 
+# What a bare call of Llama's begins with.
+BARE_HEAD = '{"name"'
+
+
 def calls_grammar(
-    form: str, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], *, several: bool
+    form: str, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], *, several: bool, after: str = ""
 ) -> str:
     """Return the grammar of calls of these functions, one at least. mark: a control token's text -> what stands for it in a
-    grammar. several: whether more than one call may follow. Errors: RequestError for schemas of too many rules."""
-    return _Grammar(form, mark).text(functions, several=several)
+    grammar. several: whether more than one call may follow. after: what was written before, the form's opening mark or
+    BARE_HEAD; then the grammar is that of the rest of one opening. Errors: RequestError for schemas of too many rules."""
+    return _Grammar(form, mark, after).text(functions, several=several)
 
 
 class _Grammar:
-    def __init__(self, form: str, mark: Callable[[str], str]) -> None:
-        self._form, self._mark = form, mark
+    def __init__(self, form: str, mark: Callable[[str], str], after: str = "") -> None:
+        self._form, self._mark, self._after = form, mark, after
         self._rules: list[str] = []
         self._root: Mapping[str, Any] = {}
         self._known: dict[str, str] = {}
@@ -49,6 +54,9 @@ class _Grammar:
 
     def text(self, functions: Sequence[Mapping[str, Any]], *, several: bool) -> str:
         opened, closed = (self._mark(text) if text else "" for text in CALL_MARKS[self._form])
+        if self._after:
+            opened = ""
+            several &= self._form == "mistral"  # elsewhere each call has an opening of its own
         one = self._rule(*(self._call(function) for function in functions))
         more = "" if not several else "*"
         match self._form:
@@ -75,7 +83,8 @@ class _Grammar:
             case "mistral-args":
                 return f"{_literal(name)} {self._mark('[ARGS]')} {self._json(self._root)}"
         key = "parameters" if self._form == "llama" else "arguments"
-        opened, closed = _literal(f'{{"name": {json.dumps(name)}, "{key}": '), _literal("}")
+        head = "" if self._after == BARE_HEAD else BARE_HEAD
+        opened, closed = _literal(f'{head}: {json.dumps(name)}, "{key}": '), _literal("}")
         return f"{opened} {self._json(self._root)} {closed}"
 
     def _json(self, schema: Any) -> str:

@@ -41,18 +41,17 @@ def _tools_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
     must_call = "" if choice == "required" else choice.function.name if isinstance(choice, ToolChosen) else None
     if must_call and must_call not in names:
         raise RequestError("is none of the tools", field="tool_choice.function.name", allowed=names[:8])
+    # One strict tool holds the calls of all: which one a call is of is not known before it is written.
+    is_strict = any(tool["function"].get("strict") for tool in tools)
     for place, tool in enumerate(tools):
         function, field = tool["function"], f"tools[{place}].function"
         function.setdefault("parameters", NO_PARAMETERS)
-        if must_call is not None:
+        if must_call is not None or is_strict:
             check_ends(function["parameters"], field=f"{field}.parameters")
-        elif function.get("strict"):
-            raise RequestError(
-                "not supported: strict (arguments are held to their schema where tool_choice is required or a function)",
-                field=f"{field}.strict",
-            )
         function.pop("strict", None)
-    return {"tools": tools, "must_call": must_call, "several_calls": asked.parallel_tool_calls is not False}
+    several = asked.parallel_tool_calls is not False
+    holds_calls = is_strict and must_call is None
+    return {"tools": tools, "must_call": must_call, "holds_calls": holds_calls, "several_calls": several}
 
 
 def _template_kwargs(asked: ChatRequest) -> dict[str, Any]:

@@ -6,19 +6,23 @@ The grammar work is llguidance's (the library behind several servers' structured
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
-from trimtab.serve.call_grammar import NO_PARAMETERS, calls_grammar
+from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
+from trimtab.serve.call_grammar import BARE_HEAD, NO_PARAMETERS, calls_grammar
 
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 # One space may stand between two tokens of JSON, as in what most models were trained on. Free white space lets a small model
 # write newlines until its tokens are used up.
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
+# A mark that opens a call has no more tokens than this.
+TAIL_TOKENS = 24
 
 
 class Grammar:
@@ -54,14 +58,52 @@ class Grammar:
 
         Errors: RequestError for parameters that no call can be held to.
         """
+        self._check_parameters(functions, field)
+        return self._held_to(self._calls_text(form, functions, several=several), field)
+
+    def calls_once_opened(
+        self,
+        form: AnswerForm,
+        functions: Sequence[Mapping[str, Any]],
+        *,
+        several: bool,
+        in_thought: bool,
+        field: str = "tools",
+    ) -> HeldCalls:
+        """Return the constraint of an answer that may call these functions: free text until it opens a call. in_thought: the
+        prompt ends inside a thought, where nothing is a call. Errors: as `calls`."""
+        self._check_parameters(functions, field)
+        calls = form.calls or ""
+        openings = {
+            CALL_MARKS[calls][0]: self._calls_text(calls, functions, several=several, after=CALL_MARKS[calls][0])
+        }
+        if calls == "llama":
+            openings[BARE_HEAD] = self._calls_text(calls, functions, several=several, after=BARE_HEAD)
+        for text in openings.values():
+            self._held_to(text, field)
+        return HeldCalls(
+            {mark: partial(self._matcher, text) for mark, text in openings.items()}, self._words, thoughts=form.thoughts,
+            in_thought=in_thought,
+        )  # fmt: skip
+
+    def _matcher(self, grammar: str) -> Any:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokenizer, grammar)
+
+    def _calls_text(self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, after: str = "") -> str:
+        from llguidance import LLMatcher
+
+        text = calls_grammar(form, functions, self._mark, several=several, after=after)
+        return str(LLMatcher.grammar_from_lark(text))
+
+    def _check_parameters(self, functions: Sequence[Mapping[str, Any]], field: str) -> None:
         from llguidance import LLMatcher
 
         for function in functions:  # what the rules of some forms would not notice
             self._held_to(
                 LLMatcher.grammar_from_json_schema(json.dumps(function.get("parameters") or NO_PARAMETERS)), field
             )
-        text = calls_grammar(form, functions, self._mark, several=several)
-        return self._held_to(LLMatcher.grammar_from_lark(text), field)
 
     def _mark(self, text: str) -> str:
         """Return what stands for a mark in a grammar: its control token, or its characters if it is none."""
@@ -113,14 +155,80 @@ class SchemaConstraint:
         for token in token_ids[self._seen :]:
             self._matcher.consume_token(token)
         self._seen = len(token_ids)
-        if self._matcher.is_stopped():
-            allowed = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-            allowed[self._ends] = True
-        else:
-            mask = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
-            bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-            allowed = torch.zeros(len(scores), dtype=torch.bool)
-            known = bits.flatten()[: len(scores)].bool()
-            allowed[: len(known)] = known
-            allowed = allowed.to(scores.device)
+        if not self._matcher.is_stopped():
+            return _masked(self._matcher, scores)
+        allowed = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
+        allowed[self._ends] = True
         return scores.masked_fill(~allowed, float("-inf"))
+
+
+class HeldCalls:
+    """A constraint that begins wherever the answer opens a call and ends with that call.
+
+    openings: what opens a call -> what makes the matcher of its rest; BARE_HEAD opens one at the answer's beginning alone.
+    thoughts: marks between which nothing is a call. in_thought: whether the answer begins between them.
+    """
+
+    def __init__(
+        self, openings: Mapping[str, Callable[[], Any]], tokenizer: Any, *, thoughts: tuple[str, str] | None, in_thought: bool
+    ) -> None:  # fmt: skip
+        self._openings, self._tokenizer, self._thoughts = openings, tokenizer, thoughts
+        self._is_in_thought, self._is_first = in_thought, True
+        self._seen: int | None = None
+        self._tail: list[int] = []
+        self._matcher: Any = None
+
+    def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
+        if self._seen is None:
+            self._seen = len(token_ids)
+        for token in token_ids[self._seen :]:
+            self._take(token)
+        self._seen = len(token_ids)
+        return scores if self._matcher is None else _masked(self._matcher, scores)
+
+    def _take(self, token: int) -> None:
+        if self._matcher is not None:
+            self._feed([token])
+            return
+        self._tail.append(token)
+        text = str(self._tokenizer.decode(self._tail, skip_special_tokens=False))
+        if self._is_in_thought:
+            assert self._thoughts is not None
+            if self._thoughts[1] in text:
+                self._tail, self._is_in_thought = [], False
+        elif self._thoughts is not None and self._thoughts[0] in text:
+            self._tail, self._is_in_thought = [], True
+        else:
+            self._look_for_opening(text)
+        self._tail = self._tail[-TAIL_TOKENS:]
+
+    def _look_for_opening(self, text: str) -> None:
+        bare = text.lstrip()
+        if self._is_first and BARE_HEAD in self._openings and bare.startswith(BARE_HEAD):
+            self._open(BARE_HEAD, bare)
+            return
+        self._is_first = self._is_first and BARE_HEAD.startswith(bare[: len(BARE_HEAD)])
+        mark = next((one for one in self._openings if one != BARE_HEAD and one in text), None)
+        if mark is not None:
+            self._open(mark, text)
+
+    def _open(self, mark: str, text: str) -> None:
+        self._matcher, self._tail, self._is_first = self._openings[mark](), [], False
+        # The token that ended the mark may hold more.
+        rest = text.partition(mark)[2]
+        self._feed(self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else [])
+
+    def _feed(self, ids: Sequence[int]) -> None:
+        for token in ids:
+            if self._matcher is not None and (not self._matcher.consume_token(token) or self._matcher.is_accepting()):
+                self._matcher = None  # the call has ended, or what its mark's token held began none
+
+
+def _masked(matcher: Any, scores: Tensor) -> Tensor:
+    """Return scores [V] with minus infinity for each token that the matcher forbids."""
+    mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+    bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+    allowed = torch.zeros(len(scores), dtype=torch.bool)
+    known = bits.flatten()[: len(scores)].bool()
+    allowed[: len(known)] = known
+    return scores.masked_fill(~allowed.to(scores.device), float("-inf"))

@@ -134,7 +134,12 @@ class LoadedEngine:
             scores = PromptScores(self.model, plain, adapter=job.adapter, top=job.prompt_logprobs)
         inputs = inputs.to(self.model.device)
         prompt = self.batch.begin(
-            inputs, job.request, top_logprobs=job.top_logprobs, constraint=constraint, client=job.client
+            inputs,
+            job.request,
+            top_logprobs=job.top_logprobs,
+            constraint=constraint,
+            client=job.client,
+            group=job.group,
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
         detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown)
@@ -193,7 +198,7 @@ class LoadedEngine:
             raise self._name_on_host(exc, "decoding images and audio") from exc
 
     def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
-        if job.schema is None and job.must_call is None:
+        if job.schema is None and job.must_call is None and not job.holds_calls:
             return None
         if self._grammar is None:
             self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
@@ -232,7 +237,7 @@ class LoadedEngine:
             assert answer.prompt is not None
             self._times.begin()
             is_through = answer.prompt.step(most_tokens)
-            if self.batch.prompts.is_steady and not answer.prompt.inputs.has_media:
+            if answer.prompt.source is None and self.batch.prompts.is_steady and not answer.prompt.inputs.has_media:
                 self._times.end(answer.prompt.chunk_tokens)
             if is_through:
                 self.batch.place(answer.prompt)
@@ -390,7 +395,7 @@ class LoadedEngine:
         assert answer.first_token is not None
         return {
             "prompt_tokens": answer.row.prompt_tokens, "completion_tokens": len(answer.row.answer_ids),
-            "cached_tokens": answer.row.cached_tokens,
+            "cached_tokens": answer.row.cached_tokens, "shared_tokens": answer.row.shared_tokens,
             **({} if answer.scored is None else {"prompt_logprobs": answer.scored}),
             "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,

@@ -25,10 +25,12 @@ class Job:
     fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
     client: whose cached prefixes it may use, and is cached for; jobs of one client share them.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
-    in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. several_calls: whether more than one
-    may follow. template_kwargs: what the chat template is told. kind: "answer", or what else is made of the prompt: "tokens",
+    in OpenAI's form. must_call: None if it need not, "" for any of them, or the name of one. holds_calls: the arguments of calls
+    that it makes of its own are held to their schemas. several_calls: whether more than one may follow. template_kwargs: what the
+    chat template is told. kind: "answer", or what else is made of the prompt: "tokens",
     "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling:
     of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, of the prompt's own tokens; they come with the end.
+    group: of jobs with the same prompt and adapter, such as the choices of one request: the prompt goes through once.
     """
 
     id: str
@@ -43,12 +45,14 @@ class Job:
     schema: Mapping[str, Any] | None = None
     tools: Sequence[Mapping[str, Any]] = ()
     must_call: str | None = None
+    holds_calls: bool = False
     several_calls: bool = True
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     kind: str = "answer"
     adds_special: bool = True
     pooling: str = "last"
     prompt_logprobs: int | None = None
+    group: str = ""
 
 
 @dataclass(frozen=True)

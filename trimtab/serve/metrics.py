@@ -257,7 +257,8 @@ class Seen:
                 self.metrics.between.labels(*labels).observe(now - self.last)
             self.last = now
         elif event.kind == "done":
-            self.prompt_tokens += event.usage["prompt_tokens"]
+            # Choices of one prompt share it.
+            self.prompt_tokens += event.usage["prompt_tokens"] - event.usage.get("shared_tokens", 0)
             self.completion_tokens += event.usage["completion_tokens"]
             self.cached_tokens += event.usage.get("cached_tokens", 0)
 

@@ -86,6 +86,11 @@ class Reading:
     def constraint(self, grammar: Grammar) -> Constraint:
         """Return what holds the answer to its schema or calls. Errors: RequestError."""
         job = self._job
+        if job.holds_calls and job.schema is None:
+            functions = [tool["function"] for tool in job.tools]
+            return grammar.calls_once_opened(
+                self._form, functions, several=job.several_calls, in_thought=self._is_in_thought
+            )
         if job.must_call is None:
             held = grammar.constraint(job.schema or {})
         else:

@@ -191,13 +191,6 @@ class ResponsesRequest(Strict):
     prompt: None = None
 
 
-def loose_tools(asked: ResponsesRequest) -> list[str]:
-    """Return the fields of tools whose `strict` is not held to: only where a call is demanded does a grammar hold arguments."""
-    if asked.tool_choice == "required" or isinstance(asked.tool_choice, ChosenTool):
-        return []
-    return [f"tools[{number}].strict" for number, tool in enumerate(asked.tools or ()) if tool.strict]
-
-
 def chat_of(asked: ResponsesRequest) -> ChatRequest:
     """Return the same request as a chat. Errors: RequestError."""
     made: dict[str, Any] = {
@@ -208,7 +201,7 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
     }  # fmt: skip
     if asked.tools:
         made["tools"] = [
-            {"type": "function", "function": tool.model_dump(exclude={"type", "strict"}, exclude_none=True)}
+            {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in asked.tools
         ]
     if isinstance(asked.tool_choice, ChosenTool):
