@@ -1,9 +1,15 @@
-"""The words of the docs: terms of the field, one index of all pages, and a glossary of the few terms that are our own."""
+"""The words of the docs and of --help: terms of the field, one index of all pages, and a glossary of our own few terms."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+
+from trimtab import cli
+from trimtab.commands.examples import EXAMPLES
+from trimtab.commands.merging import DIFFERS
+from trimtab.proof.remote.report import EXIT_CANNOT_TELL
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -95,3 +101,33 @@ def test_every_page_says_its_task_in_one_heading():
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
         headings = re.findall(r"^# .+$", text, re.M)
         assert len(headings) == 1 and text.startswith(headings[0]), page.name
+
+
+# Help -----------------------------------------------------------------------------------------------------------------
+
+COMMANDS = next(action.choices for action in cli.parser()._actions if action.dest == "name")
+
+
+def test_every_command_ends_its_help_with_examples_that_can_be_parsed():
+    assert set(EXAMPLES) == set(COMMANDS)
+    for name, examples in EXAMPLES.items():
+        for words in examples:
+            assert cli.parser().parse_args(shlex.split(f"{name} {words}")).name_of_command == name
+        lines = COMMANDS[name].format_help().splitlines()
+        assert f"  trimtab {name} {examples[0]}".rstrip() in lines
+        assert max(len(line) for line in lines[lines.index("examples:") :]) <= 96
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_uses_the_fields_words(name):
+    text = " ".join(COMMANDS[name].format_help().split("examples:")[0].split())
+    hits = {match.group(0) for pattern in FORBIDDEN for match in re.finditer(rf"\b(?:{pattern})", text, re.IGNORECASE)}
+    assert hits == set()
+
+
+def test_help_lists_every_exit_code():
+    codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    assert set(cli.EXIT_TEXTS) == codes
+    assert all(
+        f"{code} " in cli.exit_codes_text() and text in cli.exit_codes_text() for code, text in cli.EXIT_TEXTS.items()
+    )

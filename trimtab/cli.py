@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 import trimtab
 from trimtab import interrupts, threads
 from trimtab.commands import bench, chat, doctor, line, listing, merging, pull, serve, tune
-from trimtab.commands.flags import give_model
+from trimtab.commands.examples import examples_text
+from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import (
@@ -195,17 +196,26 @@ def versions() -> dict[str, str | None]:
     return releases
 
 
+# What each exit code means, for --help; docs/command-line.md has the same table.
+EXIT_TEXTS = {
+    0: "success",
+    1: "two computations differ, or a server's adapter is ignored or wrong",
+    2: "the request is invalid",
+    3: "a model, adapter or file is missing or not what it claims to be",
+    4: "no placement fits the budgets",
+    5: "adapter and model do not match",
+    6: "the device failed while running, for example out of memory",
+    7: "two computations differ by more than their noise floor",
+    8: "a known bug of another package prevents the run",
+    9: "a server's answers do not show whether its adapter is alive",
+    STOPPED: "stopped by Ctrl-C",
+    READER_GONE: "the reader of the output closed it",
+}
+
+
 def exit_codes_text() -> str:
     """Return the exit codes for --help."""
-    kinds = {
-        code: (kind.__doc__ or "").strip().splitlines()[0].partition(":")[0].rstrip(".") for kind, code in EXIT_CODES
-    }
-    texts = {
-        0: "done", 1: "two routes do not agree; a server's adapter is ignored or wrong", **kinds,
-        9: "the answers of a server do not tell whether its adapter is alive", STOPPED: "stopped by Ctrl-C",
-        READER_GONE: "the reader of the output went away",
-    }  # fmt: skip
-    lines = [f"  {code}  {text[:1].lower()}{text[1:]}" for code, text in sorted(texts.items())]
+    lines = [f"  {code:<4} {text}" for code, text in sorted(EXIT_TEXTS.items())]
     return "\n".join(["exit codes:", *lines])
 
 
@@ -216,32 +226,35 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of every command; a command is the function in `command`."""
     top = _Parser(
         prog="trimtab", allow_abbrev=False,
-        description="Any LoRA adapter on a quantized multimodal model that does not fit the GPU.",
+        description="Run a quantized multimodal model with LoRA adapters on a GPU that it does not fit.",
         epilog=exit_codes_text(), formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     top.add_argument(
         "--version",
         action="version",
         version=f"trimtab {trimtab.__version__}",
-        help="the version; with --json of other packages too",
+        help="print the version; with --json also those of other packages",
     )
     commands = top.add_subparsers(dest="name", metavar="COMMAND", required=True, parser_class=_Parser)
 
     def command(name: str, function: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False)
+        made = commands.add_parser(
+            name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=examples_text(name), allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
         made.set_defaults(command=function, parser=made, name_of_command=name)
         return made
 
     for room in (line, chat, listing, pull, merging, bench, tune, doctor, serve):
         room.add(command)
     for each in commands.choices.values():
-        each.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-        each.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
+        output = group_of(each, "output")
+        output.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+        output.add_argument("--color", choices=COLORS, metavar="WHEN", help=f"{', '.join(COLORS)} (default: auto)")
     commands.choices["completion"].set_defaults(top=top)
     for name, each in commands.choices.items():
         if name not in WITHOUT_THREADS:
-            each.add_argument(
-                "--threads", metavar="N",
-                help=f"CPU threads (default: {threads.VARIABLE}, or as many cores as are free and allowed)",
+            group_of(each, "execution").add_argument(
+                "--threads", metavar="N", help=f"CPU threads (default: {threads.VARIABLE}, or the number of free cores)",
             )  # fmt: skip
     return top

@@ -7,7 +7,7 @@ from typing import Any
 
 from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
-from trimtab.commands.flags import adapter_to_use, add_placement, plan_or_request
+from trimtab.commands.flags import adapter_to_use, add_placement, group_of, plan_or_request
 from trimtab.commands.saying import Command, give_report, saying
 from trimtab.plan import Plan
 from trimtab.request import DECODE_MODES
@@ -15,24 +15,32 @@ from trimtab.request import DECODE_MODES
 
 def add(command: Command) -> None:
     """Add the command."""
-    timed = command(
-        "bench", run_bench, "how fast a model answers, beside the stock stack and beside the memory's limit"
-    )
-    add_placement(timed, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
-    timed.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
-    timed.add_argument(
+    timed = command("bench", run_bench, "measure the speed, compared with transformers + PEFT and the bandwidth limit")
+    add_placement(timed, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan")
+    ask, output = group_of(timed, "measurement"), group_of(timed, "output")
+    ask.add_argument("--use", metavar="NAME", help="the adapter (default: the only one)")
+    ask.add_argument(
         "--against", metavar="ENGINE", default="stock",
-        help="stock (transformers, bitsandbytes, PEFT) or eager (trimtab without captured steps) (default: stock)",
+        help="stock (transformers, bitsandbytes, PEFT) or eager (trimtab, kernel by kernel) (default: stock)",
     )  # fmt: skip
-    timed.add_argument("--decode", metavar="HOW", default="auto", help=f"{', '.join(DECODE_MODES)} (default: auto)")
-    timed.add_argument("--runs", type=int, default=3, metavar="N", help="processes of each engine (default: 3)")
-    timed.add_argument("--new-tokens", type=int, default=64, metavar="N", help="length of the answers (default: 64)")
-    timed.add_argument("--prompt-tokens", type=int, metavar="N", help="length of the prompt (default: 512)")
-    timed.add_argument("--prompts", metavar="FILE", help="JSONL with id, text, image, audio, instead of one made here")
-    timed.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
-    timed.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
-    timed.add_argument("--picture", metavar="FILE", help="draw the figures as .svg or .png")
-    timed.add_argument("--save", metavar="FILE", help="write every run, the medians and the machine as .json")
+    ask.add_argument(
+        "--decode",
+        metavar="HOW",
+        default="auto",
+        help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)",
+    )
+    ask.add_argument(
+        "--runs", type=int, default=3, metavar="N", help="runs of each engine, each a process (default: 3)"
+    )
+    ask.add_argument("--new-tokens", type=int, default=64, metavar="N", help="tokens of each answer (default: 64)")
+    ask.add_argument("--prompt-tokens", type=int, metavar="N", help="tokens of the prompt (default: 512)")
+    ask.add_argument(
+        "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio, instead of a generated prompt"
+    )
+    ask.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; repeatable")
+    ask.add_argument("--audio", action="append", default=[], metavar="FILE", help="an audio file; repeatable")
+    output.add_argument("--picture", metavar="FILE", help="draw the results as .svg or .png")
+    output.add_argument("--save", metavar="FILE", help="write every run, the medians and the machine as .json")
 
 
 def run_bench(options: argparse.Namespace) -> int:

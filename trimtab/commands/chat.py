@@ -16,6 +16,7 @@ from trimtab.commands.flags import (
     add_placement,
     add_sampling,
     decode_of,
+    group_of,
     is_saved_plan,
     plan_or_request,
     sampling_options,
@@ -36,30 +37,26 @@ PREFIX_CACHE = "256MiB"
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("chat", run_chat, "talk to a model: turns, images, sounds, adapters switched and compared")
+    found = command("chat", run_chat, "chat with a model: images, audio, adapters to switch and compare")
     add_placement(
         found,
-        model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote",
+        model_help="a checkpoint folder, a hub id in the local cache, or a saved plan",
         weights=True,
     )
-    found.add_argument(
+    talk = group_of(found, "conversation")
+    talk.add_argument(
         "--use",
         metavar="NAME",
-        help=f"the adapter that answers first, or a mix: {MIX_FORM} (default: the only one given)",
+        help=f"the first adapter, or a mix: {MIX_FORM} (default: the only one)",
     )
-    found.add_argument("--images", type=int, metavar="N", help=f"images in one conversation (default: {CHAT_IMAGES})")
-    found.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one conversation (default: 30)")
-    found.add_argument("--system", metavar="S", help="a system message")
-    found.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
-    found.add_argument(
-        "--no-history", action="store_true", help="do not keep typed lines for the arrow keys of later runs"
-    )
-    found.add_argument(
-        "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
-    )
+    talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
+    talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")
+    talk.add_argument("--system", metavar="TEXT", help="the system message")
+    talk.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
+    talk.add_argument("--no-history", action="store_true", help="keep no input history")
     add_pull(found)
     add_decode(found)
-    add_sampling(found, longest="what is left of the context")
+    add_sampling(found, longest="the rest of the context")
 
 
 def run_chat(options: argparse.Namespace) -> int:

@@ -43,51 +43,51 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 
 def add(command: Command) -> None:
     """Add the command."""
-    examined = command("doctor", run_doctor, "known bugs of the installed packages, and whose bug a failure is")
+    examined = command("doctor", run_doctor, "find known bugs of the installed packages, and whose bug a failure is")
     examined.add_argument(
-        "model", metavar="MODEL", nargs="?", help="say what lies ahead of the stock stack with this model"
+        "model", metavar="MODEL", nargs="?", help="predict the failures of the stock stack with this model"
     )
-    examined.add_argument("--trace", metavar="FILE", help="say which known failure a pasted error is; - reads stdin")
+    examined.add_argument("--trace", metavar="FILE", help="identify a pasted error; - reads standard input")
     examined.add_argument(
-        "--report", action="store_true", help="print a block to paste into a question, without private paths"
+        "--report", action="store_true", help="print a block for a question or an issue, without private paths"
     )
     examined.add_argument(
-        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key of the server MODEL"
+        "--api-key-env", metavar="VARIABLE", help="the environment variable with the key of the server MODEL"
     )
     examined.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
-    examined.add_argument("--device-map", metavar="FILE", help="the JSON map that the stock stack would be given")
-    examined.add_argument("--quant", metavar="FORMAT", help="the format that the stock stack would be asked for")
+    examined.add_argument("--device-map", metavar="FILE", help="the JSON device map for the stock stack")
+    examined.add_argument("--quant", metavar="FORMAT", help="the quantization format for the stock stack")
     add_dtype(examined, "bfloat16")
-    add_budgets(examined, "judge as if so much were free")
-    examined.add_argument("--python", metavar="EXE", help="another interpreter, whose packages are examined")
+    add_budgets(examined, "memory to assume as free")
+    examined.add_argument("--python", metavar="EXE", help="examine the packages of this Python interpreter")
     examined.add_argument(
-        "--probe", action="append", metavar="ID", help="only these entries of the catalogue, such as A1"
+        "--probe", action="append", metavar="ID", help="check only this known bug, such as A1; repeatable"
     )
     cases = examined.add_argument_group("cases")
-    cases.add_argument("--matrix", action="store_true", help="try the cases, each in a process of its own")
-    cases.add_argument("--case", action="append", metavar="NAME", help="only these cases; may be repeated")
+    cases.add_argument("--matrix", action="store_true", help="run the cases, each in its own process")
+    cases.add_argument("--case", action="append", metavar="NAME", help="run only this case; repeatable")
     cases.add_argument("--engine", action="append", metavar="ENGINE", help="stock or trimtab (default: both)")
-    cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (the GPU is imitated) or cuda (default: auto)")
-    cases.add_argument("--pressure", type=float, metavar="SHARE", help="fill the card to this share, such as 0.9")
-    cases.add_argument("--timeout", type=float, metavar="S", help="the longest a case may take (default: 120)")
-    cases.add_argument("--memory-limit", metavar="SIZE", help="the most host memory a case may take")
-    cases.add_argument("--save", metavar="FILE", help="write the runs as JSON, anew after each case")
+    cases.add_argument("--device", metavar="DEVICE", help="auto, cpu (stands for the GPU) or cuda (default: auto)")
+    cases.add_argument("--pressure", type=float, metavar="SHARE", help="fill the GPU to this share, such as 0.9")
+    cases.add_argument("--timeout", type=float, metavar="S", help="most seconds per case (default: 120)")
+    cases.add_argument("--memory-limit", metavar="SIZE", help="most host memory per case")
+    cases.add_argument("--save", metavar="FILE", help="write the runs as JSON, after every case")
     cases.add_argument(
-        "--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="the release where --case changes"
+        "--bisect", action="append", metavar="PACKAGE=LOW..HIGH", help="find the release in which --case changes"
     )
     cases.add_argument(
         "--with", dest="with_version", action="append", metavar="PACKAGE=VERSION",
-        help="what else the environments of --bisect hold (default: what the interpreter has)",
+        help="other packages in the environments of --bisect (default: those of the interpreter)",
     )  # fmt: skip
-    cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect once more")
-    written = examined.add_argument_group("what is written")
-    written.add_argument("--runs", metavar="FILE", help="runs that were saved before, instead of new ones")
+    cases.add_argument("--confirm", action="store_true", help="run both sides of every change of --bisect again")
+    written = examined.add_argument_group("issues and reports")
+    written.add_argument("--runs", metavar="FILE", help="use these saved runs instead of new ones")
     written.add_argument(
-        "--lanes", metavar="FILE", help="a saved report of verify --lanes: an issue on the merge, in --drafts"
+        "--lanes", metavar="FILE", help="a saved report of verify --lanes, for an issue on the merge in --drafts"
     )
-    written.add_argument("--drafts", metavar="DIR", help="an issue a failure, from recorded runs only")
-    written.add_argument("--overwrite", action="store_true", help="replace drafts in DIR")
-    written.add_argument("--html", metavar="FILE", help="everything on one page")
+    written.add_argument("--drafts", metavar="DIR", help="write one issue per failure, from recorded runs only")
+    written.add_argument("--overwrite", action="store_true", help="replace existing drafts")
+    written.add_argument("--html", metavar="FILE", help="write one HTML page with everything")
 
 
 def run_doctor(options: argparse.Namespace) -> int:

@@ -28,10 +28,10 @@ def add_placement(
     if takes_plan:
         command.add_argument(
             "--plan", metavar="FILE", action=InPlaceOf, other=model, shifts=command,
-            help="load the plan that `trimtab plan --save FILE` wrote, in place of MODEL and the placement flags",
+            help="a plan that `trimtab plan --save FILE` wrote, instead of MODEL and the placement flags",
         )  # fmt: skip
-    group = command.add_argument_group("placement")
-    add_adapters(group, "load this adapter", weights=weights)
+    group = group_of(command, "placement")
+    add_adapters(group, "an adapter to load", weights=weights)
     command.set_defaults(takes_weights=weights)
     add_budgets(group)
     group.add_argument(
@@ -40,43 +40,47 @@ def add_placement(
     group.add_argument(
         "--head", metavar="FORM",
         help=f"the output head: {', '.join(HEAD_CHOICES)} "
-        "(default: auto, 8 bits where they keep more of the decoder on the GPU; bench and verify: full)",
+        "(default: auto, which is 8 bits if that keeps more of the decoder on the GPU; bench and verify: full)",
     )  # fmt: skip
-    add_dtype(group, "bfloat16, on GPUs without it what the plan says")
-    group.add_argument("--context", type=int, metavar="N", help="tokens of prompt and answer together (default: 4096)")
+    add_dtype(group, "bfloat16; the plan decides on GPUs without it")
+    group.add_argument("--context", type=int, metavar="N", help="most tokens of prompt plus answer (default: 4096)")
     group.add_argument(
         "--place", action="append", metavar="PATTERN=TIER",
-        help=f"put blocks, modules or a part in a tier ({', '.join(TIERS)}); may be repeated, the last match wins",
+        help=f"place blocks, modules or a modality in a tier ({', '.join(TIERS)}); repeatable, the last match wins",
     )  # fmt: skip
     group.add_argument("--device-map", metavar="FILE", help="a JSON device map in transformers' form")
     group.add_argument(
         "--keep-unquantized",
         action="append",
         metavar="PATTERN",
-        help="leave these modules as they are; may be repeated",
+        help="do not quantize these modules; repeatable",
     )
     group.add_argument(
         "--prefix-cache", metavar="SIZE",
-        help="host memory for keys and values, for later prompts with the same prefix, such as 1GiB (default: no cache)",
+        help="host memory for cached keys and values of prompt prefixes, such as 1GiB (default: no cache)",
     )  # fmt: skip
     add_device(group)
     group.add_argument(
-        "--offload-dir", metavar="FOLDER", help="where the disk tier's file goes (default: user's cache)"
+        "--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)"
     )
+
+
+def group_of(command: argparse.ArgumentParser, title: str) -> Any:
+    """Return the command's group of flags with this title, a new one if it has none."""
+    same = [group for group in command._action_groups if group.title == title]
+    return same[0] if same else command.add_argument_group(title)
 
 
 def add_budgets(group: Any, what: str = "budget") -> None:
     """Add the flags of how much memory may be taken, the same on every command."""
-    group.add_argument("--gpu-memory", metavar="SIZE", help=f"{what}, such as 4GiB or 4G (default: what is free)")
-    group.add_argument("--host-memory", metavar="SIZE", help=f"{what}, such as 16GiB (default: what is available)")
-    group.add_argument("--max-memory", metavar="FILE|JSON", help=f"both in transformers' form: {MAX_MEMORY}")
+    group.add_argument("--gpu-memory", metavar="SIZE", help=f"{what}, such as 4GiB or 4G (default: the free memory)")
+    group.add_argument("--host-memory", metavar="SIZE", help=f"{what}, such as 16GiB (default: the available memory)")
+    group.add_argument("--max-memory", metavar="FILE|JSON", help=f"both budgets in transformers' form: {MAX_MEMORY}")
 
 
 def add_dtype(group: Any, default: str) -> None:
     """Add --dtype. default: what is computed in without it, for people."""
-    group.add_argument(
-        "--dtype", metavar="DTYPE", help=f"bf16, fp16, fp32 or in full: bfloat16, ... (default: {default})"
-    )
+    group.add_argument("--dtype", metavar="DTYPE", help=f"bf16, fp16 or fp32 (default: {default})")
 
 
 def add_device(group: Any, what: str = "") -> None:
@@ -87,34 +91,44 @@ def add_device(group: Any, what: str = "") -> None:
 def add_adapters(group: Any, what: str, *, weights: bool = False, **options: Any) -> None:
     """Add --adapter, the same on every command. weights: whether the command scales adapters."""
     form = "NAME=PATH[:WEIGHT]" if weights else "[NAME=]PATH"
-    text = f"{what}; may be repeated; without a name it is called as its folder"
+    text = f"{what}; repeatable; the default name is that of its folder"
     group.add_argument("--adapter", action="append", metavar=form, help=text, **options)
 
 
-def add_sampling(found: argparse.ArgumentParser, *, longest: str = "256") -> None:
+def add_sampling(command: argparse.ArgumentParser, *, longest: str = "256") -> None:
     """Add how tokens are sampled. longest: the default of the longest answer, for people."""
-    group = found.add_argument_group("sampling")
-    group.add_argument("--max-new-tokens", type=int, metavar="N", help=f"the longest answer (default: {longest})")
-    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
-    group.add_argument("--top-k", type=int, metavar="N", help="draw from the N most likely tokens")
-    group.add_argument("--top-p", type=float, metavar="P", help="draw from the most likely tokens that sum to P")
-    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the most likely one's share")
-    group.add_argument("--repetition-penalty", type=float, metavar="R", help="above 1 repeats less")
-    group.add_argument("--seed", type=int, metavar="N", help="the same draws every time")
-    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer here; may be repeated")
-
-
-def add_decode(found: Any) -> None:
-    found.add_argument(
-        "--decode", metavar="HOW", help=f"how steps are computed: {', '.join(DECODE_MODES)} (default: auto)"
+    group = group_of(command, "sampling")
+    group.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"most tokens of the answer (default: {longest})"
     )
+    group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: 0)")
+    group.add_argument("--top-k", type=int, metavar="N", help="sample from the N most likely tokens")
+    group.add_argument(
+        "--top-p", type=float, metavar="P", help="sample from the most likely tokens with a total probability of P"
+    )
+    group.add_argument("--min-p", type=float, metavar="P", help="drop tokens below P times the largest probability")
+    group.add_argument("--repetition-penalty", type=float, metavar="R", help="values above 1 reduce repetition")
+    group.add_argument("--seed", type=int, metavar="N", help="seed of the sampler")
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end the answer before this text; repeatable")
+
+
+def add_decode(command: argparse.ArgumentParser, *, eager: bool = True) -> None:
+    """Add how decode steps run. eager: whether --eager says it too."""
+    group = group_of(command, "execution")
+    group.add_argument(
+        "--decode", metavar="HOW", help=f"how decode steps run: {', '.join(DECODE_MODES)} (default: auto)"
+    )
+    if eager:
+        group.add_argument(
+            "--eager", action="store_true", default=None, help="short for --decode eager: launch kernel by kernel"
+        )
 
 
 def decode_of(options: argparse.Namespace) -> str:
     """Return what --eager and --decode say. Errors: RequestError if both say something."""
     if options.eager and options.decode is not None:
         raise RequestError(
-            "says how steps are computed, as --eager does", field="--decode", value=options.decode, hint="Give one"
+            "sets how decode steps run, as --eager does", field="--decode", value=options.decode, hint="Give one"
         )
     return "eager" if options.eager else options.decode or "auto"
 

@@ -26,6 +26,7 @@ from trimtab.commands.flags import (
     as_text,
     check_folder_of,
     decode_of,
+    group_of,
     load_request,
     plan_or_request,
     read_text,
@@ -46,70 +47,67 @@ from trimtab.request import LoadRequest
 
 def add(command: Command) -> None:
     """Add the four commands."""
-    planned = command("plan", run_plan, "where every block of a model goes, without loading it")
-    add_placement(planned, model_help="a checkpoint folder, or a hub id that is in the local cache", takes_plan=False)
+    planned = command("plan", run_plan, "plan where every block of a model goes, without loading it")
+    add_placement(planned, model_help="a checkpoint folder, or a hub id in the local cache", takes_plan=False)
     planned.add_argument(
         "--card",
         metavar="CARD",
-        help='plan for a GPU that is not here, from estimates: "RTX 4060 8GB", or a size: 8GiB',
+        help='plan for another GPU, from estimates: "RTX 4060 8GB", or a size: 8GiB',
     )
-    planned.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
-    planned.add_argument("--images", type=int, metavar="N", help="pictures in one prompt (default: 1)")
-    planned.add_argument("--audio-s", type=float, metavar="S", help="seconds of sound in one prompt (default: 30)")
-    planned.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
-    planned.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
-    planned.add_argument("--wide", action="store_true", help="one line for each row, wider than 80 columns")
-    planned.add_argument(
-        "--options", action="store_true", help="also plan what could be changed: memory and tokens a second of each"
+    request, output = group_of(planned, "largest request"), group_of(planned, "output")
+    request.add_argument("--batch", type=int, metavar="N", help="rows decoded together (default: 1)")
+    request.add_argument("--images", type=int, metavar="N", help="images of one prompt (default: 1)")
+    request.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one prompt (default: 30)")
+    output.add_argument("--save", metavar="FILE", help="write the plan as JSON; `trimtab run FILE` loads it")
+    output.add_argument("--picture", metavar="FILE", help="draw the plan as .svg or .png")
+    output.add_argument("--wide", action="store_true", help="print one line per row, wider than 80 columns")
+    output.add_argument(
+        "--options", action="store_true", help="also plan possible changes: memory and tokens per second of each"
     )
-    add_decode(planned)
+    add_decode(planned, eager=False)
 
-    inspected = command("inspect", run_inspect, "what an adapter targets, and what of it a model would take")
-    inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder that PEFT wrote: [NAME=]PATH")
+    inspected = command("inspect", run_inspect, "list what an adapter targets, and what of it applies to a model")
+    inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder in PEFT's format: [NAME=]PATH")
     inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
     inspected.add_argument(
-        "--patched", metavar="OUT", help="write a copy whose config names the inner linears of MODEL, for stock PEFT"
+        "--patched",
+        metavar="OUT",
+        help="write a copy for stock PEFT, whose config names the inner linear layers of MODEL",
     )
 
-    ran = command("run", run_run, "plan, load and answer one prompt, or a file of them")
-    add_placement(
-        ran, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote", weights=True
+    ran = command("run", run_run, "answer one prompt, or a file of prompts")
+    add_placement(ran, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan", weights=True)
+    prompt = ran.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads standard input")
+    asks, many = group_of(ran, "prompt"), group_of(ran, "many prompts")
+    asks.add_argument(
+        "--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the prompt from a file"
     )
-    prompt = ran.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
-    ran.add_argument(
-        "--prompt-file", metavar="FILE", action=InPlaceOf, other=prompt, help="read the question from a file"
-    )
-    ran.add_argument(
+    many.add_argument(
         "--prompts",
         metavar="FILE",
         action=InPlaceOf,
         other=prompt,
-        help="answer all prompts of a JSONL file, into --out",
+        help="answer every prompt of a JSONL file",
     )
-    ran.add_argument(
-        "--out", metavar="FILE", help="append the answers to this JSONL file; a run that stopped goes on there"
-    )
-    ran.add_argument("--rows", type=int, metavar="N", help="prompts of a file decoded together (default: 4)")
-    ran.add_argument(
+    many.add_argument("--out", metavar="FILE", help="append the answers to this JSONL file; an interrupted run resumes")
+    many.add_argument("--rows", type=int, metavar="N", help="prompts decoded together (default: 4)")
+    asks.add_argument(
         "--use", metavar="NAME",
-        help=f"the adapter that answers, or a mix: {MIX_FORM} (default: the only one given, all if they have weights)",
+        help=f"the adapter, or a mix: {MIX_FORM} (default: the only one, or all if they have weights)",
     )  # fmt: skip
-    ran.add_argument(
+    group_of(ran, "output").add_argument(
         "--memory", action="store_true", help="print each share of the device's memory, planned and measured"
     )
-    ran.add_argument("--image", action="append", default=[], metavar="FILE", help="a picture; may be repeated")
-    ran.add_argument("--audio", action="append", default=[], metavar="FILE", help="a sound; may be repeated")
-    ran.add_argument("--system", metavar="S", help="a system message")
-    ran.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
-    ran.add_argument(
-        "--eager", action="store_true", help="launch every kernel by itself, as transformers does, to compare with"
-    )
+    asks.add_argument("--image", action="append", default=[], metavar="FILE", help="an image; repeatable")
+    asks.add_argument("--audio", action="append", default=[], metavar="FILE", help="an audio file; repeatable")
+    asks.add_argument("--system", metavar="TEXT", help="the system message")
+    asks.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
     add_pull(ran)
     add_decode(ran)
     add_sampling(ran)
 
-    shown = command("demo", run_demo, "the whole line on a small model: plan, load, adapt, answer, prove")
-    add_budgets(shown, "of the split model")
+    shown = command("demo", run_demo, "try trimtab on a small model: plan, load, answer, verify")
+    add_budgets(shown, "budget of the split model")
     add_dtype(shown, "bfloat16")
     add_device(shown)
 

@@ -33,22 +33,22 @@ _FILES = {"FILE": shtab.FILE, **dict.fromkeys(("FOLDER", "MODEL", "ADAPTER", "DI
 
 def add(command: Command) -> None:
     """Add the three commands."""
-    models = command("models", run_models, "the models of a folder or the hub's cache, and whether they fit here")
-    models.add_argument("folder", metavar="DIR", nargs="?", help="look below this folder (default: the hub's cache)")
-    models.add_argument("--quick", action="store_true", help="list them without planning each one")
+    models = command("models", run_models, "list the models of the cache or a folder, and which of them fit here")
+    models.add_argument("folder", metavar="DIR", nargs="?", help="the folder to search (default: the hub's cache)")
+    models.add_argument("--quick", action="store_true", help="list without planning")
     add_budgets(models)
     add_dtype(models, "bfloat16, on GPUs without it what the plan says")
     add_device(models, "where they would run: ")
-    adapters = command("adapters", run_adapters, "the adapters below a folder, and which models they fit")
-    adapters.add_argument("folder", metavar="DIR", help="look below this folder")
+    adapters = command("adapters", run_adapters, "list the adapters below a folder, and which models they fit")
+    adapters.add_argument("folder", metavar="DIR", help="the folder to search")
     adapters.add_argument(
         "--model",
         action="append",
         default=[],
         metavar="MODEL",
-        help="match every adapter with this model; may be repeated",
+        help="match every adapter with this model; repeatable",
     )
-    completion = command("completion", run_completion, "a script that lets a shell complete commands, flags and files")
+    completion = command("completion", run_completion, "print a completion script for a shell")
     completion.add_argument("shell", metavar="SHELL", choices=SHELLS, help=", ".join(SHELLS))
 
 

@@ -32,36 +32,38 @@ SHORT_ROUTES = {"bfloat16": "bf16"}
 
 def add(command: Command) -> None:
     """Add both commands."""
-    merged = command("merge", run_merge, "adapters into a new checkpoint, a piece of one tensor in memory at a time")
-    merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id that is in the local cache")
+    merged = command("merge", run_merge, "merge adapters into a new checkpoint, in little memory")
+    merged.add_argument("model", metavar="MODEL", help="a checkpoint folder, or a hub id in the local cache")
     merged.add_argument("out", metavar="OUT", help="the folder of the new checkpoint")
-    add_adapters(merged, "merge this adapter; a weight of -1 takes a merged one out again", weights=True, default=[])
+    add_adapters(merged, "an adapter to merge; a weight of -1 removes a merged one", weights=True, default=[])
     add_dtype(merged, "as the files have it")
-    merged.add_argument("--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a checkpoint for bitsandbytes")
+    merged.add_argument(
+        "--requantize", metavar="FORMAT", help="nf4 or nf4-dq: write a 4-bit checkpoint for bitsandbytes"
+    )
     merged.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     merged.add_argument(
         "--check",
         action="store_true",
-        help="read the result again and prove it, and compare its answers with the adapter's",
+        help="read the result again, check every value, and compare the answers with the adapter's",
     )
     add_budgets(merged, "what each model of --check may take")
     add_device(merged, "where --check computes: ")
 
-    verified = command("verify", run_verify, "whether two routes to the same answer agree; exit code 1 if they do not")
-    add_placement(verified, model_help="a checkpoint folder, a cached hub id, or a saved plan")
-    verified.add_argument("--use", metavar="NAME", help="the adapter that answers (default: the only one given)")
+    verified = command("verify", run_verify, "check that two computations of the same answers agree")
+    add_placement(verified, model_help="a checkpoint folder, a hub id in the local cache, or a saved plan")
+    verified.add_argument("--use", metavar="NAME", help="the adapter (default: the only one)")
     verified.add_argument(
         "--against", metavar="ROUTE", default="resident",
         help="resident, stock, base, bf16, full-head, single, alone, eager, the folder of a merged model, or a server: "
         "http://HOST:PORT/v1 or ollama:NAME (default: resident)",
     )  # fmt: skip
     verified.add_argument(
-        "--prompts", metavar="FILE", help="JSONL with id, text, image, audio (default: a built-in set)"
+        "--prompts", metavar="FILE", help="a JSONL file with id, text, image, audio (default: a built-in set)"
     )
-    verified.add_argument("--lanes", action="store_true", help="also try every way to merge, and say what each did")
-    verified.add_argument("--python", metavar="EXE", help="an interpreter with the stock stack, for its side")
+    verified.add_argument("--lanes", action="store_true", help="also try every way to merge, with one verdict each")
+    verified.add_argument("--python", metavar="EXE", help="the Python interpreter of the stock side")
     verified.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help="length of the texts (default: 32; 8 for a server)"
+        "--max-new-tokens", type=int, metavar="N", help="tokens of each answer (default: 32; 8 for a server)"
     )
     verified.add_argument("--save", metavar="FILE", help="write the report as .json, .md or .html")
     remote.add(verified)

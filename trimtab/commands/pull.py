@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.folder import find_folder
+from trimtab.commands.flags import group_of
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import CheckpointError, RequestError, gib
 
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors, nothing else")
+    found = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors only")
     found.add_argument("model", metavar="MODEL", help="a hub id, such as google/gemma-4-E4B-it")
     found.add_argument("--revision", metavar="NAME", help="a branch, tag or commit (default: main)")
 
@@ -40,10 +41,11 @@ def pull(model: str, *, revision: str | None, as_json: bool) -> Any:
     return download.pull(model, revision=revision, say=say)
 
 
-def add_pull(found: Any) -> None:
+def add_pull(command: argparse.ArgumentParser) -> None:
     """Add --pull and --revision to a command that loads a model."""
-    found.add_argument("--pull", action="store_true", help="download MODEL first if it is not in the local cache")
-    found.add_argument("--revision", metavar="NAME", help="of --pull: a branch, tag or commit (default: main)")
+    group = group_of(command, "download")
+    group.add_argument("--pull", action="store_true", help="download MODEL first if it is not in the local cache")
+    group.add_argument("--revision", metavar="NAME", help="a branch, tag or commit for --pull (default: main)")
 
 
 def pull_if_asked(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from trimtab.commands.flags import (
     add_placement,
     decode_of,
     given_flags,
+    group_of,
     is_saved_plan,
     pairs,
     plan_or_request,
@@ -38,99 +39,114 @@ NO_KEY = "from-the-environment"
 
 def add(command: Command) -> None:
     """Add the command."""
-    served = command("serve", run_serve, "answer clients of OpenAI's API, many adapters at once")
+    served = command("serve", run_serve, "serve many adapters through OpenAI's API")
     add_placement(
         served,
-        model_help="a checkpoint folder, a cached hub id, a saved plan, or a registry file (.toml)",
+        model_help="a checkpoint folder, a hub id in the local cache, a saved plan, or a registry file (.toml)",
         weights=True,
     )
-    group = served.add_argument_group("serving")
+    group, network = group_of(served, "serving"), group_of(served, "network and keys")
+    limits, log = group_of(served, "limits"), group_of(served, "log")
     group.add_argument(
         "--config", metavar="FILE", action=InPlaceOf, other=next(one for one in served._actions if one.dest == "model"),
-        help="a TOML file with everything that these flags say, the models too; flags beside it win",
+        help="a TOML file with all settings and models; flags override it",
     )  # fmt: skip
-    group.add_argument("--name", metavar="NAME", help="what clients call the model (default: its folder's name)")
-    group.add_argument("--images", type=int, metavar="N", help="the most pictures of one prompt (default: 1)")
-    group.add_argument(
-        "--audio-s", type=float, metavar="S", help="the most seconds of sound of one prompt (default: 30)"
-    )
+    group.add_argument("--name", metavar="NAME", help="the model's name in the API (default: its folder's name)")
+    group.add_argument("--images", type=int, metavar="N", help="most images of one prompt (default: 1)")
+    group.add_argument("--audio-s", type=float, metavar="S", help="most seconds of audio of one prompt (default: 30)")
     group.add_argument(
         "--rows",
         type=int,
         metavar="N",
-        help="requests decoded together, 1 to 64 (default: 32, 16 or 8, the most that move no block)",
+        help="requests decoded together, 1 to 64 (default: the most of 32, 16 and 8 that move no block off the GPU)",
     )
     group.add_argument(
         "--resident-adapters", type=int, metavar="N",
-        help="how many adapters may be on the model at once; the others wait in host memory (default: all)",
+        help="adapters on the model at once; the others stay in host memory (default: all)",
     )  # fmt: skip
+    add_pull(served)
+    add_decode(served)
     group.add_argument(
-        "--eager", action="store_true", default=None, help="launch every kernel of a step by itself, to compare with"
+        "--keep", action="append", metavar="NAME", help="an adapter that always stays on the model; repeatable"
     )
-    add_pull(group)
-    add_decode(group)
-    group.add_argument("--keep", action="append", metavar="NAME", help="an adapter that is never taken off")
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
-    group.add_argument("--host", default="127.0.0.1", metavar="HOST", help="where to listen (default: 127.0.0.1)")
-    group.add_argument("--port", type=int, default=8000, metavar="PORT", help="0 takes a free one (default: 8000)")
-    group.add_argument(
+    network.add_argument(
+        "--host", default="127.0.0.1", metavar="HOST", help="the address to listen on (default: 127.0.0.1)"
+    )
+    network.add_argument(
+        "--port", type=int, default=8000, metavar="PORT", help="the port, 0 for a free one (default: 8000)"
+    )
+    network.add_argument(
         "--api-key", action="append", metavar="KEY",
-        help=f"a key that clients must send; needed when other machines can reach the host; also from {KEY_VARIABLE}",
+        help=f"a key that clients must send, required where other machines can reach the host; also from {KEY_VARIABLE}",
     )  # fmt: skip
-    group.add_argument("--api-key-file", metavar="FILE", help="the same, one key a line; other users cannot see it")
-    group.add_argument(
+    network.add_argument(
+        "--api-key-file", metavar="FILE", help="a file with one key per line, which keeps keys out of the process list"
+    )
+    network.add_argument(
         "--admin-key", action="append", metavar="KEY",
-        help=f"a key for loading and unloading adapters and for parity checks; without one a server with API keys does none of "
+        help=f"a key for loading and unloading adapters and for parity checks; without one a server with API keys refuses "
         f"these; also from {ADMIN_KEY_VARIABLE}",
     )  # fmt: skip
-    group.add_argument("--admin-key-file", metavar="FILE", help="the same, one key a line; other users cannot see it")
-    group.add_argument("--adapter-root", metavar="FOLDER", help="clients may load adapters below this folder")
-    group.add_argument(
-        "--allow-fetch", action="append", metavar="HOST", help="a public host that pictures may be fetched from"
+    network.add_argument(
+        "--admin-key-file",
+        metavar="FILE",
+        help="a file with one key per line, which keeps keys out of the process list",
     )
-    group.add_argument("--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API")
-    group.add_argument(
+    network.add_argument(
+        "--adapter-root", metavar="FOLDER", help="allow clients to load adapters from below this folder"
+    )
+    network.add_argument(
+        "--allow-fetch",
+        action="append",
+        metavar="HOST",
+        help="a public host from which images may be fetched; repeatable",
+    )
+    network.add_argument(
+        "--cors-origin", action="append", metavar="URL", help="a site whose pages may call the API; repeatable"
+    )
+    limits.add_argument(
         "--limit", action="append", metavar="NAME=N",
-        help="the largest of what a client may send, such as image_pixels=4000000; may be repeated",
+        help="a limit on requests, such as image_pixels=4000000; repeatable",
     )  # fmt: skip
-    group.add_argument(
+    limits.add_argument(
         "--share-prefix-cache", action="store_true",
-        help="clients of different API keys use each other's cached prefixes; by timing, they can learn what others have sent",
+        help="share cached prefixes between API keys; clients can then detect by timing what others have sent",
     )  # fmt: skip
-    group.add_argument("--queue", type=int, default=64, metavar="N", help="requests that may wait (default: 64)")
-    group.add_argument("--timeout", type=float, metavar="S", help="the longest that one answer may take, in seconds")
-    group.add_argument("--grace", type=float, default=30.0, metavar="S", help="time to finish at the end (default: 30)")
-    group.add_argument(
-        "--idle-unload", type=float, metavar="S", help="give the memory back after so many quiet seconds"
+    limits.add_argument("--queue", type=int, default=64, metavar="N", help="most requests in the queue (default: 64)")
+    limits.add_argument("--timeout", type=float, metavar="S", help="most seconds of one answer (default: none)")
+    limits.add_argument(
+        "--grace", type=float, default=30.0, metavar="S", help="seconds for running answers at shutdown (default: 30)"
     )
-    group.add_argument(
-        "--retry", action="store_true", help="a request that had sent nothing when the worker died is tried once more"
+    group.add_argument("--idle-unload", type=float, metavar="S", help="unload the model after this many idle seconds")
+    limits.add_argument(
+        "--retry", action="store_true", help="resend a request once if the worker died before its first text"
     )
-    group.add_argument(
+    limits.add_argument(
         "--lenient", action="store_true",
-        help="take fields of a request that have no effect, and name them in the header X-Trimtab-Ignored",
+        help="accept unsupported fields and list them in the header X-Trimtab-Ignored",
     )  # fmt: skip
-    group.add_argument(
+    log.add_argument(
         "--log-format", default="text", metavar="FORM", help="text or json, one line per event (default: text)"
     )
-    group.add_argument(
+    log.add_argument(
         "--log-level", default="info", metavar="LEVEL",
         help="debug, info, warning or error; info has one line per request, without its text (default: info)",
     )  # fmt: skip
-    group.add_argument("--no-page", action="store_true", help="no page at /")
-    ray = served.add_argument_group("several copies, with Ray Serve (pip install 'trimtab[ray]')")
-    ray.add_argument("--ray", action="store_true", help="deploy on Ray; a local one is started if none is reachable")
+    network.add_argument("--no-page", action="store_true", help="switch off the page at /")
+    ray = served.add_argument_group("copies with Ray Serve (pip install 'trimtab[ray]')")
+    ray.add_argument("--ray", action="store_true", help="deploy on Ray; starts a local Ray if none is reachable")
     ray.add_argument(
-        "--replicas", metavar="N", help="copies of each model; LOW..HIGH lets Ray follow the load (default: 1)"
+        "--replicas", metavar="N", help="copies of each model; LOW..HIGH scales with the load (default: 1)"
     )
-    ray.add_argument("--ray-address", metavar="ADDRESS", help="of the Ray cluster (default: the one that Ray finds)")
+    ray.add_argument("--ray-address", metavar="ADDRESS", help="the Ray cluster (default: the one that Ray detects)")
     ray.add_argument(
         "--gpus-per-replica", type=float, metavar="X",
         help="GPUs of one copy, 0.5 for two on one GPU (default: 1 if Ray has any and the model may use one)",
     )  # fmt: skip
-    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="processor cores of one copy (default: 1)")
+    ray.add_argument("--cpus-per-replica", type=float, metavar="X", help="CPU cores of one copy (default: 1)")
     ray.add_argument(
-        "--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and end; - prints it"
+        "--print-config", metavar="FILE", help="write the file for `serve deploy` on a cluster and exit; - prints it"
     )
 
 

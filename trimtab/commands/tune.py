@@ -18,12 +18,10 @@ MOST_ROWS = 8
 
 def add(command: Command) -> None:
     """Add the command."""
-    tuned = command("tune", run_tune, "measure which launch configurations of the GPU kernels are fastest on this card")
+    tuned = command("tune", run_tune, "tune the launch configurations of the GPU kernels for this card")
     add_placement(tuned, model_help="a checkpoint folder, a cached hub id, or a plan that `trimtab plan --save` wrote")
     tuned.add_argument("--rows", type=int, default=8, metavar="N", help="rows decoded together, 1 to 8 (default: 8)")
-    tuned.add_argument(
-        "--export", metavar="FILE", help="write all that was tuned on this card as a file that can be shipped"
-    )
+    tuned.add_argument("--export", metavar="FILE", help="write every tuned configuration of this card to a file")
 
 
 def run_tune(options: argparse.Namespace) -> int:
