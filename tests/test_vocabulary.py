@@ -113,7 +113,7 @@ def test_an_adapter_is_a_path_or_a_name_and_a_path(command: str, ask: Any) -> No
     assert named == bare and named[0] == 3  # the model is missing
     if command not in SCALES:
         code, _, err = ask(command, "--adapter", "a=law:0.5")
-        assert code == 2 and "the weight 0.5 has no meaning here" in err
+        assert code == 2 and "the weight 0.5 has no effect here" in err
 
 
 def test_the_adapter_that_is_inspected_may_have_a_name(ask: Any) -> None:

@@ -150,7 +150,7 @@ def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
             raise RequestError(
                 f"the weight {part.weight:g} has no effect here: this command applies adapters unscaled",
                 field=field, value=f"{part.name}={part.path}:{part.weight:g}",
-                hint="`trimtab merge` takes weights; a folder whose name ends so is written with :1 behind it",
+                hint="`trimtab merge` takes weights. Append :1 to a folder whose name ends like a weight",
             )  # fmt: skip
     return {part.name: part.path for part in parts}
 
