@@ -859,7 +859,7 @@ def test_nothing_is_left_behind_when_writing_fails(tmp_path, catalogue, monkeypa
         return write_text(self, *args, **options)
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError):
+    with pytest.raises(RequestError, match="cannot be written"):
         written(folder)
     assert list(tmp_path.iterdir()) == []
 

@@ -283,8 +283,8 @@ def test_a_failed_write_keeps_the_old_page(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "replace", refuse)
-    with pytest.raises(OSError):
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(RequestError, match="cannot be written"):
         write_report(path, environment=ENVIRONMENT)
     assert path.read_text() == "old" and [file.name for file in tmp_path.iterdir()] == ["page.html"]
 

@@ -4,13 +4,18 @@
 their import is done here first, so that they never hide the functions later. `trimtab.bridge` is the room of that name.
 """
 
-from __future__ import annotations
+# ruff: noqa: E402
+# First of all, and without a file to read: Ctrl-C waits until the next import can answer it.
+import _signal
+
+_mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT}) if hasattr(_signal, "pthread_sigmask") else None
 
 from trimtab import interrupts
 
 interrupts.end_at_once()  # until a command begins; nothing happens in other programs
+if _mask is not None:
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, _mask)
 
-# ruff: noqa: E402
 from typing import TYPE_CHECKING, Any
 
 from trimtab.api import inspect, load, plan

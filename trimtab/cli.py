@@ -21,6 +21,7 @@ Anything else is a bug of trimtab and shows its traceback. Errors go to stderr; 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import platform
 import sys
@@ -59,6 +60,8 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
 )
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
+# What a disk says that takes no more, also of standard output.
+FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
 MISSING, STOPPED, READER_GONE = 3, interrupts.STOPPED, 141
 
 
@@ -107,7 +110,9 @@ def _main(arguments: Sequence[str] | None) -> int:
         if options.name_of_command not in WITHOUT_THREADS:
             threads.use(options.threads, beside_others=options.name_of_command not in LASTING)
         interrupts.raise_again()
-        return int(options.command(options))
+        code = int(options.command(options))
+        print(end="", flush=True)  # a disk that is full is known here, not at exit
+        return code
     except TrimtabError as exc:
         if interrupts.was_raised():
             _print_error(KeyboardInterrupt(), as_json, flags)
@@ -119,9 +124,19 @@ def _main(arguments: Sequence[str] | None) -> int:
         _print_error(exc, as_json, flags)
         return STOPPED
     except BrokenPipeError:
-        # The interpreter flushes stdout once more at exit; that must not fail a second time.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _close_output()
         return READER_GONE
+    except OSError as exc:
+        if exc.errno not in FULL_DISK:
+            raise
+        _close_output()
+        print(f"trimtab: cannot be written ({exc.strerror})", file=sys.stderr)
+        return exit_code(RequestError("cannot be written", field="output"))
+
+
+def _close_output() -> None:
+    """Let what stdout still holds go nowhere: the interpreter flushes it once more at exit, which must not fail a second time."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def exit_code(error: TrimtabError) -> int:

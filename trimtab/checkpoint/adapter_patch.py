@@ -33,7 +33,7 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
     """Write the copy and return what it is: "written", "target_modules", "modules", "renamed" keys, "linked".
 
     Errors: AdapterError for an adapter that does not fit the model, or a copy that would not equal it; RequestError for a
-    folder that exists already.
+    folder that exists already or cannot be written; nothing is left behind.
     """
     folder = Path(out)
     if folder.exists():
@@ -45,8 +45,11 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
         raise AdapterError(file.folder, ["has no LoRA weights that a target could name"])
     others = [row.module_path for row in anatomy.rows if row.module_path not in set(paths)]
     pattern = short_pattern(paths, others)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        staged = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    except OSError as exc:
+        raise _refused(folder, exc) from exc
     staged.chmod(0o755)
     try:
         config = patched_config(spec, pattern)
@@ -55,12 +58,17 @@ def write_patched(adapter: str | Path, anatomy: Anatomy, out: str | Path) -> dic
         linked = _weights(file.file, staged / TENSORS_NAME, renamed)
         _check_equal(spec, read_adapter(staged), anatomy, paths)
         os.replace(staged, folder)
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
+    except OSError as exc:
+        raise _refused(folder, exc) from exc
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)  # renamed, if all is well
     return {
         "written": str(folder), "target_modules": pattern, "modules": len(paths), "renamed": len(renamed), "linked": linked,
     }  # fmt: skip
+
+
+def _refused(folder: Path, exc: OSError) -> RequestError:
+    return RequestError(f"cannot be written ({exc.strerror or exc})", field="patched", value=str(folder))
 
 
 def short_pattern(paths: Sequence[str], others: Iterable[str]) -> str:

@@ -196,10 +196,12 @@ class AnswersFile:
     def _write(self, values: Mapping[str, Any]) -> None:
         assert self._handle is not None
         data = (json.dumps(values, ensure_ascii=False, default=str) + "\n").encode("utf-8", "replace")
+        whole_bytes = os.fstat(self._handle).st_size
         try:
             while data:
                 data = data[os.write(self._handle, data) :]
         except OSError as exc:
+            os.ftruncate(self._handle, whole_bytes)  # a part of a line is no answer
             raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=str(self.path)) from exc
 
     def close(self) -> None:

@@ -26,6 +26,7 @@ from trimtab.commands.flags import (
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command
 from trimtab.errors import RequestError
+from trimtab.plan.plan import write_whole
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
 
 # What says something about copies; none of it has an effect on one server.
@@ -171,7 +172,8 @@ def run_serve(options: argparse.Namespace) -> int:
         now = configured(given)
         return served_models(now), settings_of(now)
 
-    serve(served_models(options), settings_of(options), together=together, say=say, reread=reread)
+    if serve(served_models(options), settings_of(options), together=together, say=say, reread=reread):
+        raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
 
 
@@ -201,7 +203,8 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if options.print_config is None:
         if options.ray_address is None:
             check_present(models)
-        run(arguments, address=options.ray_address, say=say)
+        if run(arguments, address=options.ray_address, say=say):
+            raise KeyboardInterrupt
         return 0
     if options.ray_address is not None:
         raise RequestError("has no effect on a file: who deploys it says where", field="--ray-address")
@@ -209,11 +212,9 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     if options.print_config == "-":
         sys.stdout.write(text)
         return 0
-    try:
-        Path(options.print_config).write_text(text, encoding="utf-8")
-    except OSError as exc:
-        why = f"cannot be written ({exc.strerror})"
-        raise RequestError(why, field="--print-config", value=options.print_config) from exc
+    write_whole(
+        options.print_config, lambda sibling: sibling.write_text(text, encoding="utf-8"), field="--print-config"
+    )
     say(f"{options.print_config}: serve deploy {options.print_config}")
     return 0
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from trimtab.commands.flags import read_device_map
 from trimtab.commands.saying import print_json
 from trimtab.errors import RequestError
+from trimtab.plan.plan import write_whole
 
 # Flags of the doctor that go with neither.
 _OTHERS = (
@@ -69,13 +70,17 @@ def run_lanes(options: argparse.Namespace) -> int:
     file = Path(options.drafts) / FILE
     if text is not None:
         check_folder(file.parent, overwrite=options.overwrite)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8", newline="\n")
+        write_whole(file, lambda sibling: _write(sibling, text), field="drafts")
     if options.json:
         print_json({"file": str(file) if text is not None else None, "reason": reason or None, "markdown": text})
     else:
         print(f"written: {file}" if text is not None else f"no draft: {reason}")
     return 0
+
+
+def _write(file: Path, text: str) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8", newline="\n")
 
 
 def check_model(model: str | None) -> None:

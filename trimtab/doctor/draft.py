@@ -361,9 +361,12 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling folder and a rename: whoever looks finds all files or none.
-    partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling folder and a rename: whoever looks finds all files or none.
+        partial = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    except OSError as exc:
+        raise _refused(target, exc) from exc
     try:
         partial.chmod(0o755)
         for name, text in texts.items():
@@ -379,8 +382,14 @@ def _write_folder(target: Path, texts: Mapping[str, str], *, overwrite: bool) ->
                 os.replace(old, target)
             raise
         shutil.rmtree(old, ignore_errors=True)
+    except OSError as exc:
+        raise _refused(target, exc) from exc
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _refused(target: Path, exc: OSError) -> RequestError:
+    return RequestError(f"cannot be written ({exc.strerror or exc})", field="drafts", value=str(target))
 
 
 def drafts_text(made: Drafts) -> str:

@@ -12,7 +12,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from trimtab.doctor.case_record import Cleaner
 from trimtab.doctor.case_script import script_of
 from trimtab.doctor.cases import MODES, Case, find_cases
 from trimtab.errors import CheckpointError, RequestError
+from trimtab.plan.plan import write_whole
 from trimtab.process import CRASHED, DONE, FAILED, Outcome, run_inside
 from trimtab.request import check_choice
 
@@ -243,17 +243,12 @@ def save_runs(path: str | Path, environment: Any, runs: Sequence[Mapping[str, An
         raise RequestError("is a folder", field="save", value=str(target))
     value = environment.to_json() if hasattr(environment, "to_json") else environment
     text = json.dumps({"format": FORMAT, "environment": value, "runs": list(runs)}, indent=1, default=str)
-    # A sibling and a rename: a kill in between leaves the last whole file.
-    beside = target.with_name(f"{target.name}.{os.getpid()}.part")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        beside.write_text(text + "\n", encoding="utf-8")
-        os.replace(beside, target)
-    except OSError as exc:
-        raise RequestError(f"cannot be written ({exc.strerror or exc})", field="save", value=str(target)) from exc
-    finally:
-        with suppress(OSError):
-            beside.unlink(missing_ok=True)
+
+    def write(sibling: Path) -> None:
+        sibling.parent.mkdir(parents=True, exist_ok=True)
+        sibling.write_text(text + "\n", encoding="utf-8")
+
+    write_whole(target, write, field="save")
 
 
 def saving(path: str | Path, environment: Any) -> Callable[[Record], None]:

@@ -16,6 +16,7 @@ from trimtab.doctor.draft_clean import clean_all
 from trimtab.doctor.draft_evidence import PACKAGES
 from trimtab.doctor.report_memory import memory_pictures
 from trimtab.errors import RequestError, gib
+from trimtab.plan.plan import write_whole
 
 TEMPLATE = Path(__file__).with_name("report_page.html")
 # How a label is coloured, and the sign that says the same without colour.
@@ -69,7 +70,7 @@ def write_report(
     """Write the page, whole or not at all, and return its path. Every part but the environment may be missing.
 
     environment, preflight, drafts, bisection: the doctor's values or their JSON; bisection may be several. records: of the
-    matrix. verdicts: of the probes. Errors: RequestError if the path is a folder.
+    matrix. verdicts: of the probes. Errors: RequestError if the path is a folder or cannot be written.
     """
     target = Path(path)
     if target.is_dir():
@@ -83,12 +84,7 @@ def write_report(
         bisection=bisection,
     )
     target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        beside.write_text(text, encoding="utf-8", newline="\n")
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_whole(target, lambda sibling: sibling.write_text(text, encoding="utf-8", newline="\n"), field="html")
     return target
 
 

@@ -18,7 +18,10 @@ from typing import Any
 
 from trimtab.errors import RequestError
 
-_DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(;[\w=.+-]+)*;base64,", re.ASCII | re.IGNORECASE)
+_DATA_URL = re.compile(
+    r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?:;[\w=.+-]{1,80}){0,8};base64,", re.ASCII | re.IGNORECASE
+)
+BASE64_PIECE = 2**16  # characters, a multiple of four
 # The largest file that a message may hold: more is no picture or sound that would be taken.
 MOST_BYTES = 256 * 2**20
 
@@ -38,25 +41,43 @@ def own_form(part: Any) -> Any:
         text = given["data"]
         return {
             "type": "audio",
-            "audio": _of_url(text, "audio") if text.startswith("data:") else _decoded(text, "audio"),
+            "audio": _of_url(text, "audio") if text.startswith("data:") else from_base64(text, field="audio"),
         }
     return part
 
 
 def _of_url(url: Any, field: str) -> bytes:
-    match = _DATA_URL.match(url) if isinstance(url, str) else None
-    if match is None:
+    parts = split_data_url(url) if isinstance(url, str) else None
+    if parts is None:
         raise RequestError(
             "must be a data URL with base64; nothing is fetched", field=field, value=str(url)[:80],
             allowed=("data:image/png;base64,...",),
         )  # fmt: skip
-    return _decoded(url[match.end() :], field)
+    return from_base64(url, field=field, start=parts[1])
 
 
-def _decoded(text: str, field: str) -> bytes:
-    if len(text) > MOST_BYTES * 4 // 3 + 4:
+def split_data_url(url: str) -> tuple[str, int] | None:
+    """Return the media type of a data URL ("" without one) and where its base64 begins; None for what is none or has no base64."""
+    match = _DATA_URL.match(url)
+    return None if match is None else ((match["type"] or "").lower(), match.end())
+
+
+def from_base64(text: str, *, field: str, start: int = 0) -> bytes:
+    """Return decoded bytes. start: where the base64 begins. Errors: RequestError for what is not plain base64, for none, for too
+    much."""
+    if len(text) - start > MOST_BYTES * 4 // 3 + 4:
         raise RequestError(f"has more than {MOST_BYTES} bytes", field=field)
+    pieces: list[bytes] = []
     try:
-        return base64.b64decode(text, validate=True)
+        # One call for all would keep every other thread waiting until it is done.
+        for place in range(start, len(text), BASE64_PIECE):
+            piece = text[place : place + BASE64_PIECE]
+            if "=" in piece and place + BASE64_PIECE < len(text):
+                raise ValueError("padding before the end")
+            pieces.append(base64.b64decode(piece, validate=True))
     except (binascii.Error, ValueError) as exc:
-        raise RequestError(f"is not base64 ({exc})", field=field) from exc
+        raise RequestError("is not base64", field=field) from exc
+    data = b"".join(pieces)
+    if not data:
+        raise RequestError("is empty", field=field)
+    return data

@@ -17,9 +17,9 @@ from trimtab.runtime.chat import Inputs, check_fits
 
 
 class Embedding:
-    """One text on its way: `step` until it returns True, then `vector`. inputs: without media, on the model's device.
+    """One text on its way: `step` until it returns True, then `pooled`, `unit` or `vector`.
 
-    Errors: RequestError for a text longer than the context.
+    inputs: without media, on the model's device. Errors: RequestError for a text longer than the context.
     """
 
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None = None, pooling: str = "last") -> None:
@@ -54,11 +54,22 @@ class Embedding:
         return self._inputs.prompt_tokens
 
     @property
-    def vector(self) -> list[float]:
-        """The vector, D numbers whose squares add up to 1."""
+    def pooled(self) -> Tensor:
+        """The pooled hidden state, [D] float32 on the model's device."""
         assert self._sum is not None
-        length = torch.linalg.vector_norm(self._sum)
+        return self._sum if self._pooling == "last" else self._sum / self.prompt_tokens
+
+    @property
+    def unit(self) -> Tensor:
+        """The same with length 1. Errors: DeviceError for states that are no numbers."""
+        pooled = self.pooled
+        length = torch.linalg.vector_norm(pooled)
         if not torch.isfinite(length) or not length > 0:
-            raise DeviceError("the hidden states are not numbers", device=str(self._sum.device))
-        vector: list[float] = (self._sum / length).tolist()
-        return vector
+            raise DeviceError("the hidden states are not numbers", device=str(pooled.device))
+        return pooled / length
+
+    @property
+    def vector(self) -> list[float]:
+        """`unit` as D numbers."""
+        numbers: list[float] = self.unit.tolist()
+        return numbers

@@ -11,6 +11,7 @@ from torch import Tensor
 from trimtab.errors import RequestError
 from trimtab.request import check_choice
 from trimtab.runtime import chat
+from trimtab.runtime.embedding import Embedding
 
 POOLINGS = ("last", "mean")
 
@@ -23,15 +24,14 @@ def embed(model: Any, texts: Sequence[Any], *, adapter: Any, pooling: str, norma
     vectors = []
     for text in texts:
         inputs = _plain(model, text)
-        with model._answering(adapter), torch.no_grad():
-            # The base model ends before the output head: no logits are made.
-            states = model.hf_model.base_model(**inputs.tensors, use_cache=False, return_dict=True).last_hidden_state[0]
-        pooled = states[-1] if pooling == "last" else states.float().mean(dim=0)
-        vectors.append(pooled.float().cpu())
+        with model._answering(adapter):
+            embedding = Embedding(model, inputs, adapter=model._adapter_name(adapter), pooling=pooling)
+            while not embedding.step():
+                pass
+            vectors.append((embedding.unit if normalize else embedding.pooled).cpu())
     if not vectors:
         raise RequestError("holds no text", field="texts")
-    found = torch.stack(vectors)
-    return torch.nn.functional.normalize(found, dim=-1) if normalize else found
+    return torch.stack(vectors)
 
 
 def _plain(model: Any, text: Any) -> chat.Inputs:
@@ -45,7 +45,6 @@ def _plain(model: Any, text: Any) -> chat.Inputs:
     if not chat.is_token_ids(text):
         raise RequestError("is neither a text nor token ids", field="texts", value=type(text).__name__)
     inputs: chat.Inputs = model.prepare(list(text))
-    chat.check_fits(model, inputs, 0)
     return inputs
 
 

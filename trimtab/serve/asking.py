@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from trimtab.adapter_names import check_mix, mix_name
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+from trimtab.runtime.content_parts import from_base64
 from trimtab.serve import calling, media
 from trimtab.serve.job import Job
 from trimtab.serve.schema import check_ends
@@ -230,7 +231,7 @@ def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -
         data = fetched[url] if url in fetched else media.from_data_url(url, field=field)
         return media.image_part(media.check_image(data, field=field, limits=limits), detail=part.image_url.detail)
     field = f"{field}.input_audio"
-    data = media.from_base64(part.input_audio.data, field=f"{field}.data")
+    data = from_base64(part.input_audio.data, field=f"{field}.data")
     return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
 
 

@@ -7,8 +7,6 @@ seconds or bytes a header claims.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import io
 import re
 import struct
@@ -18,9 +16,9 @@ from typing import Any
 
 from trimtab.errors import RequestError
 from trimtab.request import check_picture_size
+from trimtab.runtime.content_parts import from_base64, split_data_url
 from trimtab.serve.settings import Limits
 
-_DATA_URL = re.compile(r"data:(?P<type>[\w.+-]{1,40}/[\w.+-]{1,80})?(?P<base64>;base64)?,", re.ASCII | re.IGNORECASE)
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 AUDIO_FORMATS = ("wav", "flac", "ogg", "mp3")
 # How files begin that do not say in their head how long they are. The worker decodes no more of them than it has room for.
@@ -29,36 +27,18 @@ _BEGINNINGS = {"ogg": re.compile(rb"OggS\0"), "mp3": re.compile(rb"ID3[\2-\4]|\x
 WAV_FORMATS = (1, 3, 0xFFFE)
 RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
 WAV_CHUNKS = 256
-BASE64_PIECE = 2**16  # characters, a multiple of four
 SAMPLE_BYTES = 4  # samples are float32 once decoded
 
 
 def from_data_url(url: str, *, field: str) -> bytes:
-    """Return the bytes of a picture's data URL. Errors: RequestError."""
-    found = _DATA_URL.match(url)
-    if found is None or not found["base64"]:
+    """Return the bytes of an image's data URL. Errors: RequestError."""
+    parts = split_data_url(url)
+    if parts is None:
         raise RequestError("must be a data URL with base64", field=field, allowed=("data:image/png;base64,...",))
-    if (found["type"] or "").lower() not in IMAGE_TYPES:
-        raise RequestError("is not a picture of a known type", field=field, value=found["type"], allowed=IMAGE_TYPES)
-    return from_base64(url, field=field, start=found.end())
-
-
-def from_base64(text: str, *, field: str, start: int = 0) -> bytes:
-    """Return decoded bytes. start: where the base64 begins. Errors: RequestError for what is not plain base64, and for none."""
-    pieces: list[bytes] = []
-    try:
-        # One call for all would keep every other thread waiting until it is done.
-        for place in range(start, len(text), BASE64_PIECE):
-            piece = text[place : place + BASE64_PIECE]
-            if "=" in piece and place + BASE64_PIECE < len(text):
-                raise ValueError("padding before the end")
-            pieces.append(base64.b64decode(piece, validate=True))
-        found = b"".join(pieces)
-    except (binascii.Error, ValueError) as exc:
-        raise RequestError("is not base64", field=field) from exc
-    if not found:
-        raise RequestError("is empty", field=field)
-    return found
+    media_type, start = parts
+    if media_type not in IMAGE_TYPES:
+        raise RequestError("is not a picture of a known type", field=field, value=media_type, allowed=IMAGE_TYPES)
+    return from_base64(url, field=field, start=start)
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------

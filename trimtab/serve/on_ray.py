@@ -97,11 +97,11 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
 # Deploying --------------------------------------------------------------------------------------------------------------
 
 
-def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callable[[str], None]) -> None:
+def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callable[[str], None]) -> bool:
     """Deploy and wait for SIGTERM or Ctrl-C; then take the application off Ray again, answers under way having their time.
 
-    address: of a Ray; None is the one that Ray itself finds, or a local one that is started now and ends with this, as
-    "local" always is.
+    Returns whether Ctrl-C ended it. address: of a Ray; None is the one that Ray itself finds, or a local one that is started now
+    and ends with this, as "local" always is.
     Errors: RequestError if Ray is missing, too old, or not where it is said to be, or if it has not what the copies ask
     for; DeviceError if it cannot start them.
     """
@@ -111,12 +111,13 @@ def run(arguments: Mapping[str, Any], *, address: str | None = None, say: Callab
     ended = threading.Event()
     is_ours = _begin(ray, address, settings)
     try:
-        with _signals(ended):
+        with _signals(ended) as received:
             say("Ray: a local one was started" if is_ours else f"Ray: {ray.get_runtime_context().gcs_address}")
             arguments = _shares(ray, arguments, is_ours=is_ours, say=say)
             _serve(arguments, settings, is_ours=is_ours, ended=ended, say=say)
     finally:
         ray.shutdown()
+    return signal.SIGINT in received
 
 
 def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
@@ -252,20 +253,22 @@ def _check_there() -> None:
 
 
 @contextmanager
-def _signals(ended: threading.Event) -> Iterator[None]:
-    """Let SIGTERM and Ctrl-C ask for the end; a second one ends at once."""
+def _signals(ended: threading.Event) -> Iterator[list[int]]:
+    """Let SIGTERM and Ctrl-C ask for the end; a second one ends at once. Yields the list of those that came."""
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield received
         return
 
     def ask(number: int, frame: Any) -> None:
         if ended.is_set():
             raise KeyboardInterrupt
+        received.append(number)
         ended.set()
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

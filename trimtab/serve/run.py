@@ -47,10 +47,11 @@ log = logging.getLogger("trimtab.serve")
 def serve(
     models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None],
     reread: Reread | None = None,
-) -> None:  # fmt: skip
+) -> bool:  # fmt: skip
     """Answer until SIGTERM or Ctrl-C; then take nothing new and let what is running end within `settings.grace_s`.
 
-    reread: returns models and settings as they are to be now, when SIGHUP or an administrator asks for a reload.
+    Returns whether Ctrl-C ended it. reread: returns models and settings as they are to be now, when SIGHUP or an administrator
+    asks for a reload.
 
     A second Ctrl-C ends at once. Errors: RequestError if the address is taken or is not this machine's.
     """
@@ -75,6 +76,7 @@ def serve(
     finally:
         listener.close()
         pool.stop()
+    return server.was_interrupted
 
 
 def room_for_connections(wanted: int, say: Callable[[str], None]) -> int:
@@ -133,7 +135,7 @@ class _Server(uvicorn.Server):
             server_header=False, date_header=False, timeout_keep_alive=math.ceil(settings.limits.idle_s), backlog=ACCEPT_AT_ONCE,
         )  # fmt: skip
         super().__init__(config)
-        self._began = time.monotonic()
+        self._began, self.was_interrupted = time.monotonic(), False
         self._announcing: asyncio.Task[None] | None = None
         self._pool, self._grace_s, self._guard = pool, settings.grace_s, guard
 
@@ -178,7 +180,8 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         with super().capture_signals():
             yield
-            # uvicorn would raise them once more: an end that was asked for is no failure.
+            # uvicorn would raise them once more, and end the process in the midst of its own end.
+            self.was_interrupted = signal.SIGINT in self._captured_signals
             self._captured_signals.clear()
 
 
