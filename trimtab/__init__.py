@@ -6,7 +6,7 @@ their import is done here first, so that they never hide the functions later. `t
 
 # ruff: noqa: E402
 # First of all, and without a file to read: Ctrl-C waits until the next import can answer it.
-import _signal
+import _signal  # type: ignore[import-not-found]
 
 _mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, {_signal.SIGINT}) if hasattr(_signal, "pthread_sigmask") else None
 
