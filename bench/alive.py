@@ -1,6 +1,6 @@
 """How often `trimtab verify --against a server` is right: planted faults and right servers on the demo model.
 
-    python -m bench.alive --save bench/results/alive.json
+    python -m bench.alive --numbers FOLDER --save bench/results/alive.json
 
 A case is one server state (adapter, fault, precision of the server) asked in one way (top-k, with or without its base, with small
 random changes of its logprobs as other kernels make them). Computed answers are kept, so that many cases share them; each case is
@@ -9,18 +9,24 @@ precision moves the right ones.
 
 Besides the demo's adapters there is `patterned`: style with an alpha_pattern and a rank_pattern. An older version of an adapter
 is the adapter with its B changed at random; the command gets it as another adapter (`adapter older`) or does not get it (`older`).
+
+The distances that each case is judged by are kept in FOLDER, a file for each server, adapter and fault. What lies there is not
+computed again: a run that was stopped goes on, two runs may share the work, and a change of the verdict's rules takes seconds.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +34,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import trimtab
-from bench.planted import Planted
+from bench.planted import Both, Planted
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
+from trimtab.plan.plan import write_whole
 from trimtab.proof.remote import verify_remote as remote
-from trimtab.proof.remote.faults import Fault, write_adapter, write_faults
+from trimtab.proof.remote.faults import Fault, other_values, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference
+from trimtab.proof.remote.verdict import Asked, Verdict, judge, nothing_to_tell
 from trimtab.proof.versions import versions
 
 SERVERS = ("none", "nf4", "4 bits of another kind", "merged", "merged, nf4", "int8")
@@ -42,8 +50,8 @@ FAULTY_SERVERS = ("none", "nf4")
 PATTERNED = "patterned"
 NAMES = (*ADAPTERS, PATTERNED)
 OF_PATTERNED = ("ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored")
-# An older version: B is changed by this share of its size.
-OLDER, OLDER_BY = "older", 0.1
+OLDER = "older"
+OLDER_SEED = 1  # not that of the command's own stand-in for an older version
 BLOCK = 32
 ABOVE = 2.0
 OTHER = "adapter "  # how the command names a fault that is another adapter
@@ -108,12 +116,9 @@ def patterned(style: Path, out: Path) -> Path:
 def older(adapter: Path, out: Path) -> Path:
     """Write an adapter with other values of about the same size, as an older version has them."""
     tensors = load_file(str(adapter / TENSORS_NAME))
-    generator = torch.Generator().manual_seed(1)
-    for name, tensor in tensors.items():
-        if ".lora_B." in name:
-            change = torch.randn(tensor.shape, generator=generator) * tensor.float().square().mean().sqrt()
-            tensors[name] = (tensor.float() + OLDER_BY * change).to(tensor.dtype)
-    return write_adapter(out, json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8")), tensors)
+    names = [name for name in tensors if ".lora_B." in name]
+    config = json.loads((adapter / CONFIG_NAME).read_text(encoding="utf-8"))
+    return write_adapter(out, config, other_values(tensors, names, OLDER_SEED))
 
 
 def _load(folder: Path, adapters: dict[str, Path], quant: str) -> Any:
@@ -124,8 +129,12 @@ def _load(folder: Path, adapters: dict[str, Path], quant: str) -> Any:
 class Proof:
     """Every case, and what came of it."""
 
-    def __init__(self, work: Path, save: Path | None) -> None:
-        self.work, self.save, self.rows, self.kept = work, save, [], {}
+    def __init__(self, work: Path, save: Path | None, numbers: Path | None = None) -> None:
+        self.work, self.save, self.kept = work, save, {}
+        self.numbers = numbers or work / "numbers"
+        self.numbers.mkdir(parents=True, exist_ok=True)
+        self.asked: list[dict[str, Any]] = []
+        self.base_answers: dict[Any, Any] = {}
         self.own = {name: DEMO / "adapters" / name for name in ADAPTERS}
         self.own[PATTERNED] = patterned(self.own["style"], work / PATTERNED)
         self.local: dict[str, Any] = {}
@@ -174,24 +183,27 @@ class Proof:
         other: Path | None = None,
         **asked: Any,
     ) -> None:
-        both = _Both(planted, base)
+        both = Both(planted, base)
         adapters = {name: self.own[name]}
         if fault.startswith(OTHER) and other is not None:
             adapters[fault.removeprefix(OTHER)] = other
         with_base = asked["with_base"]
+        judged: list[dict[str, Any]] = []
+
+        def judge_and_keep(questions: Any, faults: Any, **options: Any) -> Verdict:
+            judged.append({"questions": [asdict(one) for one in questions], "faults": faults, "options": options})
+            return judge(questions, faults, **options)
+
+        remote.judge = judge_and_keep
         report = remote.verify_remote(
             DEMO / "base", adapters=adapters, adapter=name, against="http://server/v1", remote_model="m",
             remote_base="b" if with_base else None, transport=both.transport(),
         )  # fmt: skip
-        verdict = report.verdict
-        size = next((one.size for one in verdict.weighed if one.name == fault), 0.0)
-        self.rows.append(
-            {"adapter": name, "fault": fault or None, "server": where, **asked, "verdict": verdict.word,
-             "named": verdict.fault or None, "is_confident": verdict.is_confident, "noise": round(verdict.noise, 5),
-             "base_noise": round(report.residuals[report.precision], 5) if with_base else None,
-             "visible_from": round(verdict.visible_from, 4), "size": round(size, 4),
-             "false_alarm_rate": verdict.false_alarm_rate, "precision": report.precision,
-             "questions": len(report.answered), "unseen": list(verdict.unseen)}
+        base_noise = round(report.residuals[report.precision], 5) if with_base else None
+        self.asked.append(
+            {"case": {"adapter": name, "fault": fault or None, "server": where, **asked, "base_noise": base_noise,
+                      "precision": report.precision, "questions": len(report.answered)},
+             "judged": judged[0] if judged else None}
         )  # fmt: skip
 
     def right(self, name: str, where: str) -> None:
@@ -210,29 +222,24 @@ class Proof:
             planted.share, base.share = memory.setdefault("m", {}), memory.setdefault("b", {})
             self.case(name, "", where, planted, base, top=top, with_base=with_base, jitter=jitter)
 
-    def wrong(self, name: str, where: str, faults: list[Fault]) -> None:
+    def wrong(self, name: str, where: str, fault: Fault) -> None:
         model, _ = self.server(where, name)
-        shared: dict[Any, Any] = {}
-        for fault in faults:
-            served = None
-            if fault.folder is not None:
-                served = f"fault-{name}-{fault.name}".replace(" ", "-").lower()
-                if served not in model.adapters:
-                    model.load_adapter(served, fault.folder)
-            memory: dict[Any, Any] = {}
-            ways = [(20, True), (5, True), (20, False)]
-            for top, with_base in ways if where == "none" else ways[:2]:
-                planted = Planted(model, {"m": served}, top=top, words=self.words)
-                base = Planted(model, {"b": None}, top=top, words=self.words)
-                planted.share, base.share = memory, shared
-                self.case(
-                    name, fault.name, where, planted, base, fault.folder, top=top, with_base=with_base, jitter=0.0
-                )
-            if served is not None:
-                model.unload_adapter(served)
+        served = None
+        if fault.folder is not None:
+            served = f"fault-{name}-{fault.name}".replace(" ", "-").lower()
+            model.load_adapter(served, fault.folder)
+        memory: dict[Any, Any] = {}
+        ways = [(20, True), (5, True), (20, False)]
+        for top, with_base in ways if where == "none" else ways[:2]:
+            planted = Planted(model, {"m": served}, top=top, words=self.words)
+            base = Planted(model, {"b": None}, top=top, words=self.words)
+            planted.share, base.share = memory, self.base_answers.setdefault((where, name), {})
+            self.case(name, fault.name, where, planted, base, fault.folder, top=top, with_base=with_base, jitter=0.0)
+        if served is not None:
+            model.unload_adapter(served)
 
-    def run(self, cases: Sequence[tuple[str, str]]) -> dict[str, Any]:
-        """Return the verdicts on every (precision of the server, adapter)."""
+    def run(self, cases: Sequence[tuple[str, str]], *, with_faults: bool = True) -> dict[str, Any]:
+        """Return the verdicts on every (precision of the server, adapter): right servers first, then those with faults."""
         remote.open_reference = self.open  # type: ignore[assignment]
         choose = remote.choose
 
@@ -258,18 +265,37 @@ class Proof:
 
         remote.choose, remote.candidates, remote.write_faults = chosen, asked, written
         for where, name in cases:
-            with self.open(None, "none", name, None) as reference:
-                others = {other: self.own[other] for other in ADAPTERS if other != name and name in ADAPTERS}
-                others[OLDER] = older(self.own[name], self.work / f"{OLDER}-{name}")
-                faults, _ = written(reference.spec, self.work, others)
-            faults.append(Fault(OLDER, "an older version answers, of which the command knows nothing", others[OLDER]))
-            self.right(name, where)
-            self.tell(f"{name}, {where}: right")
+            with self.unit(where, name, "right") as is_missing:
+                if is_missing:
+                    self.right(name, where)
+        for where, name in cases if with_faults else ():
             if where in FAULTY_SERVERS:
-                self.wrong(name, where, [fault for fault in faults if name in ADAPTERS or fault.name in OF_PATTERNED])
-                self.tell(f"{name}, {where}: faults")
-            self.kept.clear()
+                self.faults(name, where, written)
         return self.result()
+
+    @contextmanager
+    def unit(self, where: str, name: str, what: str) -> Iterator[bool]:
+        """Yield whether these cases are still to be computed; what was asked meanwhile is kept in a file of its own."""
+        file = self.numbers / re.sub(r"[ ,]+", "-", f"{where}-{name}-{what}.json")
+        self.asked = []
+        yield not file.exists()
+        if self.asked:
+            text = json.dumps(self.asked)
+            write_whole(file, lambda path: path.write_text(text, encoding="utf-8"), field="numbers")
+            self.tell(file.stem)
+
+    def faults(self, name: str, where: str, written: Any) -> None:
+        """Plant each fault of an adapter."""
+        with self.open(None, "none", name, None) as reference:
+            others = {other: self.own[other] for other in ADAPTERS if other != name and name in ADAPTERS}
+            others[OLDER] = older(self.own[name], self.work / f"{OLDER}-{name}")
+            faults, _ = written(reference.spec, self.work, others)
+        faults.append(Fault(OLDER, "an older version answers, of which the command knows nothing", others[OLDER]))
+        for fault in faults:
+            if name in ADAPTERS or fault.name in OF_PATTERNED:
+                with self.unit(where, name, fault.name) as is_missing:
+                    if is_missing:
+                        self.wrong(name, where, fault)
 
     def tell(self, text: str) -> None:
         result = self.result()
@@ -281,29 +307,11 @@ class Proof:
             self.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     def result(self) -> dict[str, Any]:
+        rows = [row(one) for file in sorted(self.numbers.glob("*.json")) for one in json.loads(file.read_text("utf-8"))]
         return {
             "what": "python -m bench.alive: verdicts of `trimtab verify --against` on the demo model, with planted faults",
-            "versions": versions(), "above_noise": ABOVE, "summary": summary(self.rows), "cases": self.rows,
+            "versions": versions(), "above_noise": ABOVE, "summary": summary(rows), "cases": rows,
         }  # fmt: skip
-
-
-class _Both(Planted):
-    """A server with two models: the adapter's and the base's may be different loaded models."""
-
-    def __init__(self, planted: Planted, base: Planted) -> None:
-        super().__init__(None, {"m": None, "b": None})
-        self._parts = {"m": planted, "b": base}
-
-    def transport(self) -> Any:
-        for part in self._parts.values():
-            part.transport()
-        return super().transport()
-
-    async def _answer(self, request: Any) -> Any:
-        if request.url.path.endswith("/models"):
-            return await super()._answer(request)
-        body = json.loads(await request.aread())
-        return await self._parts[body["model"]]._answer(request)
 
 
 def is_right(row: dict[str, Any]) -> bool:
@@ -311,13 +319,19 @@ def is_right(row: dict[str, Any]) -> bool:
     return row["verdict"] == ("ignored" if row["fault"] == "ignored" else "wrong") and row["named"] == row["fault"]
 
 
-def join(files: list[Path], save: Path) -> None:
-    """Write the cases of several runs as one file."""
-    results = [json.loads(file.read_text(encoding="utf-8")) for file in files]
-    rows = [row for result in results for row in result["cases"]]
-    save.write_text(
-        json.dumps({**results[0], "summary": summary(rows), "cases": rows}, indent=1) + "\n", encoding="utf-8"
-    )
+def row(one: dict[str, Any]) -> dict[str, Any]:
+    """Return a case with its verdict, judged by today's rules."""
+    case, judged = one["case"], one["judged"]
+    verdict = nothing_to_tell("nothing was compared")
+    if judged is not None:
+        questions = [Asked(**question) for question in judged["questions"]]
+        verdict = judge(questions, [tuple(fault) for fault in judged["faults"]], **judged["options"])
+    size = next((weighed.size for weighed in verdict.weighed if weighed.name == case["fault"]), 0.0)
+    return {
+        **case, "verdict": verdict.word, "named": verdict.fault or None, "is_as_a_whole": verdict.is_as_a_whole,
+        "noise": round(verdict.noise, 5), "visible_from": round(verdict.visible_from, 4), "size": round(size, 4),
+        "false_alarm_rate": verdict.false_alarm_rate, "unseen": list(verdict.unseen),
+    }  # fmt: skip
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -335,45 +349,94 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if row["size"] >= ABOVE * noise.get((row["adapter"], row["server"]), 0.0) and row["size"] > 0
     ]
     below = [row for row in wrong if row not in above]
+    alarms = sum(map(is_alarm, right))
     return {
-        "right_cases": len(right), "false_alarms": sum(row["verdict"] in ("ignored", "wrong") for row in right),
+        "right_cases": len(right), "false_alarms": alarms, "false_alarm_rate_at_most": at_most(alarms, len(right)),
         "right_words": dict(Counter(row["verdict"] for row in right)),
-        "faults_above_noise": len(above), "named": sum(map(is_right, above)),
-        "called_wrong": sum(row["verdict"] in ("ignored", "wrong") for row in above),
-        "faults_below_noise": len(below), "words_below_noise": dict(Counter(word(row) for row in below)),
-        "confident_alive_below": sum(row["verdict"] == "alive" and row["is_confident"] for row in below),
-        "confident_alive_above": sum(row["verdict"] == "alive" and row["is_confident"] for row in above),
-        "older_not_given": dict(Counter(word(row) for row in unknown)),
+        "right_words_by_way": {way: dict(Counter(row["verdict"] for row in right if way_of(row) == way)) for way in WAYS},
+        "right_alive_as_a_whole": sum(row["is_as_a_whole"] for row in right),
+        "faults_above_noise": len(above), "named": sum(map(is_right, above)), "called_wrong": sum(map(is_alarm, above)),
+        "alive_above_noise": sum(row["verdict"] == "alive" for row in above),
+        "faults_below_noise": len(below), "words_below_noise": dict(Counter(row["verdict"] for row in below)),
+        "older_not_given": dict(Counter(row["verdict"] for row in unknown)),
     }  # fmt: skip
 
 
-def word(row: dict[str, Any]) -> str:
-    """Return the verdict, and whether an "alive" left nothing open."""
-    return (
-        f"alive, {'confident' if row['is_confident'] else 'with a but'}"
-        if row["verdict"] == "alive"
-        else row["verdict"]
-    )
+def is_alarm(row: dict[str, Any]) -> bool:
+    """Return whether the server was called ignored or wrong."""
+    return row["verdict"] in ("ignored", "wrong")
+
+
+FIGURES = re.compile(r"(<!-- figures:alive -->\n).*?(\n<!-- /figures -->)", re.DOTALL)
+WAYS = ("logprobs and the server's base", "logprobs alone", "texts alone")
+
+
+def way_of(row: dict[str, Any]) -> str:
+    """Return how a server was asked."""
+    return WAYS[2] if not row["top"] else WAYS[0] if row["with_base"] else WAYS[1]
+
+
+def figures(summary: dict[str, Any]) -> str:
+    """Return what the page says of the counts, as Markdown."""
+    words, above, below = summary["right_words"], summary["faults_above_noise"], summary["faults_below_noise"]
+    ways = summary["right_words_by_way"].items()
+    shares = "; ".join(f"{way}: {one.get('alive', 0)} of {sum(one.values())}" for way, one in ways)
+    lines = [
+        f"- **Right servers: {summary['right_cases']} cases, {summary['false_alarms']} called ignored or wrong.** The exact bound "
+        f"of that rate is {summary['false_alarm_rate_at_most']:.1%} (95 % confidence, Clopper and Pearson).",
+        f"- Of these, {words.get('alive', 0)} were called alive and {words.get('cannot tell', 0)} could not be told; of "
+        f"{summary['right_alive_as_a_whole']} every fault of the whole adapter was excluded. Alive by {shares}.",
+        f"- Planted faults that stand above the noise: {above} cases, {summary['called_wrong']} called ignored or wrong, "
+        f"{summary['named']} named for what they are, {summary['alive_above_noise']} called alive.",
+        f"- Planted faults below the noise: {below} cases{_counted(summary['words_below_noise'])}.",
+        "- An older version of the adapter of which the command knows nothing: "
+        f"{sum(summary['older_not_given'].values())} cases{_counted(summary['older_not_given'])}.",
+    ]
+    return "\n".join(lines)
+
+
+def _counted(words: dict[str, int]) -> str:
+    return f" ({', '.join(f'{count} {word}' for word, count in sorted(words.items()))})" if words else ""
+
+
+def write_figures(page: Path, summary: dict[str, Any]) -> None:
+    """Put the figures of the summary in their place in the page."""
+    text = page.read_text(encoding="utf-8")
+    page.write_text(FIGURES.sub(lambda match: match[1] + figures(summary) + match[2], text), encoding="utf-8")
+
+
+def at_most(alarms: int, cases: int) -> float | None:
+    """Return the upper bound, with 95 % confidence, of a rate that gave so many alarms. Source: Clopper and Pearson 1934.
+
+    The rate at which so few alarms have a chance of 5 %, by bisection.
+    """
+    if not cases:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        rate = (low + high) / 2
+        few = sum(comb(cases, k) * rate**k * (1 - rate) ** (cases - k) for k in range(alarms + 1))
+        low, high = (rate, high) if few > 0.05 else (low, rate)
+    return round(high, 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--save", type=Path)
-    parser.add_argument(
-        "--adapter", action="append", choices=NAMES, help="only these; the files are put together by --join"
-    )
-    parser.add_argument("--server", action="append", choices=SERVERS, help="only these")
-    parser.add_argument("--join", type=Path, nargs="+", help="saved files of several runs: write them as one")
+    parser.add_argument("--numbers", type=Path, help="keep what was computed here, and take from here what is there")
+    parser.add_argument("--adapter", action="append", choices=NAMES, help="compute only these")
+    parser.add_argument("--server", action="append", choices=SERVERS, help="compute only these")
+    parser.add_argument("--right", action="store_true", help="compute the right servers alone")
+    parser.add_argument("--page", type=Path, help="put the figures into this page")
     options = parser.parse_args()
-    if options.join:
-        join(options.join, options.save)
-        return
     torch.set_grad_enabled(False)
     with tempfile.TemporaryDirectory(prefix="trimtab-alive-", ignore_cleanup_errors=True) as work:
-        cases = [(where, name) for where in options.server or SERVERS for name in options.adapter or NAMES]
-        Proof(Path(work), options.save).run(
-            [(where, name) for where, name in cases if name in ADAPTERS or where in FAULTY_SERVERS]
-        )
+        cases = [(where, name) for name in options.adapter or NAMES for where in options.server or SERVERS]
+        proof = Proof(Path(work), options.save, options.numbers)
+        proof.run(cases, with_faults=not options.right)
+        proof.tell("all")
+        if options.page:
+            write_figures(options.page, proof.result()["summary"])
 
 
 if __name__ == "__main__":

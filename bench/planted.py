@@ -143,5 +143,24 @@ class Planted:
         return made
 
 
+class Both(Planted):
+    """A server with two models: the adapter's and the base's may be different loaded models."""
+
+    def __init__(self, planted: Planted, base: Planted) -> None:
+        super().__init__(None, {"m": None, "b": None})
+        self._parts = {"m": planted, "b": base}
+
+    def transport(self) -> Any:
+        for part in self._parts.values():
+            part.transport()
+        return super().transport()
+
+    async def _answer(self, request: Any) -> Any:
+        if request.url.path.endswith("/models"):
+            return await super()._answer(request)
+        body = json.loads(await request.aread())
+        return await self._parts[body["model"]]._answer(request)
+
+
 def _refused(status: int, message: str) -> httpx2.Response:
     return httpx2.Response(status, json={"error": {"message": message}})

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import trimtab
 from bench.planted import Planted
@@ -13,7 +14,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.proof.remote import choosing, verify_remote
 from trimtab.proof.remote.channels import Channel
-from trimtab.proof.remote.faults import write_faults
+from trimtab.proof.remote.faults import other_values, write_adapter, write_faults
 from trimtab.proof.remote.local import Reference, Row
 from trimtab.proof.remote.report import EXIT_CANNOT_TELL, Answered, report_html, report_markdown
 from trimtab.proof.remote.verdict import nothing_to_tell
@@ -30,10 +31,15 @@ def copied(adapter, folder, **config):
     return folder
 
 
+def served_scaled(folder):
+    """Return the adapter style with another scale."""
+    return copied(STYLE, folder / "scaled", use_rslora=True)
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """The demo model with the right adapter and with one whose scale is wrong."""
-    scaled = copied(STYLE, tmp_path_factory.mktemp("remote") / "scaled", use_rslora=True)
+    scaled = served_scaled(tmp_path_factory.mktemp("remote"))
     plan = trimtab.plan(BASE, adapters={"style": STYLE, "scaled": scaled}, quant="none", context=256)
     with trimtab.load(plan, decode="eager") as model:
         yield model
@@ -54,18 +60,61 @@ def ask(planted, **options):
 def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(served, tmp_path):
     planted = Planted(served, {"m": "style", "b": None}, jitter=0.02)
     report = ask(planted, remote_base="b")
-    assert (report.verdict.word, report.exit_code, report.verdict.is_confident) == ("alive", 0, True)
-    assert set(report.verdict.excluded) == {"ignored", "scale", "A and B swapped", "merged twice", "one module dropped"}
+    assert (report.verdict.word, report.exit_code, report.verdict.unseen) == ("alive", 0, ())
+    assert set(report.verdict.excluded) == {
+        "ignored", "scale", "A and B swapped", "merged twice", "one module dropped", "another version of the adapter",
+    }  # fmt: skip
     assert report.channels["text"].name == "completions, token ids"
     assert set(report.channels) == {"text"}  # the adapter changes no tower: no picture need be sent
     assert 0 < report.residuals["none"] < 0.1
     assert report.requests == planted.requests <= 200
     report.save(tmp_path / "report.json")
     saved = json.loads((tmp_path / "report.json").read_text("utf-8"))
-    assert (saved["verdict"], saved["exit_code"], saved["is_confident"]) == ("alive", 0, True)
+    assert (saved["verdict"], saved["exit_code"], saved["still_possible"]) == ("alive", 0, [])
+    assert saved["smallest_fault_seen"]["name"] in ("one module dropped", "another version of the adapter")
+    assert (saved["false_alarm_rate"], saved["false_alarms_measured"]["alarms"]) == (0.005, 0)
     assert {row["name"] for row in saved["faults"]} == set(saved["excluded"])
     assert saved["asked"]["text"] == {"how": "completions, token ids", "logprobs": 20, "refused": []}
     assert str(report).startswith("ALIVE: m answers with the adapter style")
+    for words in (str(report), report_html(report), report_markdown(report)):
+        assert "a right server is called wrong in at most 0.50% of runs" in words
+        assert "is the smallest fault that would have been seen" in words
+
+
+@pytest.mark.usefixtures("few_questions")
+def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(served):
+    report = ask(Planted(served, {"m": "style", "b": None}, jitter=0.4), remote_base="b")
+    assert (report.verdict.word, report.exit_code) == ("cannot tell", 9)
+    assert report.verdict.is_as_a_whole
+    assert "another version of the adapter" in report.verdict.unseen
+    assert report.to_json()["still_possible"] == list(report.verdict.unseen)
+    first, because = str(report).splitlines()[:2]
+    assert (
+        first
+        == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be seen"
+    )
+    assert because.endswith("another version of the adapter")
+    assert "is the smallest fault that would have been seen" in report_html(report)
+
+
+@pytest.mark.usefixtures("few_questions")
+def test_a_server_with_an_older_version_is_not_called_alive_and_named_where_the_version_is_given(served, tmp_path):
+    tensors = load_file(str(STYLE / "adapter_model.safetensors"))
+    names = [name for name in tensors if ".lora_B." in name]
+    config = json.loads((STYLE / "adapter_config.json").read_text("utf-8"))
+    older = write_adapter(tmp_path / "older", config, other_values(tensors, names, seed=7))
+    served.unload_adapter("scaled")
+    try:
+        served.load_adapter("scaled", older)
+        planted = Planted(served, {"m": "scaled", "b": None})
+        unknown = ask(planted, remote_base="b")
+        assert (unknown.verdict.word, unknown.exit_code) == ("cannot tell", 9)
+        assert unknown.verdict.unseen == ("another version of the adapter",)
+        known = ask(planted, remote_base="b", adapters={"style": STYLE, "older": older}, adapter="style")
+        assert (known.verdict.word, known.verdict.fault) == ("wrong", "adapter older")
+    finally:
+        served.unload_adapter("scaled")
+        served.load_adapter("scaled", served_scaled(tmp_path))
 
 
 @pytest.mark.usefixtures("few_questions")
@@ -108,7 +157,8 @@ def test_texts_of_one_length_go_through_the_model_together_and_change_no_number(
 def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(served, tmp_path):
     faults, not_tried = write_faults(served._specs["style"], tmp_path, {"other": OTHER})
     names = [fault.name for fault in faults]
-    assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped", "adapter other"]
+    assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped",
+                     "another version of the adapter", "adapter other"]  # fmt: skip
     assert not_tried == []
     spec = trimtab.inspect(faults[3].folder, model=BASE)
     assert {float(scale) for scale in spec["scales"]} == {4.0}

@@ -27,7 +27,6 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -48,6 +47,7 @@ from trimtab.errors import (
     TrimtabError,
     UpstreamError,
 )
+from trimtab.packages import versions_of
 
 EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
     (RequestError, 2),
@@ -202,13 +202,8 @@ PACKAGES = (
 
 def versions() -> dict[str, str | None]:
     """Return what is installed: package -> release, None for one that is not there. Nothing is imported."""
-    releases: dict[str, str | None] = {"trimtab": trimtab.__version__, "python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            releases[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            releases[name] = None
-    return releases
+    own = {"trimtab": trimtab.__version__, "python": platform.python_version()}
+    return {**own, **dict.fromkeys(PACKAGES), **versions_of(PACKAGES)}
 
 
 # What each exit code means, for --help; docs/command-line.md has the same table.

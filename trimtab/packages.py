@@ -1,14 +1,26 @@
-"""Which packages an answer needs that are not installed: named in one line, with the command that installs them."""
+"""Which packages are installed, and which an answer needs that are not: named in one line, with the command that installs them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import metadata
 from importlib.util import find_spec
 
 from trimtab.errors import RequestError
 
 # What the stock stack is made of, beside torch and transformers, without which this package does not start.
 STOCK = ("accelerate", "bitsandbytes", "peft")
+
+
+def versions_of(names: Sequence[str]) -> dict[str, str]:
+    """Return package -> installed version of those that are there; nothing is imported to find out."""
+    kept = {}
+    for name in names:
+        try:
+            kept[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return kept
 
 
 def missing(names: Sequence[str]) -> tuple[str, ...]:

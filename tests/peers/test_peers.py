@@ -133,7 +133,9 @@ def test_llama_cpp_says_by_its_logprobs_what_it_holds(base, adapter, llama_cpp, 
 
 
 def test_llama_cpp_is_told_without_its_base_too(base, adapter, llama_cpp):
-    assert verify(base, adapter, llama_cpp, "mine").verdict.word == "alive"
+    # Without its base nothing says how much of the difference is the precision's: small faults stay open.
+    mine = verify(base, adapter, llama_cpp, "mine").verdict
+    assert (mine.word, mine.is_as_a_whole, mine.unseen) == ("cannot tell", True, ("another version of the adapter",))
     assert verify(base, adapter, llama_cpp, "unloaded").verdict.word == "ignored"
 
 
@@ -174,16 +176,15 @@ def transformers(work, base, adapter):
         yield url, made
 
 
-@pytest.mark.parametrize(("name", "word"), [("served", "alive"), ("unloaded", "ignored"), ("scaled", "wrong")])
+# Texts show no small fault: that the right adapter is there can be said as a whole only.
+@pytest.mark.parametrize(("name", "word"), [("served", "cannot tell"), ("unloaded", "ignored"), ("scaled", "wrong")])
 def test_transformers_serve_says_by_texts_what_it_holds(base, adapter, transformers, name, word):
     url, folders = transformers
     report = verify(base, adapter, url, str(folders[name]), remote_base=str(folders["base"]))
     assert report.channels["text"].top == 0
     assert report.refusals["text"], "it refuses logprobs"
     assert report.verdict.word == word, str(report)
-    if word == "alive":
-        # Texts show no small fault: nothing is confident.
-        assert not report.verdict.is_confident
+    assert report.verdict.is_as_a_whole == (name == "served")
 
 
 def test_a_model_that_transformers_serve_does_not_have_is_named(base, adapter, transformers):

@@ -23,8 +23,8 @@ QUESTIONS = tuple(
 )
 
 
-def build_tokenizer() -> Any:
-    """Return a byte-level BPE tokenizer that the questions trained."""
+def build_tokenizer(vocabulary: int = 400) -> Any:
+    """Return a byte-level BPE tokenizer that the questions trained, of at most so many tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -33,7 +33,7 @@ def build_tokenizer() -> Any:
     own.decoder = decoders.ByteLevel()
     specials = [BEGIN, END, USER, MODEL]
     trainer = trainers.BpeTrainer(
-        vocab_size=400,
+        vocab_size=vocabulary,
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

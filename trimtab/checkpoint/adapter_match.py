@@ -34,7 +34,8 @@ class AdapterTarget:
     """What the adapter does to one module.
 
     kind: "linear" and "embedding" add scale x B A (rank, scale, use_dora, has_bias say how); "saved" replaces
-    parameters outright (rank 0). One module can have a LoRA target and a saved one. wrapped: the module is the inner
+    parameters outright (rank 0); "experts" is a pair on a fused stack, which only a merge
+    applies. One module can have a LoRA target and a saved one. wrapped: the module is the inner
     linear of a wrapper such as Gemma4ClippableLinear. tensors: by role, "A" [R, D_in] ([R, V] for an embedding), "B"
     [D_out, R], "B_bias" [D_out], "magnitude" [D_out]; for "saved" by parameter name. adapter_path: the module as the
     adapter spells it.
@@ -42,7 +43,7 @@ class AdapterTarget:
 
     module_path: str
     part: str
-    kind: Literal["linear", "embedding", "saved"]
+    kind: Literal["linear", "embedding", "saved", "experts"]
     rank: int
     scale: float
     use_dora: bool

@@ -5,11 +5,12 @@ Imports the standard library alone before it knows what is there, so that it can
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import platform
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from trimtab.packages import versions_of
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "numpy", "PIL")
 VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "numpy")
@@ -28,10 +29,4 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
 
 def versions() -> dict[str, str]:
     """Return the installed versions, by package, Python's own included."""
-    found = {"python": platform.python_version()}
-    for name in VERSIONED:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return {"python": platform.python_version()} | versions_of(VERSIONED)

@@ -19,23 +19,8 @@ TOWERS = (
     r"|model\.audio_tower\.layers\.\d+\.self_attn\.(q|k|v)_proj\.linear"
 )
 
-HEAD = '''\
-"""{name}: {title}."""
-import json
-import pathlib
-import tempfile
-import traceback
-import warnings
-
-import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import BitsAndBytesConfig, Gemma4Config, Gemma4ForConditionalGeneration
-
-work = pathlib.Path(tempfile.mkdtemp())
-# Without a GPU, torch.device("cpu") plays it: accelerate takes the string "cpu" for another device, and offloads to it.
-gpu = 0 if torch.cuda.is_available() else torch.device("cpu")
-torch.manual_seed(0)
-sliding, full = "sliding_attention", "full_attention"
+# A small Gemma 4 with every part of the real ones.
+CONFIG = """\
 config = Gemma4Config(
     text_config=dict(
         vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4,
@@ -53,8 +38,32 @@ config = Gemma4Config(
     ),
     image_token_id=319, audio_token_id=318, boi_token_id=317, eoi_token_id=316, video_token_id=315,
 )
-Gemma4ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(work / "base")
+"""
+
+HEAD = (
+    '''\
+"""{name}: {title}."""
+import json
+import pathlib
+import tempfile
+import traceback
+import warnings
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import BitsAndBytesConfig, Gemma4Config, Gemma4ForConditionalGeneration
+
+work = pathlib.Path(tempfile.mkdtemp())
+# Without a GPU, torch.device("cpu") plays it: accelerate takes the string "cpu" for another device, and offloads to it.
+gpu = 0 if torch.cuda.is_available() else torch.device("cpu")
+torch.manual_seed(0)
+sliding, full = "sliding_attention", "full_attention"
 '''
+    + CONFIG
+    + """\
+Gemma4ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(work / "base")
+"""
+)
 
 ADAPTER = """
 plain = Gemma4ForConditionalGeneration.from_pretrained(work / "base", dtype=torch.bfloat16)

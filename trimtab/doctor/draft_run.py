@@ -6,7 +6,6 @@ its output is what a maintainer would see.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -15,6 +14,8 @@ import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from trimtab.packages import versions_of
 
 PACKAGES = ("transformers", "accelerate", "peft", "bitsandbytes", "torch")
 TIMEOUT_S = 300.0
@@ -53,7 +54,7 @@ def readable(output: str) -> str:
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Run the script of `request["text"]` and tell its exit code and output."""
-    tell({"versions": _versions()})
+    tell({"versions": versions_of(PACKAGES)})
     with tempfile.TemporaryDirectory(prefix="trimtab-reproducer-", ignore_cleanup_errors=True) as folder:
         Path(folder, "reproducer.py").write_text(request["text"], encoding="utf-8")
         # What the script makes in the temporary folder goes with this one.
@@ -63,13 +64,3 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
     tell({"exit_code": done.returncode, "output": done.stdout.decode("utf-8", "replace")})
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -11,34 +11,24 @@ from __future__ import annotations
 
 import re
 
+from trimtab.doctor.case_script import CONFIG
+
 GPU = """\
 # Without a GPU, torch.device("cpu") stands for it: accelerate treats the string "cpu" as another device, and offloads.
 gpu = 0 if torch.cuda.is_available() else torch.device("cpu")
 """
 
-GEMMA4 = """\
+GEMMA4 = (
+    """\
 full, sliding = "full_attention", "sliding_attention"
-config = Gemma4Config(
-    text_config=dict(
-        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=5, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, global_head_dim=64, layer_types=[sliding, sliding, full, sliding, full],
-        num_kv_shared_layers=2, sliding_window=8, hidden_size_per_layer_input=64, vocab_size_per_layer_input=320,
-        use_double_wide_mlp=True, max_position_embeddings=512, bos_token_id=2, eos_token_id=1, pad_token_id=0,
-    ),
-    vision_config=dict(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
-        head_dim=32, patch_size=8, pooling_kernel_size=2, position_embedding_size=64, use_clipped_linears=True,
-    ),
-    audio_config=dict(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=2, output_proj_dims=128,
-        subsampling_conv_channels=[128, 4], attention_chunk_size=4, attention_context_left=5,
-    ),
-    image_token_id=319, audio_token_id=318, boi_token_id=317, eoi_token_id=316, video_token_id=315,
-)
+"""
+    + CONFIG
+    + """\
 torch.manual_seed(0)
 folder = tempfile.mkdtemp()
 Gemma4ForConditionalGeneration(config).to(torch.bfloat16).save_pretrained(folder + "/base")
 """
+)
 
 LOAD = """
 

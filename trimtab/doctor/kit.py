@@ -8,7 +8,6 @@ A GPU is imitated on the CPU: accelerate compares devices by value, so `torch.de
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import json
 import logging
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from trimtab.packages import versions_of
 
 LIBRARIES = ("accelerate", "bitsandbytes", "peft", "safetensors", "torch", "transformers")
 PROJECTIONS = r"(q|k|v|o|gate|up|down)_proj"
@@ -46,10 +47,7 @@ class Kit:
 
     def version(self, package: str) -> str | None:
         """Return the installed version, None if it is not there."""
-        try:
-            return importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return versions_of((package,)).get(package)
 
     def has(self, package: str) -> bool:
         """Return whether the package is installed and can be found for import."""

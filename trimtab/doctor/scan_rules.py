@@ -10,7 +10,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from trimtab.checkpoint.adapter_keys import part_of_key
 from trimtab.checkpoint.names import is_under, near_names
 from trimtab.doctor.scan import Finding
 from trimtab.errors import gib
+from trimtab.packages import versions_of
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 # The first release in which keys and values of layers are shared by an object that hooks do not copy.
@@ -30,13 +30,7 @@ SHARES_SAFELY = (5, 23, 0)
 
 def read_versions() -> dict[str, str]:
     """Return the installed version of each package of the stock stack."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found
+    return versions_of(PACKAGES)
 
 
 def view(model: Any) -> View:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from trimtab.packages import versions_of
 from trimtab.proof import forced
 from trimtab.proof.versions import versions
 
@@ -268,15 +269,10 @@ def told_if_raised(tell: Tell) -> Iterator[None]:
 
 def raised(exc: BaseException) -> dict[str, Any]:
     """Return an exception as JSON-ready values: type, message, and the innermost library of the stock stack."""
-    from importlib.metadata import PackageNotFoundError, version
-
     frames = [frame.filename.replace("\\", "/") for frame in traceback.extract_tb(exc.__traceback__)]
     named = [name for frame in frames for name in LIBRARIES if f"/{name}/" in frame and name != "torch"]
     package = named[-1] if named else "torch"
-    try:
-        installed = version(package)
-    except PackageNotFoundError:
-        installed = "?"
+    installed = versions_of((package,)).get(package, "?")
     return {
         "type": type(exc).__name__, "message": str(exc)[:500], "package": package, "installed": installed,
         "frames": _library_frames(exc),

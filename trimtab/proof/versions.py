@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from trimtab.packages import versions_of
 
 NAMES = ("torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors")
 
 
 def versions() -> dict[str, str]:
     """Return package -> installed version; "not installed" where there is none."""
-    found = {}
-    for name in NAMES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return dict.fromkeys(NAMES, "not installed") | versions_of(NAMES)

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 from prometheus_client import (
@@ -22,6 +21,7 @@ from prometheus_client import (
 
 import trimtab
 from trimtab.adapter_names import label_of
+from trimtab.packages import versions_of
 from trimtab.serve import journal
 from trimtab.serve.job import SPOKEN, Event
 
@@ -217,13 +217,8 @@ _BUILT_OF = ("python", "torch", "transformers", "bitsandbytes")
 
 def _versions() -> list[str]:
     """Return the installed versions of _BUILT_OF; none of them is imported."""
-    found = [platform.python_version()]
-    for name in _BUILT_OF[1:]:
-        try:
-            found.append(metadata.version(name))
-        except metadata.PackageNotFoundError:
-            found.append("")
-    return found
+    kept = versions_of(_BUILT_OF[1:])
+    return [platform.python_version(), *(kept.get(name, "") for name in _BUILT_OF[1:])]
 
 
 @dataclass(eq=False)

@@ -10,19 +10,23 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.checkpoint.adapter_keys import own_path
+from trimtab.proof.remote.verdict import OTHER_VALUES
 
 TOWERS = ("vision", "audio", "connector")
+# An older version of an adapter stands for itself as the adapter with B changed at random, by this share of its size.
+OTHER_BY, SEED = 0.1, 0
 IGNORED = "ignored"
 ONE_MODULE = "one module dropped"
 
@@ -34,7 +38,7 @@ Tensors = dict[str, Tensor]
 class Fault:
     """One way to be wrong. name: what a report calls it. what: in words. folder: the adapter that acts so; None for the base.
 
-    is_part: whether only a part of the adapter is concerned, so that the verdict "alive" may stand without excluding it.
+    is_part: whether only a part of the adapter is concerned, or slightly other values of it: what noise hides first.
     """
 
     name: str
@@ -61,6 +65,7 @@ class _Writer:
         self.config: Config = dict(spec.file.config)
         self.tensors: Tensors = load_file(str(spec.file.file))
         self.lora = [target for target in spec.targets if target.kind != "saved"]
+        self.single = [target for target in self.lora if target.kind != "experts"]  # with an A and a B of one matrix
         self.not_tried: list[str] = []
 
     def faults(self) -> Iterator[Fault]:
@@ -76,6 +81,12 @@ class _Writer:
             ("A and B swapped", "A and B are swapped in square modules", self._swapped, False),
             ("merged twice", "the change is added twice", self._twice, False),
             (ONE_MODULE, "", self._without_largest, True),
+            (
+                OTHER_VALUES,
+                f"the values differ by {OTHER_BY:.0%}, as those of an older version",
+                self._other_values,
+                True,
+            ),
         )
         for name, what, make, is_part in made:
             result = make()
@@ -142,6 +153,8 @@ class _Writer:
         config = self.config
         if saved:
             config = {**config, "modules_to_save": [n for n in config.get("modules_to_save") or () if n not in saved]}
+        if any(target.kind == "experts" for target in dropped):
+            config = {key: value for key, value in config.items() if key != "target_parameters"}
         return config, kept
 
     def _without(self, *parts: str) -> tuple[Config, Tensors] | None:
@@ -155,9 +168,13 @@ class _Writer:
     def _without_largest(self) -> tuple[Config, Tensors] | None:
         return self._dropped(lambda target: target.module_path == self._largest())
 
+    def _other_values(self) -> tuple[Config, Tensors] | None:
+        names = [target.tensors["B"].tensor_name for target in self.lora]
+        return (self.config, other_values(self.tensors, names, SEED)) if names else None
+
     def _largest(self) -> str:
         """Return the module whose weight the adapter changes most."""
-        return max(self.lora, key=self._size).module_path if self.lora else ""
+        return max(self.single, key=self._size).module_path if self.single else ""
 
     def _size(self, target: AdapterTarget) -> float:
         a, b = self._pair(target)
@@ -169,7 +186,7 @@ class _Writer:
 
     def _swapped(self) -> tuple[Config, Tensors] | None:
         square = []
-        for target in self.lora:
+        for target in self.single:
             a, b = self._pair(target)
             if target.kind == "linear" and a.shape[1] == b.shape[0]:
                 square.append(target)
@@ -182,6 +199,17 @@ class _Writer:
             a, b = (self.tensors[name] for name in names)
             tensors[names[0]], tensors[names[1]] = b.T.contiguous(), a.T.contiguous()
         return self.config, tensors
+
+
+def other_values(tensors: Tensors, names: Sequence[str], seed: int) -> Tensors:
+    """Return the tensors, those of `names` changed at random by OTHER_BY of their size (root mean square)."""
+    generator = torch.Generator().manual_seed(seed)
+    changed = dict(tensors)
+    for name in names:
+        values = tensors[name].float()
+        change = torch.randn(values.shape, generator=generator) * values.square().mean().sqrt()
+        changed[name] = (values + OTHER_BY * change).to(tensors[name].dtype)
+    return changed
 
 
 def write_adapter(folder: Path, config: Config, tensors: Tensors) -> Path:

@@ -19,9 +19,29 @@ from trimtab.proof.remote.client import plain
 from trimtab.proof.remote.verdict import ALIVE, CANNOT_TELL, IGNORED, WRONG, Verdict, Weighed
 
 EXIT_ALIVE, EXIT_DEAD, EXIT_CANNOT_TELL = 0, 1, 9
+LEAST_RATE = 1e-4  # what "0.01%" can still say
 PRECISION_WORDS = {"none": "unquantized", "auto": "as the checkpoint is"}
 HEAD = ("fault", "size", "from it", "from right", "questions", "nearer", "it is")
 SHOWN_ANSWER = 120
+
+
+@dataclass(frozen=True)
+class Alarms:
+    """False alarms in runs against right servers. at_most: the rate's upper bound with 95 % confidence.
+
+    Source of the bound: Clopper and Pearson 1934.
+    """
+
+    cases: int
+    alarms: int
+    at_most: float
+
+    def __str__(self) -> str:
+        return f"{self.alarms} of {self.cases} right servers of the demo model (95 % confidence: at most {self.at_most:.1%})"
+
+
+# What `python -m bench.alive` measured (bench/results/alive.json); a test compares the two.
+MEASURED = Alarms(cases=48, alarms=0, at_most=0.0605)
 
 
 @dataclass(frozen=True)
@@ -69,13 +89,15 @@ class RemoteReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON-ready values."""
-        verdict = self.verdict
+        verdict, smallest = self.verdict, self.verdict.smallest_seen
         return {
             "format": 1, "against": self.url, "remote_model": self.remote_model, "remote_base": self.remote_base,
             "model": self.model, "adapter": self.adapter, "adapter_path": self.adapter_path, "verdict": verdict.word,
-            "fault": verdict.fault or None, "reason": verdict.reason, "is_confident": verdict.is_confident,
-            "confidence": verdict.confidence, "false_alarm_rate": verdict.false_alarm_rate, "noise": verdict.noise,
-            "visible_from": verdict.visible_from, "excluded": list(verdict.excluded), "still_possible": list(verdict.unseen),
+            "fault": verdict.fault or None, "reason": verdict.reason, "is_alive_as_a_whole": verdict.is_as_a_whole,
+            "confidence": verdict.confidence, "false_alarm_rate": verdict.false_alarm_rate,
+            "false_alarms_measured": asdict(MEASURED), "noise": verdict.noise, "visible_from": verdict.visible_from,
+            "smallest_fault_seen": smallest and {"name": smallest.name, "size": smallest.size},
+            "excluded": list(verdict.excluded), "still_possible": list(verdict.unseen),
             "faults": [asdict(one) for one in verdict.weighed], "not_tried": list(self.not_tried),
             "precision": self.precision, "residuals": dict(self.residuals),
             "asked": {kind: {"how": channel.name, "logprobs": channel.top, "refused": list(self.refusals[kind])}
@@ -112,7 +134,8 @@ def headline(report: RemoteReport) -> str:
     words = {
         ALIVE: f"ALIVE: {name} answers with the adapter {report.adapter}",
         IGNORED: f"IGNORED: {name} answers as its base, the adapter {report.adapter} has no effect",
-        CANNOT_TELL: f"CANNOT TELL whether {name} answers with the adapter {report.adapter}",
+        CANNOT_TELL: f"CANNOT TELL whether {name} answers with the adapter {report.adapter}"
+        + (": as a whole it does, a small fault would not be seen" if verdict.is_as_a_whole else ""),
         WRONG: f"WRONG: {name} does not answer as the adapter {report.adapter} should",
     }[verdict.word]
     if verdict.word == WRONG:
@@ -126,18 +149,18 @@ def facts(report: RemoteReport) -> list[str]:
     verdict = report.verdict
     lines = [f"because    {verdict.reason}"]
     if verdict.confidence is not None:
-        lines.append(
-            f"confidence {_share(verdict.confidence)}; a right server is called wrong in at most "
-            f"{max(verdict.false_alarm_rate, 1e-4):.2%} of runs"
-        )
-    if verdict.word == ALIVE and not verdict.is_confident:
-        lines.append(f"but        not seen would be: {', '.join(verdict.unseen)}")
-    if verdict.word != CANNOT_TELL or verdict.weighed:
+        lines.append(f"confidence {_share(verdict.confidence)}")
+    lines.append(
+        f"alarms     a right server is called wrong in at most {_rate(verdict.false_alarm_rate)} of runs (sign test); measured: "
+        f"{MEASURED}"
+    )
+    if verdict.weighed:
         lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not seen")
-    seen = [one for one in verdict.weighed if one.name in verdict.excluded]
-    if seen:
-        least = min(seen, key=lambda one: one.size)
-        lines.append(f"excluded   {len(seen)} faults, the smallest: {least.name} ({least.size:.3g})")
+    smallest = verdict.smallest_seen
+    if smallest is not None and verdict.word in (ALIVE, CANNOT_TELL):
+        lines.append(
+            f"seen       {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been seen"
+        )
     nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
     of = "server's base" if report.remote_base else "server (its base was not asked)"
     lines.append(
@@ -153,6 +176,10 @@ def facts(report: RemoteReport) -> list[str]:
         f"took       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
     )
     return lines
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.2%}" if rate >= LEAST_RATE else f"{LEAST_RATE:.2%}"
 
 
 def _share(confidence: float) -> str:
@@ -207,7 +234,7 @@ def report_html(report: RemoteReport) -> str:
     parts = [
         f'<h1 class="{kind}">{escape(title)}</h1>',
         f"<p>server {escape(report.url)}<br>model {escape(report.model)}<br>adapter {escape(report.adapter_path)}</p>",
-        f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in facts(report))}</ul>",
+        f"<ul>{''.join(map(_fact_row, facts(report)))}</ul>",
     ]
     if rows:
         parts += ["<h2>Known faults</h2>", _table(HEAD, rows), f'<p class="soft">{escape(LEGEND)}</p>']
@@ -219,6 +246,11 @@ def report_html(report: RemoteReport) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
     )
+
+
+def _fact_row(line: str) -> str:
+    label, _, words = line.partition(" ")
+    return f"<li><b>{escape(label)}</b>: {escape(words.strip())}</li>"
 
 
 LEGEND = (

@@ -1,9 +1,13 @@
 """What a server's answers say of its adapter: alive, ignored, wrong in a known way, or that it cannot be told.
 
+"Alive" means that every fault that was tried is excluded. Where one is too small to be seen beside the noise, the word is "cannot
+tell", with the smallest fault that would have been seen.
+
 Every fault is held against the right adapter question by question: on how many questions is the server's answer nearer to the fault
 than to the right one? If the server were right, a question would be nearer to the fault at most as often as not, so that all of n
-questions are has a chance of at most 2^-n: a sign test, which needs no noise model. The number of faults multiplies that chance.
-A verdict also needs size: the nearer one must be nearer by half. Pure: numbers in, a verdict out; imports no torch.
+questions are has a chance of at most 2^-n: a sign test, which needs no noise model. The number of tests multiplies that chance: one
+for each fault, and one for answers that are nobody's. A verdict also needs size: the nearer one must be nearer by half.
+Pure: numbers in, a verdict out; imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ IGNORED: Word = "ignored"
 WRONG: Word = "wrong"
 CANNOT_TELL: Word = "cannot tell"
 RIGHT = "right"
-# The chance, over all faults together, at which a right server may be called wrong, and a fault be taken for excluded.
+# The chance, over all tests together, at which a right server may be called wrong, and a fault be taken for excluded.
 FALSE_ALARM, OVERLOOKED = 0.005, 0.05
 # The nearer hypothesis is at most so far away as the other one, in means.
 NEARER = 0.5
@@ -79,13 +83,13 @@ class Weighed:
         """The chance that a server with the fault looks so much like a right one."""
         return sign_test(self.farther, self.nearer)
 
-    def is_seen(self, faults: int) -> bool:
-        """Whether the answers show this fault, among so many."""
-        return faults * self.alarm <= FALSE_ALARM and self.distance <= NEARER * self.right_distance
+    def is_seen(self, tests: int) -> bool:
+        """Whether the answers show this fault, as one of so many tests."""
+        return tests * self.alarm <= FALSE_ALARM and self.distance <= NEARER * self.right_distance
 
-    def is_excluded(self, faults: int) -> bool:
-        """Whether the answers exclude this fault, among so many."""
-        return faults * self.overlooked <= OVERLOOKED and self.right_distance <= EXCLUDED_AT * self.distance
+    def is_excluded(self, tests: int) -> bool:
+        """Whether the answers exclude this fault, as one of so many tests."""
+        return tests * self.overlooked <= OVERLOOKED and self.right_distance <= EXCLUDED_AT * self.distance
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ class Verdict:
     """What came out. fault: which one, "" for none that is known here. confidence: of the word, None where nothing can be told.
 
     false_alarm_rate: at most how often a right server would be called wrong. noise: mean distance of the right answers' kind.
-    visible_from: the smallest mean shift that would have been seen. unseen: faults that remain possible. is_confident: False for an
-    "alive" under which a fault of one module, or slightly other values of the adapter, would not have been seen.
+    visible_from: the smallest mean shift that would have been seen. unseen: faults that remain possible; none where the word is
+    "alive". is_as_a_whole: every fault of the whole adapter is excluded, so that "cannot tell" concerns small faults alone.
     """
 
     word: Word
@@ -107,7 +111,13 @@ class Verdict:
     weighed: tuple[Weighed, ...]
     excluded: tuple[str, ...]
     unseen: tuple[str, ...]
-    is_confident: bool
+    is_as_a_whole: bool
+
+    @property
+    def smallest_seen(self) -> Weighed | None:
+        """The smallest of the faults that were tried and would have been seen."""
+        seen = [one for one in self.weighed if one.name in self.excluded or one.name == self.fault]
+        return min(seen, key=lambda one: one.size, default=None)
 
 
 def sign_test(successes: int, failures: int) -> float:
@@ -141,7 +151,7 @@ def judge(
     """
     floor = min(_mean([one.distance[name] for one in asked]) for name in (RIGHT, *(name for name, _, _ in faults)))
     weighed = tuple(weigh(asked, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)
-    count = len(weighed)
+    count = len(weighed) + 1  # and whether the answers are nobody's
     seen = [one for one in weighed if one.is_seen(count)]
     if seen:
         # Of several that fit, the one that explains the whole set of questions best.
@@ -155,22 +165,29 @@ def judge(
             reason = f"all {len(asked)} answers are exactly those of the server's own base"
         return _made(word, best.name, reason, 1 - rate, rate, weighed, count, best.distance)
     noise = _mean([one.distance[RIGHT] for one in asked])
-    unlike = _is_unlike(asked, faults[0][0])
-    if unlike is not None:
+    unlike = count * _chance_of_unlike(asked, faults[0][0])
+    if unlike <= FALSE_ALARM:
         reason = "the answers are neither the adapter's nor those of any fault that is known here, while the base's are right"
         return _made(WRONG, "", reason, 1 - unlike, unlike, weighed, count, noise)
-    possible = [one for one in weighed if not one.is_part and not one.is_excluded(count)]
+    possible = [one.name for one in weighed if not one.is_excluded(count)]
+    if OTHER_VALUES not in possible and not (has_logprobs and _has_same_values(asked)):
+        possible.append(OTHER_VALUES)
     is_near = noise <= 2 * NOT_RIGHT * max((one.size for one in weighed if one.name == faults[0][0]), default=0.0)
-    if not possible and is_near:
-        overlooked = min(1.0, sum(one.overlooked for one in weighed if not one.is_part))
-        reason = "every fault that concerns the whole adapter is farther from the answers than the right adapter"
-        open_too = () if has_logprobs and _has_same_values(asked) else (OTHER_VALUES,)
-        return _made(ALIVE, "", reason, 1 - overlooked, FALSE_ALARM, weighed, count, noise, open_too)
-    if possible:
-        reason = "as the answers are, these remain possible: " + ", ".join(one.name for one in possible)
+    is_whole_open = any(one.name in possible and not one.is_part for one in weighed)
+    is_whole = is_near and not is_whole_open
+    if is_whole and not possible:
+        overlooked = min(1.0, sum(one.overlooked for one in weighed))
+        reason = "every fault that was tried is farther from the answers than the right adapter"
+        return _made(ALIVE, "", reason, 1 - overlooked, FALSE_ALARM, weighed, count, noise, is_whole=True)
+    if is_whole:
+        reason = "every fault of the whole adapter is excluded, but a small one may hide in the noise: " + ", ".join(
+            possible
+        )
+    elif is_whole_open:
+        reason = "as the answers are, these remain possible: " + ", ".join(possible)
     else:
         reason = "the answers are too far from the right adapter's to be called so, and no fault explains them"
-    return _made(CANNOT_TELL, "", reason, None, FALSE_ALARM, weighed, count, noise)
+    return _made(CANNOT_TELL, "", reason, None, FALSE_ALARM, weighed, count, noise, possible, is_whole=is_whole)
 
 
 def nothing_to_tell(reason: str, faults: Sequence[tuple[str, str, bool]] = ()) -> Verdict:
@@ -179,14 +196,13 @@ def nothing_to_tell(reason: str, faults: Sequence[tuple[str, str, bool]] = ()) -
     return Verdict(CANNOT_TELL, "", reason, None, FALSE_ALARM, 0.0, 0.0, (), (), names, False)
 
 
-def _is_unlike(asked: Sequence[Asked], ignored: str) -> float | None:
-    """Return the chance of a false alarm if the answers are far from right although the server's base is ours; None if not."""
+def _chance_of_unlike(asked: Sequence[Asked], ignored: str) -> float:
+    """Return the chance that a right server's answers are so often far from right although its base is ours; 1 if they are not."""
     known = [one for one in asked if one.base_noise is not None]
     far = [
         one.distance[RIGHT] > max(TIMES_NOISE * (one.base_noise or 0.0), NOT_RIGHT * one.size[ignored]) for one in known
     ]
-    chance = sign_test(sum(far), len(far) - sum(far)) if far else 1.0
-    return chance if chance <= FALSE_ALARM else None
+    return sign_test(sum(far), len(far) - sum(far)) if far else 1.0
 
 
 def _has_same_values(asked: Sequence[Asked]) -> bool:
@@ -197,14 +213,13 @@ def _has_same_values(asked: Sequence[Asked]) -> bool:
 
 def _made(
     word: Word, fault: str, reason: str, confidence: float | None, rate: float, weighed: tuple[Weighed, ...], count: int,
-    noise: float, open_too: tuple[str, ...] = (),
+    noise: float, possible: Sequence[str] = (), *, is_whole: bool = False,
 ) -> Verdict:  # fmt: skip
     excluded = tuple(one.name for one in weighed if one.is_excluded(count))
-    unseen = tuple(one.name for one in weighed if one.name not in excluded and one.name != fault) + open_too
+    unseen = tuple(possible) or tuple(one.name for one in weighed if one.name not in excluded and one.name != fault)
     # Where right is at `noise`, a fault of this size lies just so far that EXCLUDED_AT holds.
     visible = noise / EXCLUDED_AT
-    is_confident = word != CANNOT_TELL and (word != ALIVE or not unseen)
-    return Verdict(word, fault, reason, confidence, rate, noise, visible, weighed, excluded, unseen, is_confident)
+    return Verdict(word, fault, reason, confidence, rate, noise, visible, weighed, excluded, unseen, is_whole)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -36,6 +36,7 @@ from trimtab.proof.remote.client import DEADLINE_S, Client, read_key
 from trimtab.proof.remote.faults import Fault, write_faults
 from trimtab.proof.remote.local import Reference, Row, open_reference, work_folder
 from trimtab.proof.remote.measure import Measured, between, is_identical
+from trimtab.proof.remote.merged import open_merged, spec_with_experts
 from trimtab.proof.remote.report import Answered, RemoteReport
 from trimtab.proof.remote.tokens import TokenTable
 from trimtab.proof.remote.verdict import RIGHT, Asked, Verdict, judge, nothing_to_tell
@@ -105,6 +106,7 @@ def verify_remote(
     others = {other: Path(folder) for other, folder in adapters.items() if other != name}
     client = Client(url, key=read_key(api_key_env), deadline_s=deadline_s, transport=transport)
     checkpoint = read_checkpoint(model)
+    stacked = spec_with_experts(checkpoint.folder, adapters[name])
     precisions = _precisions(checkpoint, quant)
     work = _Work(client, remote_model, remote_base, speak)
     own = replace(
@@ -117,6 +119,8 @@ def verify_remote(
 
         def opened(precision: str) -> Any:
             speak(f"loading {checkpoint.folder.name} ({precision})")
+            if stacked is not None:
+                return open_merged(own, precision, name, stacked, folder)
             return open_reference(own, precision, name, adapters[name], others=others)
 
         verdict, precision = _examine(

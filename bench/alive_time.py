@@ -1,0 +1,91 @@
+"""How long `trimtab verify --against` takes on the demo, by the clock and in CPU time: our own server, asked over HTTP.
+
+    python -m bench.alive_time --save bench/results/alive_time.json
+
+The time starts with the command and ends with its report: imports, loading, choosing questions, the server's answers. CPU time is
+that of the command alone, and is what a busy machine leaves unchanged; the load average says how busy it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.proof.versions import versions
+
+STYLE = DEMO / "adapters" / "style"
+START_S = 300
+
+
+@contextmanager
+def serving(log: Path) -> Iterator[str]:
+    """Serve the demo with its adapter `style`; yield the address."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    command = [sys.executable, "-m", "trimtab", "serve", str(DEMO / "base"), "--name", "demo", "--adapter", f"style={STYLE}",
+               "--quant", "none", "--context", "1024", "--port", str(port)]  # fmt: skip
+    url = f"http://127.0.0.1:{port}/v1"
+    with log.open("w") as out, subprocess.Popen(command, stdout=out, stderr=out) as process:
+        try:
+            until = time.monotonic() + START_S
+            while True:
+                assert process.poll() is None and time.monotonic() < until, log.read_text(encoding="utf-8")[-2000:]
+                try:
+                    urllib.request.urlopen(f"{url}/models", timeout=5).close()
+                    break
+                except OSError:
+                    time.sleep(0.5)
+            yield url
+        finally:
+            process.terminate()
+
+
+def verify(url: str) -> dict[str, Any]:
+    """Return the times of one run and what it said."""
+    command = [sys.executable, "-m", "trimtab", "verify", str(DEMO / "base"), "--adapter", f"style={STYLE}", "--against", url,
+               "--remote-model", "style", "--remote-base", "demo", "--json"]  # fmt: skip
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    wall_s, after = time.monotonic() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+    report = json.loads(done.stdout)
+    return {
+        "wall_s": round(wall_s, 1), "cpu_s": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 1),
+        "waited_for_server_s": report["server_s"], "load_average": round(os.getloadavg()[0], 1), "cores": os.cpu_count(),
+        "verdict": report["verdict"], "requests": report["requests"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--save", type=Path, required=True)
+    parser.add_argument("--runs", type=int, default=3)
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="trimtab-alive-time-", ignore_cleanup_errors=True) as work,
+        serving(Path(work) / "log.txt") as url,
+    ):
+        runs = [verify(url) for _ in range(options.runs)]
+    result = {
+        "what": "python -m bench.alive_time: `trimtab verify` of the demo's adapter style against `trimtab serve` of the demo",
+        "versions": versions(), "runs": runs,
+    }  # fmt: skip
+    options.save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(runs, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""A server that drops the part of an adapter on fused experts: named, with references that are merged checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import trimtab
+from bench.planted import Both, Planted
+from tests import pico
+from tests.peers import tiny_llama
+from trimtab.errors import AdapterError
+from trimtab.proof.remote.faults import write_faults
+from trimtab.proof.remote.merged import experts_spec, names_experts
+from trimtab.proof.remote.verify_remote import verify_remote
+
+QUESTIONS = list(tiny_llama.QUESTIONS[:14])
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+FAMILY = "qwen3_moe"  # its files hold every expert's matrices apart, transformers fuses them
+STACKS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def build(folder):
+    """Write the family's checkpoint with a tokenizer whose words alone can be said."""
+    pico.build(FAMILY, folder, dtype="float32")
+    tokenizer = tiny_llama.build_tokenizer(pico.VOCABULARY)
+    tokenizer.save_pretrained(folder)
+    words = [tokenizer.decode([token]) for token in range(len(tokenizer))]
+    is_word = torch.tensor([word.isascii() and word.isprintable() and not word.startswith("<|") for word in words])
+    file = folder / "model.safetensors"
+    tensors = load_file(str(file))
+    head = torch.randn(tensors["lm_head.weight"].shape, generator=torch.Generator().manual_seed(0))
+    head[: len(words)][~is_word] = 0
+    head[len(words) :] = 0
+    tensors["lm_head.weight"] = head
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    return folder
+
+
+def stack_adapter(base, folder):
+    """Write an adapter on a layer's attention and on the experts' stacks, as PEFT's target_parameters does."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen3MoeForCausalLM
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], target_parameters=STACKS)
+    model = get_peft_model(Qwen3MoeForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("experts") / "base")
+
+
+@pytest.fixture(scope="module")
+def adapter(base):
+    return stack_adapter(base, base.parent / "adapter")
+
+
+@pytest.fixture(scope="module")
+def faults(base, adapter):
+    spec = experts_spec(trimtab.checkpoint.folder.read_checkpoint(base), adapter)
+    return write_faults(spec, base.parent / "faults", {})
+
+
+def merged(base, adapter, name):
+    """Load the base with an adapter merged into it, as a server that applies it right would answer."""
+    out = base.parent / f"merged-{name}"
+    trimtab.merge(base, out, adapters={"a": adapter})
+    return load(out)
+
+
+def load(folder):
+    return trimtab.load(trimtab.plan(folder, quant="none", context=256), decode="eager")
+
+
+def ask(base, adapter, model):
+    with load(base) as plain:
+        both = Both(Planted(model, {"m": None}), Planted(plain, {"b": None}))
+        return verify_remote(
+            base, adapters={"mine": adapter}, against="http://host/v1", remote_model="m", remote_base="b", quant="none",
+            prompts=QUESTIONS, send_prompts=True, transport=both.transport(),
+        )  # fmt: skip
+
+
+def test_the_adapter_is_one_that_nothing_but_a_merge_follows(base, adapter, faults):
+    assert names_experts(adapter)
+    with pytest.raises(AdapterError):
+        trimtab.plan(base, adapters={"mine": adapter}, quant="none")
+    names = [fault.name for fault in faults[0]]
+    assert {"ignored", "scale", "expert part dropped", "one module dropped"} <= set(names)
+
+
+def test_an_adapter_on_experts_that_is_applied_whole_is_alive(base, adapter):
+    with merged(base, adapter, "right") as model:
+        report = ask(base, adapter, model)
+    assert report.verdict.word == "alive", str(report)
+    assert "expert part dropped" in report.verdict.excluded
+    assert next(one.size for one in report.verdict.weighed if one.name == "expert part dropped") > 0.05
+
+
+@pytest.mark.parametrize("name", ["expert part dropped", "scale"])
+def test_a_fault_of_the_part_on_experts_is_named(base, adapter, faults, name):
+    folder = next(fault.folder for fault in faults[0] if fault.name == name)
+    with merged(base, folder, name.replace(" ", "-")) as model:
+        report = ask(base, adapter, model)
+    assert (report.verdict.word, report.verdict.fault) == ("wrong", name), str(report)
+
+
+def test_a_server_without_the_adapter_is_seen_to_ignore_it(base, adapter):
+    with load(base) as model:
+        assert ask(base, adapter, model).verdict.word == "ignored"
+
+
+def test_the_dropped_part_is_the_adapter_without_its_experts(base, adapter, faults):
+    folder = next(fault.folder for fault in faults[0] if fault.name == "expert part dropped")
+    assert "target_parameters" not in json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    kept, whole = (load_file(str(one / "adapter_model.safetensors")) for one in (folder, adapter))
+    assert kept and set(kept) == {name for name in whole if ".experts" not in name}
+    assert not names_experts(folder)  # it is an adapter that is attached as any other
