@@ -27,6 +27,7 @@ MIB, GIB = 2**20, 2**30
 CONTEXT = 4096
 PROMPT_TOKENS = 512
 SHORT, LONG = 33, 801
+MIDDLE = 257  # instead of the long answer where tokens take milliseconds each
 MIXED = 200
 # model, card_gib (0: all of it), head, further options; the most wanted first. The first of a model measures its kernels.
 CASES: tuple[dict[str, Any], ...] = (
@@ -164,11 +165,13 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
         start = time.perf_counter()
         answer = model.answer(ids, adapter="a", max_new_tokens=count)
         taken[len(answer.token_ids)] = time.perf_counter() - start
-        if count == SHORT and answer.tokens_per_s < 40:
-            counts[1] = 4 * SHORT - 3
+        if count == SHORT and answer.tokens_per_s < 200:
+            counts[1] = MIDDLE
     few, many = min(taken), max(taken)
     row["tok_s"] = round((many - few) / (taken[many] - taken[few]), 1) if many > few else None
     row["tokens"] = [few, many]
+    longest = (ids * (CONTEXT // len(ids) + 1))[: CONTEXT - 16]
+    row["longest_ttft_ms"] = round(model.answer(longest, adapter="a", max_new_tokens=4).ttft_s * 1e3, 1)
     if case.get("mixed"):
         for number in range(MIXED):
             size = 16 + (number * 37) % 900
@@ -192,15 +195,28 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
     return row
 
 
-def shares_of(torch: Any) -> dict[str, int]:
-    """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that."""
+def shares_of(torch: Any) -> dict[str, Any]:
+    """Return MiB in tensors, reserved by torch, and in the driver's own count of the process beyond that; for each pool of torch's
+    what it reserves, what is in use and the largest free piece; how often torch gave its cache back to have room."""
     from trimtab.runtime.devices import gpu_process_bytes
 
     torch.cuda.synchronize()
     reserved = torch.cuda.memory_reserved()
+    pools: dict[str, list[int]] = {}
+    for segment in torch.cuda.memory_snapshot():
+        is_graph = tuple(segment["segment_pool_id"]) != (0, 0)
+        name = f"{'graphs' if is_graph else 'stream'} {segment['stream']} {segment['segment_type']}"
+        one = pools.setdefault(name, [0, 0, 0])
+        for place, count in enumerate((segment["total_size"], segment["allocated_size"])):
+            one[place] += count
+        one[2] = max(one[2], max((b["size"] for b in segment["blocks"] if b["state"] == "inactive"), default=0))
+    stats = torch.cuda.memory_stats()
     return {
         "tensors": round(torch.cuda.memory_allocated() / MIB), "reserved": round(reserved / MIB),
         "outside_torch": round((gpu_process_bytes("cuda:0") - reserved) / MIB),
+        "free": round(torch.cuda.mem_get_info()[0] / MIB),
+        "pools": {name: [round(count / MIB) for count in one] for name, one in pools.items()},
+        "retries": stats["num_alloc_retries"],
     }  # fmt: skip
 
 
@@ -232,7 +248,7 @@ def run_case(case: dict[str, Any], work: Path, timeout_s: float) -> dict[str, An
         return {**label, "error": f"longer than {timeout_s:.0f} s"}
     rows = [line for line in done.stdout.splitlines() if line.startswith("ROW ")]
     if done.returncode or not rows:
-        print(done.stderr[-2500:], flush=True)
+        print(done.stderr[-9000:], flush=True)
         return {**label, "error": (done.stderr.strip().splitlines() or ["?"])[-1][:400]}
     return {**label, **json.loads(rows[-1][4:])}
 

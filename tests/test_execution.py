@@ -11,10 +11,11 @@ from tests.anatomies import e_series
 from trimtab.checkpoint.anatomy import ModuleRow
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan.activations import row_cache_bytes
+from trimtab.plan.activations import needs_of, row_cache_bytes, use_of
 from trimtab.plan.execution import StepWork, graph_count, step_s, unsupported_reason
 from trimtab.plan.options import options_of, options_text
 from trimtab.plan.plan import OUTSIDE_PEAK
+from trimtab.plan.prompt_memory import uncaptured_bytes
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -38,8 +39,8 @@ def with_int8_head(anatomy):
 
 def card(gib, **extra) -> Machine:
     return Machine(
-        execution_device="cuda:0", gpu_total_bytes=int(gib * GIB), gpu_free_bytes=int(gib * GIB) - 527 * MIB,
-        host_available_bytes=100 * GIB, context_bytes=527 * MIB, **({"capability": (9, 0)} | extra),
+        execution_device="cuda:0", gpu_total_bytes=int(gib * GIB), gpu_free_bytes=int(gib * GIB) - 395 * MIB,
+        host_available_bytes=100 * GIB, context_bytes=395 * MIB, **({"capability": (9, 0)} | extra),
     )  # fmt: skip
 
 
@@ -146,11 +147,46 @@ def test_more_rows_and_adapters_capture_more_graphs():
 
 
 def test_captured_prompts_need_no_cache_of_their_own():
-    wide, narrow = plan(8), plan(4)
+    wide, narrow, eager = plan(8), plan(4), plan(8, decode="eager")
     assert wide.execution.prompt.mode == "graph" and wide.execution.prompt.chunks == (16, 64, 128, 256, 512, 1024)
-    assert narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks == ()
-    assert wide.gpu["kv_cache"] < narrow.gpu["kv_cache"]
-    assert "take memory from the decoder" in narrow.execution.prompt.reason
+    assert eager.execution.prompt.mode == "eager" and eager.execution.prompt.chunks == ()
+    # Where layers are copied in every step, chunks are not captured, and written straight into the row's buffers too.
+    assert off_device(narrow) and narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks
+    assert "take memory from the decoder, in static chunks of" in narrow.execution.prompt.reason
+    one = row_cache_bytes(E4B.kv_layers, "bfloat16", rows=1, context_tokens=4096)
+    assert wide.gpu["kv_cache"] == narrow.gpu["kv_cache"] == one < eager.gpu["kv_cache"]
+
+
+def test_chunks_that_are_not_captured_count_what_stays_beside_towers():
+    made = plan(4, images=1)
+    largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
+    assert made.execution.prompt.mode == "eager" and max(made.execution.prompt.chunks) >= 280
+    assert made.gpu["prompt_buffers"] >= 2 * largest + 4 * 262144 and "prompt_graphs" not in made.gpu
+    assert made.peak_phase == "pictures"
+
+
+def test_a_weight_that_is_unpacked_into_room_of_its_own_is_counted_once():
+    asked = LoadRequest(model="m", quant="nf4-dq", images=0, audio_s=0.0, context_tokens=256)
+    use = use_of(asked, E4B, answer_tokens=64)
+
+    def prompt(**given):
+        found = needs_of(E4B, use, quant="nf4-dq", has_adapters=False, has_rows=True, chunk_tokens=16, **given)
+        return found.phases["prompt"][1]
+
+    largest = max(row.weight.numel for row in E4B.rows if row.part == "language" and row.quantized and row.weight)
+    # With few tokens nothing else is as large: the difference is a whole weight, less what is next in size.
+    assert 0 < prompt() - prompt(is_unpacked_elsewhere=True) <= 2 * largest
+    assert uncaptured_bytes(E4B, (16,), quant="nf4-dq")["prompt_buffers"] > 2 * largest
+    assert uncaptured_bytes(E4B, (16,), quant="int8")["prompt_buffers"] < 2 * largest
+    assert uncaptured_bytes(E4B, (), quant="nf4-dq") == {}
+
+
+@pytest.mark.parametrize(("gib", "head", "least"), [(4, "full", 95), (3.2, "auto", 75), (3.7, "auto", 330)])
+def test_a_small_card_streams_little(gib, head, least):
+    """What was measured with these plans: 97 and 78 tokens per second (bench/results/cards.json, run 4)."""
+    made = plan(gib, head=head)
+    assert made.execution.step.mode == "fused" and least < made.execution.tokens_per_s < 1.15 * least + 40
+    assert made.gpu_needed_bytes <= gib * GIB
 
 
 # The head -----------------------------------------------------------------------------------------------------------------

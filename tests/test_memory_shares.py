@@ -107,7 +107,7 @@ def test_without_the_drivers_figure_the_process_is_an_estimate(monkeypatch):
     )
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * MIB)
     monkeypatch.setattr(devices.gpu_process, "process_bytes", lambda uuid: None)
-    assert devices.process_on_gpu("cuda:0") == ((131 + 3 * 24 + 5) * MIB, True)
+    assert devices.process_on_gpu("cuda:0") == ((131 + 2 * 24 + 5) * MIB, True)
     monkeypatch.setattr(devices.gpu_process, "process_bytes", lambda uuid: 7 * MIB)
     assert devices.process_on_gpu("cuda:0") == (7 * MIB, False)
 

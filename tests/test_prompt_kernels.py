@@ -154,3 +154,17 @@ def test_an_adapter_of_many_ranks_stays_with_torch():
         assert len(launches(module)) == expected
         assert float((found.float() - leaf(x).float()).abs().max()) <= 2**-7 * float(leaf(x).float().abs().max())
         assert not torch.equal(found, base)
+
+
+def leaf(rows, columns, quant="nf4"):
+    common = {"bias": None, "device": torch.device("cpu"), "dtype": torch.bfloat16, "route": lora.Route()}
+    return ResidentLeaf("a", packed(quant, (rows, columns)), **common)
+
+
+def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
+    """Trying takes several times the unpacked weight: on a card that weights fill the largest layer ran out of memory."""
+    monkeypatch.setattr(prompt_kernels, "TRIED_VALUES", 96 * 320)
+    small, middle, large = leaf(64, 64), leaf(96, 320), leaf(128, 320)
+    assert prompt_kernels.tried_leaf([large, small, middle]) is middle
+    assert prompt_kernels.tried_leaf([large, leaf(256, 320)]) is large  # the smallest, where all are larger
+    assert prompt_kernels.tried_leaf([]) is None and prompt_kernels.tried_leaf([leaf(64, 64, "int8")]) is None

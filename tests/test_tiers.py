@@ -70,6 +70,45 @@ def test_any_order_of_calls_gives_the_same_answer(slots, home, tmp_path):
     streamer.close()
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_path):
+    """What a CUDA graph holds: as many blocks as there are buffers at once, then each as soon as a buffer is free."""
+    staged, resident, streamer = stack("nf4-dq", tmp_path, home="host", count=6, slots=slots)
+    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    for says_so in (True, False):
+        streamer.begin_pass(order)
+        before = streamer.copied_bytes
+        assert {slot.owner for slot in streamer.slots} == set(order[:slots])
+        for number, group in enumerate(order):
+            for mine, reference in zip(staged, resident, strict=True):
+                if mine.staged.group is group:
+                    assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
+            if says_so:
+                mine = next(leaf for leaf in staged if leaf.staged.group is group)
+                mine.staged.leave()
+                if slots == 2:  # its buffer has the one after the next already
+                    held = {slot.owner for slot in streamer.slots}
+                    assert set(order[number + 1 : number + 3]) <= held
+        assert streamer.end_pass() == order
+        assert streamer.copied_bytes - before == sum(group.nbytes for group in order[slots:])
+    streamer.close()
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_block_that_was_left_too_early_is_copied_again(slots, home, tmp_path):
+    staged, resident, streamer = stack("nf4", tmp_path, home=home, slots=slots)
+    generator = torch.Generator().manual_seed(1)
+    for place in torch.randint(0, len(staged), (80,), generator=generator).tolist():
+        x = inputs_for(staged[place])
+        assert torch.equal(staged[place](x), resident[place](x)), place
+        if torch.randint(0, 2, (1,), generator=generator):
+            staged[place].staged.leave()
+            other = int(torch.randint(0, len(staged), (1,), generator=generator))
+            staged[other].staged.leave()
+    streamer.close()
+
+
 def test_a_loop_over_blocks_is_prefetched_once_it_was_seen(tmp_path):
     """The step from the last block back to the first is learned when it is first taken."""
     staged, _, streamer = stack("nf4", tmp_path, home="host")

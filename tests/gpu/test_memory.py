@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 import pytest
@@ -14,7 +15,8 @@ import trimtab
 from tests import pico, stock
 from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
-from trimtab.runtime import fused, fused_check, kernels, leaves, lora, matvec, tiers, tuning
+from trimtab.plan.card_machine import THREAD_STACK_BYTES
+from trimtab.runtime import devices, fused, fused_check, kernels, leaves, lora, matvec, tiers, transient_room, tuning
 from trimtab.runtime.quant import Packed
 from trimtab.runtime.read import HostMemory, seen_by
 
@@ -138,3 +140,25 @@ def test_host_memory_is_seen_as_a_tensor_of_the_device_and_unlocked_with_it():
         torch.zeros(1, device=GPU).item()  # and the refusal is not reported again
         del seen
     assert seen_by(source.T, GPU) is None
+
+
+def test_the_context_keeps_short_stacks(tmp_path):
+    """What a plan counts for the context: the driver makes stacks larger for a kernel that needs more."""
+    assert devices.bound_stacks("cuda:0")
+    driver, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t()
+    assert driver.cuCtxGetLimit(ctypes.byref(size), 0) == 0 and size.value == THREAD_STACK_BYTES
+    sorted_, _ = torch.randn(2**20, device=GPU).sort()  # kernels of torch that use local memory
+    assert bool((sorted_[1:] >= sorted_[:-1]).all())
+
+
+def test_what_a_plan_counts_for_torch_is_held_from_the_start(tmp_path):
+    folder = pico.build("llama", tmp_path / "llama")
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    made = trimtab.plan(folder, context=64, quant="nf4", decode="eager", gpu_memory="3GiB")
+    with trimtab.load(made) as model:
+        held = torch.cuda.memory_reserved() - before
+        counted = transient_room.torch_bytes(made)
+        assert held <= counted and (counted < 64 * 2**20 or held >= counted - before - 64 * 2**20)
+        model.logits([1, 2, 3])
+        assert torch.cuda.memory_reserved() - before <= counted + 2 * 2**21

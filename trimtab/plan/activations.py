@@ -212,17 +212,26 @@ class Needs:
 
 
 def needs_of(
-    anatomy: Anatomy, use: Use, *, quant: str, has_adapters: bool, has_rows: bool = False, chunk_tokens: int = 0
+    anatomy: Anatomy,
+    use: Use,
+    *,
+    quant: str,
+    has_adapters: bool,
+    has_rows: bool = False,
+    chunk_tokens: int = 0,
+    is_unpacked_elsewhere: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
     has_rows: whether every sequence has fixed buffers for its keys and values, as it has where steps are captured or several
     sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
+    is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself.
     """
     kind = quant_of(anatomy, quant)
     has_rows = has_rows or use.batch > 1
     one = _Counter(anatomy, replace(use, batch=1), kind, has_adapters)
+    prompt = _Counter(anatomy, replace(use, batch=1), kind, has_adapters, is_unpacked_elsewhere=is_unpacked_elsewhere)
     several = _Counter(anatomy, use, kind, has_adapters)
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = chunk_tokens or use.prefill_tokens
@@ -237,7 +246,7 @@ def needs_of(
                 if chunk_tokens
                 else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece)
             ),
-            one.text(piece, use.context_tokens),
+            prompt.text(piece, use.context_tokens),
         ),
         "step": (stepped, several.text(1, use.context_tokens)),
     }
@@ -271,7 +280,9 @@ def smaller_needs(
 class _Counter:
     """Sums of live tensors at each moment, in bytes."""
 
-    def __init__(self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool) -> None:
+    def __init__(
+        self, anatomy: Anatomy, use: Use, quant: str, has_adapters: bool, *, is_unpacked_elsewhere: bool = False
+    ) -> None:  # fmt: skip
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
         self.int8 = quant == "int8"
@@ -289,7 +300,8 @@ class _Counter:
             for row in rows
             if row.kind == "linear" and row.weight is not None and row.weight.shape[0] == self.ple and row.quantized
         ]
-        self.ple_weight = 0 if self.int8 else max(projections, default=0)
+        self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else max(projections, default=0)
+        self.is_unpacked_elsewhere = is_unpacked_elsewhere
 
     def d(self, name: str, width: float) -> float:
         """Return coefficient x width in the model's dtype."""
@@ -338,6 +350,7 @@ class _Counter:
         """Return the activations of adding new tokens to a context, a row each of the batch."""
         rows, hidden, dtype_bytes = new_tokens * self.use.batch, self.anatomy.hidden_size, self.dtype_bytes
         wide = replace(self.widths["language"], hidden=hidden)
+        wide = replace(wide, dequantized=0) if self.is_unpacked_elsewhere else wide
         many = new_tokens > 1
         pairs = rows * all_tokens if many else 0
         held = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs

@@ -14,9 +14,11 @@ from trimtab.plan.planner import Machine
 
 # What the driver keeps of an idle card.
 DRIVER_BYTES = 256 * MIB
-# A bare context grows with the multiprocessors: 527 MiB with 132 of them (H200, torch 2.11). Kernels are counted by the plan
+# A bare context grows with the multiprocessors: 524 MiB with 132 of them (H200, driver 580), of which half is the stack of every
+# thread that may run, 1 KiB each; with stacks of 512 bytes, which this process asks for, 391 MiB. Kernels are counted by the plan
 # (plan/execution.py).
-CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 3 * MIB
+THREAD_STACK_BYTES = 512
+CONTEXT_BASE_BYTES, CONTEXT_BYTES_EACH = 131 * MIB, 2 * MIB
 # The share of a data sheet's figure that copies and products reach: an H200 copies 4.2 of 4.8 TB/s. Of products nothing was
 # measured on small cards: what is left beside their power limits is assumed.
 MEMORY_SHARE, FLOPS_SHARE = 0.87, 0.6

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, ModuleRow
+from trimtab.plan.budget import STAGING_SLOTS
 from trimtab.plan.cost import HEAD8, Rates, packed_bytes
+from trimtab.plan.pipeline import Stage, pipeline_s
 
 MIB = 2**20
 MODES = ("eager", "graph", "fused")
@@ -71,9 +73,10 @@ EAGER_KERNELS = (19, 14)
 # Seconds of a captured chunk beyond its arithmetic, for every linear: unpacking, adapters, and what lies between. From one figure
 # (E4B, 512 tokens with an adapter: 21.8 ms on the GPU); predicted seconds of prompts were not compared with measured ones.
 CHUNK_LINEAR_S = 45e-6
-# Sizes of captured chunks, and the choices among them: all, a few, one.
+# Sizes of chunks, and the choices among them: all, a few, one. Where chunks are not captured a size costs its inputs only.
 CHUNKS = (16, 64, 128, 256, 512, 1024)
-CHUNK_CHOICES = (CHUNKS, (128, 512), (256,))
+CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
+UNCAPTURED_CHUNKS = ((128, 512), (64, 256))
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 
@@ -84,7 +87,8 @@ class Phase:
 
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
     before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged. chunks:
-    the sizes in tokens of captured prompts, whose keys and values are written straight into a row's buffers.
+    the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
+    unless the mode is eager; () where a prompt has a cache of its own.
     """
 
     mode: str
@@ -194,10 +198,21 @@ def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, h
 # Seconds ---------------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class BlockWork:
+    """What a step reads, copies first and launches of one block. is_layer: whether it is a decoder layer."""
+
+    device_bytes: int
+    link_bytes: int
+    linears: int
+    is_layer: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
     """What one step reads and launches. device_bytes: weights that the device reads; link_bytes: those of them that are copied
-    to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head)."""
+    to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head). blocks: in
+    the order of computing, () where that is not known."""
 
     device_bytes: int
     link_bytes: int
@@ -206,17 +221,19 @@ class StepWork:
     layers: int
     linears: int
     rows: int
+    blocks: tuple[BlockWork, ...] = ()
 
 
 def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adapters: bool) -> float:
     """Return the predicted seconds of one step: the longer of computing and copying.
 
-    Where copies take longer, computing hides behind them but for what follows the last copied layer.
+    Where copies take longer, computing hides behind them but for what follows the last copied layer; where the order of the blocks
+    is known, also but for what the staging buffers cannot work ahead of.
     """
     which = 0 if has_adapters else 1
     read_s = work.device_bytes / rates.device_Bps
+    per_layer = FUSED_LAYER_S[which] * (1 + FUSED_ROW_SHARE * (work.rows - 1))
     if mode == "fused":
-        per_layer = FUSED_LAYER_S[which] * (1 + FUSED_ROW_SHARE * (work.rows - 1))
         overhead_s = work.layers * per_layer
         tail_s = 2 * per_layer
     elif mode == "graph":
@@ -226,6 +243,21 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
     else:
         overhead_s = work.linears * EAGER_KERNELS[which] * rates.launch_s
         tail_s = 2 * overhead_s / max(work.layers, 1)
+    if mode in CAPTURED and work.link_bytes and work.blocks:
+        rate = rates.device_Bps * (GRAPH_RATE_SHARE if mode == "graph" else 1)
+        stages = [
+            Stage(
+                one.device_bytes / rate
+                + (per_layer * one.is_layer if mode == "fused" else one.linears * GRAPH_LINEAR_S[which]),
+                one.link_bytes,
+            )
+            for one in work.blocks
+        ]  # fmt: skip
+        rest_s = (
+            read_s + overhead_s - sum(stage.seconds for stage in stages)
+        )  # the head that is a table of another block
+        stages.append(Stage(max(rest_s, 0.0)))
+        return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=STAGING_SLOTS) + work.other_s
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)
     tail_s += work.tail_bytes / rates.device_Bps
     return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s

@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.execution import CHUNK_CHOICES, MODES, unsupported_reason
+from trimtab.plan.execution import CAPTURED_CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -60,22 +60,28 @@ def choose_plan(
 
 
 def choose_chunks_of(
-    with_chunks: Callable[[tuple[int, ...]], Plan], *, is_captured: bool, least_tokens: int = 0
+    with_chunks: Callable[[tuple[int, ...], bool], Plan], *, is_captured: bool, least_tokens: int = 0
 ) -> Plan:
-    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device; without captured prompts
-    where there are none. least_tokens: what the largest chunk has to hold.
+    """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
+    least expected seconds. least_tokens: what the largest chunk has to hold.
 
-    with_chunks: makes the plan of some sizes, () for transformers' own pass. Where decoder layers are copied in every step, the
-    room that captured prompts take would be theirs. Errors: as `with_chunks` raises for ().
+    with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Where decoder layers are copied in
+    every step, the room that graphs take would be theirs, and chunks that are not captured leave them the most: a prompt then
+    needs no cache beside the row's own. Errors: as `with_chunks` raises for ().
     """
-    for chunks in CHUNK_CHOICES if is_captured else ():
-        if max(chunks) < least_tokens:
-            continue
-        with suppress(DoesNotFitError):
-            plan = with_chunks(chunks)
-            if not _off_device(plan):
-                return plan
-    return with_chunks(())
+    if not is_captured:
+        return with_chunks((), False)
+    plans: list[Plan] = []
+    for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
+        for chunks in choices:
+            if max(chunks) < least_tokens:
+                continue
+            with suppress(DoesNotFitError):
+                plan = with_chunks(chunks, captured)
+                if not _off_device(plan):
+                    return plan
+                plans += [] if captured else [plan]
+    return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False)
 
 
 def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, planned: Planned) -> Plan:

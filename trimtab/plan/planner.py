@@ -22,7 +22,7 @@ from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
-from trimtab.plan.budget import Choice, Item, Limits, Totals
+from trimtab.plan.budget import Choice, Item, Limits, Totals, totals_of
 from trimtab.plan.cost import (
     CODE_BYTES,
     Rates,
@@ -41,20 +41,20 @@ from trimtab.plan.execution import (
     FRAGMENT_BYTES,
     Execution,
     Phase,
-    StepWork,
     check_bytes,
     head_bytes,
-    head_rows,
     step_bytes,
     step_s,
 )
 from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan, fitting_changes
+from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Stamps, Unquantized
 from trimtab.plan.prefix_memory import prefix_bytes
-from trimtab.plan.prompt_memory import prompt_bytes
+from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
+from trimtab.plan.step_work import step_work
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
 # The answer that the seconds of a placement are weighed with: as long as GenerateRequest's default.
@@ -136,10 +136,10 @@ def _made(
     made. is_explained: whether an error says how much would do, which takes a search of its own."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
-        def with_chunks(chunks: tuple[int, ...]) -> Plan:
+        def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, request.head, blocks, is_explained and not chunks,
+                chunks, captured, request.head, blocks, is_explained and not chunks,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -181,10 +181,10 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
-        asked_head: str, blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool,
+        captures_prompts: bool, asked_head: str, blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
-        self.asked_head, self.is_explained = asked_head, is_explained
+        self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.disk_free_bytes = disk_free_bytes
@@ -199,7 +199,7 @@ class _Planner:
         self.chunks = tuple(size for size in chunks if size <= most) or chunks[:1]
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
-            chunk_tokens=max(self.chunks, default=0),
+            chunk_tokens=max(self.chunks, default=0), is_unpacked_elsewhere=bool(self.chunks) and not captures_prompts,
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())
@@ -221,7 +221,25 @@ class _Planner:
             )  # fmt: skip
         if found is None:
             raise self._does_not_fit(search)
-        return self._plan(*found)
+        return self._plan(*self._evened(*found))
+
+    def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
+        """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
+        if not self.is_captured:
+            return chosen, totals
+
+        def totals_with(choices: Sequence[Choice]) -> Totals:
+            return totals_of([(choice, item, 1) for choice, item in zip(choices, self.items, strict=True)], self.limits)
+
+        def seconds_of(choices: Sequence[Choice]) -> float:
+            request_s = sum(choice.request_s for choice in choices)
+            return request_s + self.use.answer_tokens * self._step_s(choices)
+
+        even = evened(
+            self.blocks, self.items, chosen, is_free=lambda block: block.block_path not in self.asked,
+            is_allowed=lambda choices: self.limits.allows(totals_with(choices)), seconds_of=seconds_of,
+        )  # fmt: skip
+        return even, totals if even == chosen else totals_with(even)
 
     # What there is to choose from -------------------------------------------------------------------------------------
 
@@ -287,7 +305,7 @@ class _Planner:
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
             has_adapters=bool(self.adapter_sizes),
         )  # fmt: skip
-        if self.is_captured and not self.chunks:
+        if self.is_captured and not self.captures_prompts:
             counted |= {"fragments": FRAGMENT_BYTES}
         if self.mode == "fused":
             # Checked while nothing is answered: in the room of a prompt's activations, and beyond it.
@@ -296,7 +314,9 @@ class _Planner:
         return counted
 
     def _prompt_bytes(self) -> dict[str, int]:
-        """Return what captured prompts take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        """Return what prompts in chunks take beside weights and caches, by item: with one adapter graphs read it where it is."""
+        if not self.captures_prompts:
+            return uncaptured_bytes(self.anatomy, self.chunks, quant=self.request.quant)
         sizes = self.adapter_sizes.values()
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
@@ -373,7 +393,6 @@ class _Planner:
         """Return how prompts and steps run on this placement, with predicted seconds."""
         use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
         linears = {block.block_path: len(block.leaves) for block in self.blocks if not block.is_table}
-        work = self._step_work(chosen)
         launched = sum(linears.values()) * EAGER_KERNELS[0 if has_adapters else 1] * rates.launch_s
         prompt_s = sum(choice.request_s for choice in chosen)
         if self.machine.on_cpu:
@@ -381,9 +400,8 @@ class _Planner:
             step = Phase(mode=self.mode, bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
-            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.chunks else launched)
-            link_Bps = rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
-            one_s = step_s(self.mode, work, rates, link_Bps=link_Bps, has_adapters=has_adapters)
+            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
+            one_s = self._step_s(chosen)
             step = Phase(
                 mode=self.mode,
                 bytes=self.execution_bytes,
@@ -392,7 +410,7 @@ class _Planner:
                 is_asked=self._is_asked(),
             )
         prompt = Phase(
-            mode="graph" if self.chunks else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
+            mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
         )  # fmt: skip
         return Execution(
@@ -400,46 +418,26 @@ class _Planner:
         )
 
     def _prompt_reason(self) -> str:
-        if self.chunks:
-            return f"captured in chunks of {', '.join(map(str, self.chunks))} tokens"
+        sizes = f"chunks of {', '.join(map(str, self.chunks))} tokens"
+        if self.captures_prompts:
+            return f"captured in {sizes}"
         if self.machine.on_cpu:
             return "the CPU computes"
         if not self.is_captured:
             why = "steps are not captured"
         else:
             why = self.anatomy.prompts_unsupported or "captured prompts would take memory from the decoder"
+        if self.chunks:
+            return f"{why}, in static {sizes}"
         return f"{why}, in chunks of {self.use.prefill_tokens} tokens"
 
     def _is_asked(self) -> bool:
         return self.request.decode not in ("auto", "repacked")
 
-    def _step_work(self, chosen: Sequence[Choice]) -> StepWork:
-        """Return what one decode step reads, copies and launches on this placement."""
-        device = link = linears = layers = 0
-        other_s = 0.0
-        for block, choice in zip(self.blocks, chosen, strict=True):
-            if block.paid != "token":
-                continue
-            if block.is_table:
-                other_s += choice.step_s
-                continue
-            linears += len(block.leaves)
-            layers += block.part == "language" and block.block_path.rpartition(".")[2].isdecimal()
-            if choice.tier == "host":
-                other_s += choice.step_s
-                continue
-            device += block.movable_bytes
-            if choice.tier == "stream":
-                link += block.movable_bytes
-            elif choice.tier == "disk":
-                other_s += choice.step_s
-        head = head_bytes(self.anatomy)
-        tied = {path for row in head_rows(self.anatomy) for path in [row.weight and row.weight.tied_to] if path}
-        device += head if tied else 0  # what a head shares with a table is no block of its own
-        return StepWork(
-            device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears,
-            rows=self.use.batch,
-        )  # fmt: skip
+    def _step_s(self, chosen: Sequence[Choice]) -> float:
+        link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
+        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch)
+        return step_s(self.mode, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
 
     def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
         fixed = block.fixed_bytes if self.machine.on_cpu else block.fixed_allocated_bytes

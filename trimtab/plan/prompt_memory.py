@@ -1,4 +1,4 @@
-"""How many bytes of the device captured prompts take: their graphs, what the passes hand to each other, their inputs.
+"""How many bytes of the device prompts in chunks take: their graphs, what the passes hand to each other, their inputs.
 
 Pure: sizes of the model, of the request and of the chunks. What runs them is `runtime/prefill_graphs.py`.
 """
@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
+from trimtab.plan.blocks import quant_of
 
 # A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
 # for 9 graphs of E4B with bitsandbytes' kernels alone, 73 with ours, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided
@@ -65,6 +66,17 @@ def prompt_bytes(
     nodes = graphs * kernels_of(anatomy, has_adapters=has_adapters) * KERNEL_BYTES
     counted = {"prompt_graphs": nodes, "prompt_buffers": whole - nodes}
     return counted | ({"adapter_copy": adapter_copy_bytes} if adapter_copy_bytes else {})
+
+
+def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> dict[str, int]:
+    """Return the bytes of prompts whose chunks are not captured, by item: inputs, and the room that the largest 4-bit weight is
+    unpacked into, which stay while towers run. A chunk's activations are in `activations.needs_of`."""
+    if not chunks:
+        return {}
+    is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
+    weights = [row.weight.numel for row in anatomy.rows if row.part == "language" and row.quantized and row.weight]
+    unpacked = max(weights, default=0) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
+    return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
 
 
 def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int], left: int) -> tuple[int, ...]:

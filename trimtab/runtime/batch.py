@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache, transient_room
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
 
@@ -193,6 +193,7 @@ class Batch:
             self.model.route.none()
         self.prompts.prepare(token, next(iter(self.model.adapters), None))
         self.model.route.none()
+        transient_room.take(self.model.plan, self.model.device)
 
     @property
     def free_rows(self) -> int:

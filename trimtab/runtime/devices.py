@@ -10,9 +10,11 @@ be put out of the page cache, the disk's own rate (the page cache's is an upper 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -32,10 +34,10 @@ from trimtab.machine.memory import (
     spill_folder,
 )
 from trimtab.plan import Machine, Plan, Rates
-from trimtab.plan.card_machine import context_bytes
+from trimtab.plan.card_machine import THREAD_STACK_BYTES, context_bytes
 
 __all__ = [
-    "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes",
+    "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes", "host_available_bytes",
     "measure_rates", "outside_torch", "peak_host_bytes", "process_bytes", "process_on_gpu",
     "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
@@ -44,6 +46,8 @@ __all__ = [
 # Within a budget of less than so many bytes it gets the smaller one everywhere.
 SMALL_BUDGET_BYTES = 16 * 2**30
 WORKSPACE_CONFIG = ":4096:2:16:8"
+# CU_LIMIT_STACK_SIZE (cuda.h).
+_STACK_LIMIT = 0
 ROOM_TOLERANCE_BYTES = 64 * 2**20
 SAMPLE_BYTES = 64 * 2**20
 DISK_SAMPLE_BYTES = 32 * 2**20
@@ -68,6 +72,7 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
     if resolved == "cpu":
         return known.cpu_machine(process_bytes())
     torch.empty(1, device=resolved)  # the context exists from here on and is no longer counted as free
+    bound_stacks(resolved)
     free, total = torch.cuda.mem_get_info(resolved)
     properties = torch.cuda.get_device_properties(resolved)
     # What this process holds already, it can use: its context, its kernels and what torch has cached.
@@ -85,6 +90,21 @@ def bound_workspaces(budget_bytes: int) -> None:
     """Let cuBLAS take the smaller workspaces where the budget is small; without effect once a product ran in this process."""
     if budget_bytes < SMALL_BUDGET_BYTES:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE_CONFIG)
+
+
+def bound_stacks(device: str | torch.device) -> bool:
+    """Let the context keep smaller stacks for the threads of kernels; returns whether the driver took it.
+
+    The driver makes them larger for a kernel that needs more, at its launch; a kernel whose need it does not know (recursion, calls
+    by address) has this much. Without it, or where the driver refuses, a context takes 1 MiB a multiprocessor more than is counted.
+    """
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # the context is there and current
+            return int(driver.cuCtxSetLimit(_STACK_LIMIT, ctypes.c_size_t(THREAD_STACK_BYTES))) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 def gpu_process_bytes(device: str | torch.device) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trimtab.runtime import cuts, ends, fused, lora, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
-from trimtab.runtime.leaves import Leaf, ResidentLeaf
+from trimtab.runtime.leaves import Leaf, ResidentLeaf, staged_in
 from trimtab.runtime.lora import SavedModule
 from trimtab.runtime.tables import Table
 
@@ -151,6 +151,7 @@ class FusedStep:
             self._is_many[front] = self._can_multiply_many([front])
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
+        self._staged = [next(iter(staged_in(layer)), None) for layer in self._layers]
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -188,6 +189,8 @@ class FusedStep:
             following = self._layers[number + 1].input_layernorm if number + 1 < len(self._layers) else self.text.norm
             kind = self.config.layer_types[number]
             x, norm = self._layer(layer, number, kind, turns[kind], shared, h, x, norm, extra, following)
+            if (staged := self._staged[number]) is not None:
+                staged.leave()
         return self._head(self._normed(x, norm), next_tokens)
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

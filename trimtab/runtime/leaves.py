@@ -6,7 +6,7 @@ block's buffer. A leaf whose block is not staged fetches it, so the answer never
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -163,6 +163,11 @@ class HostLeaf(StillLeaf):
 
     def packed(self) -> Packed:
         return self.stored.to(self.device)
+
+
+def staged_in(module: nn.Module) -> Iterator[Staged]:
+    """Yield what says where the streamed weights of a module's layers are."""
+    return (leaf.staged for leaf in module.modules() if isinstance(leaf, StagedLeaf))
 
 
 def stage_parameters(module: nn.Module, staged: Staged) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -504,4 +505,10 @@ class _Filler:
         streamer = tiers.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
         for staged in self.staged:
             staged.streamer = streamer
+        for group in self.groups:
+            self.probe.model.get_submodule(group.block).register_forward_hook(partial(_left, streamer, group))
         return streamer
+
+
+def _left(streamer: tiers.Streamer, group: tiers.Group, *_: Any) -> None:
+    streamer.leave(group)

@@ -30,9 +30,9 @@ from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import finite, float16_check, hf, hf_processor, lora, mixes, prefix_cache
+from trimtab.runtime import finite, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
-from trimtab.runtime.devices import bound_workspaces, peak_host_bytes, process_on_gpu
+from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
@@ -90,6 +90,7 @@ class LoadedModel(Asking):
         self._baseline_bytes = 0
         if self.device.type == "cuda":
             bound_workspaces(plan.gpu_budget_bytes)
+            bound_stacks(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
@@ -109,6 +110,8 @@ class LoadedModel(Asking):
                 with self._out_of_memory_named("measuring activations"):
                     float16_check.check(self)
             self._prepare_steps()
+            if plan.request.batch == 1:  # several rows are prepared by whoever decodes them together
+                transient_room.take(plan, self.device)
             undo.pop_all()
 
     def _attach_planned(self, name: str, held: HeldAdapter) -> None:

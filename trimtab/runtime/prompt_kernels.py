@@ -35,6 +35,8 @@ _MOST_RANK = nvrtc.PLAIN_SHARED_BYTES // (4 * _TOKENS)
 # Beyond this rank torch's products in float32 are faster (bench/results/prompt_kernels.json, 512 tokens over E4B's gate: 26 us
 # against 50 for rank 8, 234 against 71 for rank 64).
 PAYING_RANK = 8
+# Kernels are tried on a layer of up to so many weights.
+TRIED_VALUES = 8 * 2**20
 # bitsandbytes' own products of fewer rows read packed weights.
 LEAST_TOKENS = 9
 # Sums in float32 in another order, then one rounding of 16 bits: relative error of a whole tensor.
@@ -208,14 +210,13 @@ def four_bit(hf_model: Any) -> list[Leaf]:
 
 
 def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKernels:
-    """Return the kernels that compile, compute rightly and are faster here, tried on the model's largest 4-bit layer."""
+    """Return the kernels that compile, compute rightly and are faster here, tried on one of the model's 4-bit layers."""
     chosen = PromptKernels()
     if device.type != "cuda" or dtype not in _TYPES:
         return chosen
     try:
         module = load(device)
-        leaves = sorted(four_bit(hf_model), key=lambda leaf: -leaf.out_features * leaf.in_features)
-        leaf = next((one for one in leaves if can_unpack(one.packed())), None)
+        leaf = tried_leaf(four_bit(hf_model))
         with torch.no_grad():
             for part, why in (
                 ("unpacked 4-bit weights", "no 4-bit layer" if leaf is None else wrong_unpack(leaf.packed(), module)),
@@ -242,7 +243,21 @@ def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKer
         chosen.reasons.append(("kernels of a prompt", f"{type(exc).__name__}: {exc}"))
         return PromptKernels(reasons=chosen.reasons)
     chosen.module = module
+    torch.cuda.empty_cache()  # what was compared and timed is held by nobody
     return chosen
+
+
+def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
+    """Return the layer that kernels are tried on: the largest of up to TRIED_VALUES weights, else the smallest; None if none can be
+    unpacked. Trying takes several times the unpacked weight beside a model that may fill the device."""
+
+    def values(leaf: Leaf) -> int:
+        return leaf.out_features * leaf.in_features
+
+    fitting = sorted((leaf for leaf in leaves if can_unpack(leaf.packed())), key=values)
+    return max(
+        (leaf for leaf in fitting if values(leaf) <= TRIED_VALUES), key=values, default=next(iter(fitting), None)
+    )
 
 
 def wrong_unpack(packed: Packed, module: Any) -> str | None:

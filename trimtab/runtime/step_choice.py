@@ -49,6 +49,8 @@ class StepChoice:
         self.is_captured = mode != "eager" and self._may_capture()
         with naming_out_of_memory("choosing kernels", model.plan, self.device):
             self._choose()
+        if self.is_captured and not self.kernels.is_empty:
+            torch.cuda.empty_cache()  # what was compared and timed is held by nobody
 
     def _choose(self) -> None:
         planned = self.model.plan.execution.step

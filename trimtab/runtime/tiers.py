@@ -249,14 +249,16 @@ class Streamer:
     def begin_pass(self, order: Sequence[Group] = ()) -> None:
         """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
 
-        order: the groups that it will enter, as `end_pass` of an earlier one returned them; they alone are fetched ahead.
+        order: the groups that it will enter, as `end_pass` of an earlier one returned them; they alone are fetched ahead, the first
+        ones now, as many as there are buffers.
         """
         self._forget()
         self._entered, self._next = [], {}
         self._join()
         if order:
             self._next = dict(zip(order, [*order[1:], None], strict=True))
-            self._fetch(order[0], avoid=None)
+            for group in dict.fromkeys(order[: len(self.slots)]):
+                self._fetch(group)
 
     def end_pass(self) -> list[Group]:
         """End it with every copy done for whatever comes next on this stream; returns the groups in the order entered."""
@@ -290,7 +292,7 @@ class Streamer:
             return current
         slot = next((slot for slot in self.slots if slot.owner is group), None)
         if slot is None:
-            slot = self._fetch(group, avoid=None)
+            slot = self._fetch(group)
         self._wait(slot)
         self._clock += 1
         slot.last_used = self._clock
@@ -307,8 +309,23 @@ class Streamer:
             self._read_ahead(following.follows, keep=following)
         return slot
 
-    def _fetch(self, group: Group, *, avoid: Slot | None) -> Slot:
-        slot = min((slot for slot in self.slots if slot is not avoid), key=lambda slot: slot.last_used)
+    def leave(self, group: Group) -> None:
+        """Let the copy of the group after the next one begin: whatever reads this one's bytes is queued. Without it that copy waits
+        until the next group is entered, behind all that is computed between the two."""
+        slot, following = self._current, self._following(group)
+        if slot is None or slot.owner is not group or following is None:
+            return
+        second = self._following(following)
+        if second is None or second.host is None or any(one.owner is second for one in self.slots):
+            return
+        if any(one.owner is following for one in self.slots):
+            self._fetch(second, into=slot)
+
+    def _following(self, group: Group) -> Group | None:
+        return group.follows if self._next is None else self._next.get(group)
+
+    def _fetch(self, group: Group, *, avoid: Slot | None = None, into: Slot | None = None) -> Slot:
+        slot = into or min((slot for slot in self.slots if slot is not avoid), key=lambda slot: slot.last_used)
         if slot is self._current:
             self._current = None
         if slot.pending is not None:  # an unused prefetch: let it finish before its slot is written again
@@ -419,6 +436,10 @@ class Staged:
     packed: Packed  # its parts are empty; facts and shared code tables only
     places: Mapping[str, Part]
     views: dict[int, Packed] = field(default_factory=dict)
+
+    def leave(self) -> None:
+        """Say that everything which reads the block in this pass is queued: its buffer can take another one."""
+        self.streamer.leave(self.group)
 
     def open(self) -> tuple[int, Packed]:
         """Return the slot's index and the weight as views of its buffer, valid until another block is entered."""

@@ -1,0 +1,90 @@
+"""Which decoder layers are copied in every step, and how long a step with copies takes.
+
+Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer once the one in it has been
+computed with. While layers that stay are computed the link works ahead by as many layers as there are buffers, and no further:
+copied layers that lie side by side can leave it idle for the rest of the step. `evened` looks for a better order.
+
+Pure: blocks, choices and rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trimtab.plan.blocks import Block
+from trimtab.plan.budget import Choice, Item
+
+# Where the first of the spread layers lies, as shares of the distance between two.
+PHASES = (0.0, 0.25, 0.5, 0.75)
+# So many fewer or more layers may leave: what takes the place of others is larger or smaller, and so are the staging buffers.
+MOST_LESS, MOST_MORE = 2, 3
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One block of a step, in the order of computing. seconds: of computing; copied_bytes: copied to the device before."""
+
+    seconds: float
+    copied_bytes: int = 0
+
+
+def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float:
+    """Return the seconds of a step that begins with empty staging buffers, `slots` of them."""
+    link_s = computed_s = 0.0
+    freed: list[float] = []
+    for stage in stages:
+        if stage.copied_bytes:
+            waits_s = freed[-slots] if len(freed) >= slots else 0.0
+            link_s = max(link_s, waits_s) + stage.copied_bytes / link_Bps
+            computed_s = max(computed_s, link_s) + stage.seconds
+            freed.append(computed_s)
+        else:
+            computed_s += stage.seconds
+    return computed_s
+
+
+def evened(
+    blocks: Sequence[Block], items: Sequence[Item], chosen: Sequence[Choice], *, is_free: Callable[[Block], bool],
+    is_allowed: Callable[[Sequence[Choice]], bool], seconds_of: Callable[[Sequence[Choice]], float],
+) -> list[Choice]:  # fmt: skip
+    """Return the choices with other blocks of the decoder copied in every step, where that takes fewer seconds: layers that lie
+    evenly, or at its end.
+
+    is_free: whether a block was not placed by hand. is_allowed: whether choices keep every budget. seconds_of: of a request with
+    these choices. Everything else keeps its choice, and the decoder too where nothing better is allowed.
+    """
+    best, best_s = list(chosen), seconds_of(chosen)
+    places = [
+        place for place, block in enumerate(blocks) if block.part == "language" and _moves(items[place], block, is_free)
+    ]
+    layers = [place for place in places if blocks[place].block_path.rpartition(".")[2].isdecimal()]
+    away = sum(chosen[place].tier == "stream" for place in layers)
+    if not away or any(chosen[place].tier not in ("stream", "resident") for place in places):
+        return best
+    for cap in sorted(
+        {choice.staged_bytes for place in layers for choice in items[place].choices if choice.staged_bytes}
+    ):
+        small = [place for place in layers if items[place].leave(cap, far=False) is not None]
+        for leaving in _spread(small, away):
+            tried = list(chosen)
+            for place in places:
+                choice = items[place].leave(cap, far=False) if place in leaving else items[place].stay()
+                assert choice is not None
+                tried[place] = choice
+            if (tried_s := seconds_of(tried)) < best_s and is_allowed(tried):
+                best, best_s = tried, tried_s
+    return best
+
+
+def _moves(item: Item, block: Block, is_free: Callable[[Block], bool]) -> bool:
+    """Whether a block may stay on the device, or be copied from the host in every step."""
+    return is_free(block) and item.stay() is not None and any(choice.tier == "stream" for choice in item.choices)
+
+
+def _spread(layers: Sequence[int], away: int) -> Iterator[set[int]]:
+    """Yield layers that lie evenly, or at the end: about as many as are away now."""
+    for count in range(max(away - MOST_LESS, 1), min(away + MOST_MORE, len(layers)) + 1):
+        yield set(layers[-count:])
+        for phase in PHASES:
+            yield {layers[int((number + phase) * len(layers) / count)] for number in range(count)}

@@ -1,0 +1,41 @@
+"""What one decode step of a placement reads, copies to the device and launches, block by block in the order of computing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.plan.blocks import Block
+from trimtab.plan.budget import Choice
+from trimtab.plan.execution import BlockWork, StepWork, head_bytes, head_rows
+
+
+def step_work(anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int) -> StepWork:
+    """Return what one decode step of `rows` rows does with the blocks in their places, a choice for each block."""
+    device = link = linears = layers = 0
+    other_s = 0.0
+    first: list[BlockWork] = []  # what a family computes beside its layers comes before them
+    after: list[BlockWork] = []
+    for block, choice in zip(blocks, chosen, strict=True):
+        if block.paid != "token":
+            continue
+        if block.is_table:
+            other_s += choice.step_s
+            continue
+        is_layer = block.part == "language" and block.block_path.rpartition(".")[2].isdecimal()
+        linears, layers = linears + len(block.leaves), layers + is_layer
+        if choice.tier == "host":
+            other_s += choice.step_s
+            continue
+        copied = block.movable_bytes if choice.tier == "stream" else 0
+        device, link = device + block.movable_bytes, link + copied
+        other_s += choice.step_s if choice.tier == "disk" else 0.0
+        one = BlockWork(block.movable_bytes, copied, len(block.leaves), is_layer)
+        (first if block.part == "language" and not is_layer else after).append(one)
+    head = head_bytes(anatomy)
+    tied = {path for row in head_rows(anatomy) for path in [row.weight and row.weight.tied_to] if path}
+    device += head if tied else 0  # what a head shares with a table is no block of its own
+    return StepWork(
+        device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
+        blocks=(*first, *after),
+    )  # fmt: skip
