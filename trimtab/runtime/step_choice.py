@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from trimtab.errors import DeviceError
 from trimtab.plan.execution import CAPTURED, KERNEL_ROWS
 from trimtab.request import STEP_MODES, check_choice
