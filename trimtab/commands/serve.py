@@ -134,6 +134,10 @@ def add(command: Command) -> None:
         "--log-level", default="info", metavar="LEVEL",
         help="debug, info, warning or error; info has one line per request, without its text (default: info)",
     )  # fmt: skip
+    network.add_argument(
+        "--otel", action="store_true",
+        help="a trace per request, sent as OTEL_EXPORTER_OTLP_ENDPOINT says; needs pip install 'trimtab[otel]'",
+    )  # fmt: skip
     network.add_argument("--no-page", action="store_true", help="switch off the page at /")
     ray = served.add_argument_group("copies with Ray Serve (pip install 'trimtab[ray]')")
     ray.add_argument("--ray", action="store_true", help="deploy on Ray; starts a local Ray if none is reachable")
@@ -290,7 +294,7 @@ def settings_of(options: argparse.Namespace) -> Any:
         adapter_root=None if options.adapter_root is None else Path(options.adapter_root),
         allow_fetch=tuple(options.allow_fetch or ()), cors_origins=tuple(options.cors_origin or ()),
         queue_limit=options.queue, retry=options.retry, grace_s=options.grace,
-        timeout_s=options.timeout, page=not options.no_page, lenient=options.lenient,
+        timeout_s=options.timeout, page=not options.no_page, otel=options.otel, lenient=options.lenient,
         share_prefixes=options.share_prefix_cache, limits=Limits.of(limits),
     )  # fmt: skip
 

@@ -133,9 +133,10 @@ def make_app(
     extra: Sequence[BaseRoute] = (),
     folders: Sequence[str] = (),
     live: Live | None = None,
+    spans: journal.Spans | None = None,
 ) -> Starlette:
     """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them.
-    live: who tells of other settings later."""
+    live: who tells of other settings later. spans: makes a trace of each request."""
     live = live or Live(settings)
     beside_api = BESIDE.keys() & {getattr(route, "path", "") for route in extra}
     api = _Api(pool, settings, metrics, folders, beside_api)
@@ -159,7 +160,7 @@ def make_app(
             expose_headers=["retry-after", journal.HEADER, IGNORED_HEADER],
         )  # fmt: skip
         middleware.insert(0, cors)
-    middleware.insert(0, Middleware(journal.Journal, counts=metrics, paths=paths))
+    middleware.insert(0, Middleware(journal.Journal, counts=metrics, paths=paths, spans=spans))
     app = Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan,
         exception_handlers={

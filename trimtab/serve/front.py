@@ -25,6 +25,7 @@ from starlette.routing import Route
 
 from trimtab.adapter_names import is_mix
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.serve import tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.channel import event_from_message, job_to_message
 from trimtab.serve.faults import UnknownModelError
@@ -64,7 +65,8 @@ class Front:
         wide = [replace(model, copies=most) for model in models]
         self._pool = Pool(wide, settings, together=len(models), make=make)
         extra = [*page_of(settings), Route("/api/verify", _verify, methods=["POST"])]
-        self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders)
+        spans = tracing.from_environment() if settings.otel else None
+        self._app = make_app(self._pool, settings, Metrics(), extra=extra, folders=self._pool.folders, spans=spans)
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the app; Ray asks for it once this is made, and runs its start and end."""

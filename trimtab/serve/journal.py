@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime, timezone
 from typing import Any, Protocol
@@ -28,6 +28,8 @@ LEVELS = ("debug", "info", "warning", "error")
 # A worker is a process of its own: it learns from these how to write.
 FORMAT_VARIABLE, LEVEL_VARIABLE = "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"
 HEADER = "x-request-id"
+# A note that is no field of the line: when the request's body had been read, on the monotonic clock.
+ARRIVED = "_arrived"
 # What monitoring and the page ask for all the time is written down for who debugs alone.
 QUIET_PATHS = ("/health", "/ready", "/metrics", "/api/status")
 _GIVEN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -45,6 +47,15 @@ class Counts(Protocol):
     """What the journal needs of the metrics."""
 
     def responded(self, path: str, status: int) -> None: ...
+
+
+class Spans(Protocol):
+    """What the journal needs of `tracing.Spans`."""
+
+    def request(
+        self, headers: Iterable[tuple[bytes, bytes]], route: str, fields: Mapping[str, Any], *, start_ns: int, end_ns: int,
+        arrived_ns: int | None = None,
+    ) -> str: ...  # fmt: skip
 
 
 def request_id() -> str:
@@ -147,10 +158,11 @@ def _line(text: str) -> str:
 
 
 class Journal:
-    """Gives each request its id, counts its status, and writes one line about it. paths: the routes that there are."""
+    """Gives each request its id, counts its status, and writes one line about it. paths: the routes that there are.
+    spans: makes a trace of it."""
 
-    def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = ()) -> None:
-        self._app, self._counts, self._name = app, counts, named(paths)
+    def __init__(self, app: ASGIApp, counts: Counts, paths: Sequence[str] = (), spans: Spans | None = None) -> None:
+        self._app, self._counts, self._name, self._spans = app, counts, named(paths), spans
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -180,6 +192,7 @@ class Journal:
 
     def _write(self, scope: Scope, status: int, seconds: float) -> None:
         path = scope["path"]
+        fields: dict[str, Any]
         self._counts.responded(self._name(path), status)
         level = logging.DEBUG if path in QUIET_PATHS or path.startswith("/page/") else logging.INFO
         level = logging.WARNING if status >= 500 and path not in QUIET_PATHS else level
@@ -187,6 +200,19 @@ class Journal:
             "method": scope["method"], "path": path[:_PATH_LETTERS], "status": status, "seconds": round(seconds, 4),
             **(_notes.get() or {}),
         }  # fmt: skip
+        arrived = fields.pop(ARRIVED, None)
+        if self._spans is not None and level != logging.DEBUG:
+            end_ns = time.time_ns()
+            ago_ns = None if arrived is None else end_ns - int((time.monotonic() - arrived) * 1e9)
+            given = {"request_id": request_id(), **fields}
+            fields["trace_id"] = self._spans.request(
+                scope["headers"],
+                self._name(path),
+                given,
+                start_ns=end_ns - int(seconds * 1e9),
+                end_ns=end_ns,
+                arrived_ns=ago_ns,
+            )
         log.log(level, "request", extra={"fields": fields})
 
 

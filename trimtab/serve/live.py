@@ -18,7 +18,7 @@ from trimtab.serve.registry import ServedModel
 from trimtab.serve.settings import RELOAD, Settings
 
 # What the sockets, the workers and the page were made with.
-FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry")
+FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry", "otel")
 FIXED_LIMITS = ("connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens")
 
 Reread = Callable[[], tuple[Sequence[ServedModel], Settings]]

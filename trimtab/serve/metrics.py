@@ -280,7 +280,7 @@ class Seen:
         told = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(
             model=self.model, adapter=self.adapter or None, key=self.key, ended=how, prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
+            completion_tokens=self.completion_tokens, cached_tokens=self.cached_tokens, **{journal.ARRIVED: self.arrived},
             **{name: round(value, 4) for name, value in told.items() if value is not None},
         )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)

@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
 from trimtab.errors import RequestError
+from trimtab.serve import tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
 from trimtab.serve.live import Live, Reloader, Reread
@@ -58,6 +59,7 @@ def serve(
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
     AppStatus.disable_automatic_graceful_drain()
+    spans = tracing.from_environment() if settings.otel else None
     pool = Pool(models, settings, together=together)
     listener = listen(settings.host, settings.port)
     for model in models:
@@ -68,7 +70,7 @@ def serve(
     live, metrics = Live(settings), Metrics()
     reloader = Reloader(pool, live, reread or (lambda: (models, settings)), metrics.forget)
     extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders), *reloader.routes()]
-    app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live)
+    app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live, spans=spans)
     guard = Guard(settings.limits, room_for_connections(settings.limits.connections, say))
     server = _Server(app, pool, settings, guard, reloader)
     try:
@@ -76,6 +78,8 @@ def serve(
     finally:
         listener.close()
         pool.stop()
+        if spans is not None:
+            spans.close()
     return server.was_interrupted
 
 

@@ -106,6 +106,7 @@ class Settings:
     key_limits: what some of the API keys may use.
     share_prefixes: whether clients of different keys use each other's cached prefixes; by timing, a client can then learn
     what others have sent. lenient: take fields of a request that have no effect here, and name them in the answer's IGNORED_HEADER.
+    otel: a trace per request (`tracing.py`).
     """
 
     host: str = "127.0.0.1"
@@ -122,6 +123,7 @@ class Settings:
     page: bool = True
     share_prefixes: bool = False
     lenient: bool = False
+    otel: bool = False
     limits: Limits = Limits()
     key_limits: Mapping[str, KeyLimits] = field(default_factory=dict, repr=False)
 
