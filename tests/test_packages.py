@@ -69,4 +69,4 @@ def test_what_the_commands_need_is_installed_by_default_and_old_extras_stay() ->
     names = {text.partition(">")[0].strip() for text in project["dependencies"]}
     assert {*packages.STOCK, "torch", "transformers"} <= names
     assert set(project["optional-dependencies"]) >= {"all", "bridge", "ray", "triton"}
-    assert project["optional-dependencies"]["all"] == ["trimtab[bridge,ray,triton]"]
+    assert project["optional-dependencies"]["all"] == ["trimtab[bridge,otel,ray,triton]"]
