@@ -134,7 +134,7 @@ def add(command: Command) -> None:
         "--log-level", default="info", metavar="LEVEL",
         help="debug, info, warning or error; info has one line per request, without its text (default: info)",
     )  # fmt: skip
-    network.add_argument(
+    log.add_argument(
         "--otel", action="store_true",
         help="a trace per request, sent as OTEL_EXPORTER_OTLP_ENDPOINT says; needs pip install 'trimtab[otel]'",
     )  # fmt: skip
