@@ -151,7 +151,7 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
         for _ in range(3):
             tokens, found = [], []
             for one, kernels_of_ends in ((expected, None), (batch, on_cpu.ends)):
-                one.steps.kernels = kernels.Kernels(ends=kernels_of_ends)
+                one.steps._choice.kernels = kernels.Kernels(ends=kernels_of_ends)
                 scores, greedy = one._forward()
                 one._advance()
                 tokens.append(one.tokens[:3, 0].tolist())
