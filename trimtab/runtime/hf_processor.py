@@ -6,6 +6,7 @@ processor is put together from its other parts, and asking it for a video is ref
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def load_processor(folder: Path) -> Any:
 
     Errors: CheckpointError, also for a tokenizer that is empty or has more tokens than the model.
     """
+    _add_once(logging.getLogger("transformers.image_utils"), _NotAmbiguous())
     try:
         processor = hf.load_processor(folder)
     except CheckpointError as exc:
@@ -31,6 +33,23 @@ def load_processor(folder: Path) -> Any:
         processor = _without_video(folder, exc)
     check_tokenizer(getattr(processor, "tokenizer", processor), folder, _vocabulary(folder))
     return processor
+
+
+class _NotAmbiguous(logging.Filter):
+    """Leaves out what transformers says of a picture one or three pixels wide: which axis has the channels.
+
+    It takes the first one, which is right: every picture is handed over as RGB, and made [3, H, W] before it looks. There is no way
+    to say so: Gemma 4's processor does not pass `input_data_format` on (transformers 5.23.0, image_processing_pil_gemma4.py,
+    aspect_ratio_preserving_resize). Without this, each such picture of a client would write into the log.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("The channel dimension is ambiguous")
+
+
+def _add_once(logger: logging.Logger, added: logging.Filter) -> None:
+    if not any(type(known) is type(added) for known in logger.filters):
+        logger.addFilter(added)
 
 
 def _vocabulary(folder: Path) -> int | None:

@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
+from trimtab.serve.client_words import for_clients
 from trimtab.serve.journal import request_id
 from trimtab.serve.supervisor import WorkerError
 
@@ -114,6 +115,7 @@ def error_json(
             f"The server made a mistake; its log has the traceback{where}",
             {"error_id": request_id()},
         )
+    message, fields = for_clients(name, message, fields)
     known = str(fields.get("path") or "")
     shown = {key: fields[key] for key in SHOWN_FIELDS if fields.get(key) not in (None, "", (), [])}
     return status, _object(

@@ -22,6 +22,7 @@ from typing import Any
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.serve import worker
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
+from trimtab.serve.client_words import for_clients
 from trimtab.serve.job import SPOKEN, Event, Job
 from trimtab.serve.scheduler import error_event
 
@@ -47,7 +48,10 @@ class ModelFailedError(DeviceError):
     """The worker could not load its model, or kept dying; the operator has to see to it."""
 
     def __init__(self, failure: Mapping[str, Any] | None) -> None:
-        why = "" if failure is None else f" ({failure['class']}: {failure['message']})"
+        why = ""
+        if failure is not None:
+            message, _ = for_clients(failure["class"], failure["message"], failure.get("fields", {}))
+            why = f" ({failure['class']}: {message})"
         super().__init__(f"the model cannot be loaded{why}", device="worker")
 
 
