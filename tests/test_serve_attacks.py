@@ -14,6 +14,8 @@ from contextlib import suppress
 import pytest
 
 from tests.test_serve_run import WAIT_S, serving
+from trimtab.serve.connection import Guard
+from trimtab.serve.settings import Limits
 
 PATH = "/v1/chat/completions"
 posix = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="memory of a process is read from /proc")
@@ -243,6 +245,28 @@ def test_half_open_connections_make_room_for_others(quick):
     assert time.monotonic() - start < 2
     for one in held:
         one.close()
+
+
+def test_bodies_that_drip_leave_room_for_new_connections_among_half_open_ones():
+    """Else the few places that the bodies leave go round so fast that a new connection is closed before it is read."""
+    closed = []
+
+    class Connection:
+        def cut(self):
+            closed.append(self)
+
+    guard = Guard(Limits(), most=40)
+    for drip in [Connection() for _ in range(38)]:
+        assert guard.enter(drip)
+        guard.move(drip, "head", "body")
+    new = Connection()
+    assert guard.enter(new)
+    for _ in range(15):  # half-open ones that come before its head is read
+        assert guard.enter(Connection())
+    assert closed and new not in closed
+    for _ in range(40):
+        assert guard.enter(Connection())
+    assert new in closed and len(guard) == 40  # it had said nothing for so long
 
 
 def test_beyond_the_limit_health_answers_and_others_get_503():

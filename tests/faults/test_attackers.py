@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="the scenes read /proc and send signals")
-]  # fmt: skip
+RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "attackers.json"
+MOST_RATIO = 3.0
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the scenes read /proc and send signals")
 NOTHING_LEFT = {"in_flight": 0, "waiting": 0, "running": 0}
 
 
+@pytest.mark.slow
+@linux
 def test_normal_clients_are_answered_while_others_attack():
     from bench import attackers
 
@@ -25,6 +29,8 @@ def test_normal_clients_are_answered_while_others_attack():
     assert refused <= {"400", "431", "closed"}, found["attackers"]
 
 
+@pytest.mark.slow
+@linux
 def test_kills_while_adapters_come_and_go_lose_no_answer_without_a_name():
     from bench import attackers
 

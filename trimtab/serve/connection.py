@@ -6,8 +6,9 @@
 
 A connection that has not sent a whole request has no claim: when all are taken, the one that has waited longest for its
 head is closed, then one that is idle, then one that is still sending its body. So connections that say nothing cannot
-keep others out. Where more connections are sending bodies than heads, the one that has sent its body longest is closed first: bodies
-that come a byte at a time would otherwise leave new connections a few places, and each would be closed before it is read. A few more are open to /health and /ready alone, for when all are being answered.
+keep others out. Where more connections are sending bodies than heads, the one that has sent its body longest is closed
+first: bodies that come a byte at a time would otherwise leave few places for new connections, and each of these would be closed
+before it is read. A few more are open to /health and /ready alone, for when all are being answered.
 """
 
 from __future__ import annotations
