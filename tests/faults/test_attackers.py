@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "attackers.json"
-MOST_RATIO = 3.0
+MOST_RATIO, MOST_HEALTH_S = 3.0, 0.06
+# A request that was under way when the worker was killed.
+OF_A_KILL = "error WorkerDiedError"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the scenes read /proc and send signals")
 NOTHING_LEFT = {"in_flight": 0, "waiting": 0, "running": 0}
 
@@ -40,3 +42,35 @@ def test_kills_while_adapters_come_and_go_lose_no_answer_without_a_name():
     )
     assert set(found["errors"]) <= {"WorkerDiedError"} and found["restarts"] == 3 and found["left"] == NOTHING_LEFT
     assert any(name.startswith("load_lora_adapter: complete") for name in found["adapters"])
+
+
+@pytest.mark.slow
+@linux
+def test_kills_and_changing_adapters_beside_attackers_break_no_connection():
+    from bench import attackers
+
+    found = attackers.together(2, 8, 1, seconds=10.0)
+    assert set(found["attacked"]["ended"]) <= {"complete", "health 200", "error WorkerDiedError"}
+    assert {name: found["faults"][name] for name in ("hang", "broken", "different", "nameless")} == dict.fromkeys(
+        ("hang", "broken", "different", "nameless"), 0
+    )
+    assert found["left"] == NOTHING_LEFT
+
+
+@pytest.mark.parametrize("scene", ["attacked", "together"])
+def test_the_record_keeps_a_normal_client_within_three_times_its_quiet_value(scene):
+    found = json.loads(RECORD.read_text("utf-8"))["scenes"][scene]
+    for name in ("first_s", "whole_s", "health_s"):
+        quiet, attacked = found["quiet"][name], found["attacked"][name]
+        assert found["p99_ratio"][name] == round(attacked["p99"] / quiet["p99"], 2) and quiet["count"] >= 10
+    assert found["p99_ratio"]["first_s"] <= MOST_RATIO and found["p99_ratio"]["whole_s"] <= MOST_RATIO
+    # /health answers in milliseconds when it is quiet; what is left beside attackers is stated in the docs.
+    assert found["attacked"]["health_s"]["p99"] <= MOST_HEALTH_S
+    allowed = {"complete", "health 200"} | ({OF_A_KILL} if scene == "together" else set())
+    for turn in ("quiet", "attacked"):
+        assert set(found[turn]["ended"]) <= allowed and found[turn]["ended"]["health 200"] > 400
+    if scene == "together":
+        faults = found["faults"]
+        assert faults["kills"] >= 20 and faults["clients"] == 32  # ten of them beside the attackers
+        assert faults["broken"] == faults["hang"] == faults["different"] == faults["nameless"] == 0
+        assert faults["adapters"]["load_lora_adapter: complete"] > 100 and set(faults["errors"]) == {"WorkerDiedError"}
