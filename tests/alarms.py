@@ -8,33 +8,31 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import shutil
 import tempfile
 import time
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from tests import merging, pico
+from tests import alarm_routes, merging, pico
+from tests.alarm_faults import ADAPTER_FAULTS, change_config, change_tensors, cpu_threads, quiet, scale_b
+from tests.alarm_routes import judge_demos, judge_route, ratios, upper_bound  # noqa: F401 - judged by name
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.merge import merge
 from trimtab.merge.check import check_files
 from trimtab.merge.report import MergeCheck
 from trimtab.proof import criterion
 from trimtab.proof.report import ParityReport
+from trimtab.proof.stock_route import load_base
 from trimtab.proof.verify import verify
 from trimtab.proof.versions import versions
 
@@ -47,6 +45,8 @@ FAMILIES = {
     "qwen3_vl": 3, "mistral3": 4, "mixtral": 2, "qwen3_moe": 2, "gemma4_moe": 2,
 }  # fmt: skip
 NEW_TOKENS = 3
+# Of the merges that bitsandbytes packed, how many have faults planted in them: one of each form.
+STOCK_FAULTY = 4
 SEED = 20_000
 
 
@@ -97,14 +97,22 @@ def right_merges(count: int, seed: int = SEED, *, own: bool = False) -> list[Rig
     return [replace(case, dtype=None) if case.requantize else case for case in cases]
 
 
-@contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+STOCK_FORMS = ("nf4", "nf4-dq", "fp4", "int8")
+
+
+def stock_merges(count: int, seed: int = SEED) -> list[Right]:
+    """Return right merges of PEFT's, packed by bitsandbytes: codes that trimtab did not choose."""
+    draw = random.Random(seed + 3)
+    return [
+        Right(
+            family=draw.choice(("llama", "qwen3", "mistral3")), seed=2000 + place, base_dtype=draw.choice(("bfloat16", "float16")),
+            route=draw.choice(("peft", "bfloat16")) if place % 2 else "peft", rank=draw.choice((2, 4, 8, 16)),
+            alpha=draw.choice((8, 16, 24.5)), strength=draw.choice((0.3, 1.0, 3.0)) if place >= STOCK_FAULTY else 1.0,
+            rslora=draw.random() < 0.3, dora=False, embeddings=False, targets="text", dtype=None,
+            requantize=STOCK_FORMS[place % len(STOCK_FORMS)], threads=(draw.choice((1, 2)), 1, draw.choice((1, 2))),
+        )
+        for place in range(count)
+    ]  # fmt: skip
 
 
 def base_of(case: Right, work: Path) -> Path:
@@ -127,30 +135,6 @@ def adapter_of(case: Right, base: Path, folder: Path, *, seed: int | None = None
     return folder
 
 
-def scale_b(tensors: dict[str, Tensor], factor: float, key: str | None = None) -> None:
-    for name, tensor in tensors.items():
-        if ("lora_B" in name or "lora_embedding_B" in name) and (key is None or key in name):
-            tensors[name] = tensor.float() * factor
-
-
-def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    config = json.loads((folder / "adapter_config.json").read_text())
-    change(config)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> Path:
-    """Let `change` alter the tensors of an adapter or of a checkpoint's first file."""
-    file = sorted(folder.glob("*.safetensors"))[0]
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    tensors = load_file(file)
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, metadata=metadata)
-    return folder
-
-
 def merged_by(case: Right, base: Path, adapter: Path, out: Path) -> Path:
     """Merge as the case says, and return the folder."""
     with cpu_threads(case.threads[0]):
@@ -168,7 +152,14 @@ def merged_by(case: Right, base: Path, adapter: Path, out: Path) -> Path:
         else:
             model = loaded.merge_and_unload()
         model.save_pretrained(out)
-        return out
+        return stock_packed(out, case) if case.requantize else out
+
+
+def stock_packed(folder: Path, case: Right) -> Path:
+    """Pack a merged folder with transformers and bitsandbytes, in place, and return it."""
+    plain = folder.rename(folder.with_name(f"{folder.name}-plain"))
+    load_base(str(plain), str(case.requantize), case.base_dtype, "cpu").save_pretrained(folder)
+    return folder
 
 
 def merge_in_bfloat16(model: Any) -> None:
@@ -217,16 +208,6 @@ def answers(base: Path, adapter: Path, out: Path, case: Right, **options: Any) -
         )
 
 
-def ratios(report: ParityReport) -> dict[str, float]:
-    """Return the largest share of its limit that each measure reached."""
-    found = dict.fromkeys(criterion.MEASURES, 0.0)
-    for row in report.prompts:
-        limit = report.floor.limits[row.id]
-        for name in found:
-            found[name] = max(found[name], getattr(row.difference, name) / getattr(limit, name))
-    return found
-
-
 def judge_right(case: Right, *, with_answers: bool = True) -> dict[str, Any]:
     """Return the verdicts on one right merge."""
     with tempfile.TemporaryDirectory(prefix="trimtab-alarms-") as folder, quiet():
@@ -251,67 +232,9 @@ def judge_right(case: Right, *, with_answers: bool = True) -> dict[str, Any]:
         return row
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
 # Faults of a merge ----------------------------------------------------------------------------------------------------
 
 
-def _keys(tensors: Mapping[str, Tensor]) -> list[str]:
-    return sorted(name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight"))
-
-
-def scale_off(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(lora_alpha=config["lora_alpha"] * 1.01))
-
-
-def scale_off_down(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(lora_alpha=config["lora_alpha"] * 0.99))
-
-
-def module_dropped(adapter: Path) -> None:
-    change_tensors(adapter, lambda tensors: scale_b(tensors, 0.0, _keys(tensors)[0]))
-
-
-def module_transposed(adapter: Path) -> None:
-    def turn(tensors: dict[str, Tensor]) -> None:
-        square = next(
-            key for key in _keys(tensors)
-            if tensors[f"{key}.lora_A.weight"].shape[1] == tensors[f"{key}.lora_B.weight"].shape[0]
-        )  # fmt: skip
-        a, b = tensors[f"{square}.lora_A.weight"], tensors[f"{square}.lora_B.weight"]
-        tensors[f"{square}.lora_A.weight"], tensors[f"{square}.lora_B.weight"] = b.T.clone(), a.T.clone()
-
-    change_tensors(adapter, turn)
-
-
-def modules_swapped(adapter: Path) -> None:
-    def swap(tensors: dict[str, Tensor]) -> None:
-        by_shape: dict[Any, list[str]] = {}
-        for key in _keys(tensors):
-            shapes = tensors[f"{key}.lora_A.weight"].shape, tensors[f"{key}.lora_B.weight"].shape
-            by_shape.setdefault(shapes, []).append(key)
-        one, other = next(keys for keys in by_shape.values() if len(keys) > 1)[:2]
-        for role in ("lora_A", "lora_B"):
-            first, second = f"{one}.{role}.weight", f"{other}.{role}.weight"
-            tensors[first], tensors[second] = tensors[second].clone(), tensors[first].clone()
-
-    change_tensors(adapter, swap)
-
-
-def rule_of_scale(adapter: Path) -> None:
-    change_config(adapter, lambda config: config.update(use_rslora=not config.get("use_rslora")))
-
-
-ADAPTER_FAULTS: Mapping[str, Callable[[Path], None]] = {
-    "scale 1 % too large": scale_off, "scale 1 % too small": scale_off_down, "one module dropped": module_dropped,
-    "one module transposed": module_transposed, "two modules swapped": modules_swapped,
-    "alpha / r for alpha / sqrt(r), or the reverse": rule_of_scale,
-}  # fmt: skip
 FAULTS = (*ADAPTER_FAULTS, "another adapter's values", "merged twice", "nothing merged")
 
 
@@ -338,8 +261,9 @@ def faulty_merge(case: Right, fault: str, base: Path, adapter: Path, work: Path)
     """Return a folder that should hold the merge of `adapter` and holds a fault."""
     out = work / "faulty"
     if fault == "nothing merged":
-        if case.requantize is None:
-            return Path(shutil.copytree(base, out))
+        if case.requantize is None or case.route != "trimtab":
+            copy = Path(shutil.copytree(base, out))
+            return stock_packed(copy, case) if case.requantize else copy
         merge(base, out, requantize=case.requantize)
         return out
     if fault == "merged twice":
@@ -360,11 +284,13 @@ def judge_fault(case: Right, fault: str, *, with_answers: bool = True) -> dict[s
         base = base_of(case, work)
         adapter = adapter_of(case, base, work / "adapter")
         out = faulty_merge(case, fault, base, adapter, work)
-        check = recheck(base, adapter, out, case)
-        row: dict[str, Any] = {
-            "fault": fault, "case": asdict(case), "check": "MISSED" if check.passed else "alarm", "slopes": check.slopes,
-            "wrong": len(check.changed) - check.applied,
-        }  # fmt: skip
+        row: dict[str, Any] = {"fault": fault, "case": asdict(case)}
+        if case.route == "trimtab":
+            check = recheck(base, adapter, out, case)
+            row |= {
+                "check": "MISSED" if check.passed else "alarm", "slopes": check.slopes,
+                "wrong": len(check.changed) - check.applied,
+            }  # fmt: skip
         if with_answers:
             report = answers(base, adapter, out, case)
             row |= {
@@ -375,139 +301,15 @@ def judge_fault(case: Right, fault: str, *, with_answers: bool = True) -> dict[s
         return row
 
 
-# Two routes -----------------------------------------------------------------------------------------------------------
-
-AGAINST = ("resident", "single", "alone", "eager", "stock")
-ROUTE_FAMILIES = ("llama", "qwen3", "gemma3", "gemma4", "mixtral")
-
-
-def route_cases(seeds: int) -> list[tuple[str, str, int]]:
-    """Return (family, against, seed) of right routes."""
-    return [
-        (family, against, seed)
-        for family in ROUTE_FAMILIES for against in AGAINST for seed in range(seeds)
-        # PEFT cannot load adapters of stacked experts on every release that is supported.
-        if (family, against) != ("mixtral", "stock")
-    ]  # fmt: skip
-
-
-def judge_route(family: str, against: str, seed: int, fault: str | None = None) -> dict[str, Any]:
-    """Return the verdict on two routes. fault: what is wrong with the files that the second route reads."""
-    import importlib
-
-    # The module: the package's function of this name stands before it.
-    module = importlib.import_module("trimtab.proof.verify")
-    own = module.case_of
-    with tempfile.TemporaryDirectory(prefix="trimtab-alarms-") as folder, quiet():
-        work = Path(folder)
-        base = pico.build(family, work / "base", seed=seed)
-        adapters = {"a": pico.adapter(base, work / "a", seed=seed)}
-        if against == "alone":
-            adapters["b"] = pico.adapter(base, work / "b", seed=seed + 50)
-
-        def harmed(*args: Any) -> Any:
-            case = own(*args)
-            wrong = change_tensors(Path(shutil.copytree(base, work / "wrong")), ROUTE_FAULTS[str(fault)])
-            return replace(case, subject=replace(case.subject, request=replace(case.subject.request, model=str(wrong))))
-
-        module.case_of = harmed if fault is not None else own
-        draw = random.Random(seed)
-        prompts = [
-            {"id": name, "token_ids": [draw.randrange(3, 300) for _ in range(draw.randrange(6, 14))]}
-            for name in ("one", "two")
-        ]  # fmt: skip
-        try:
-            with cpu_threads(1 + seed % 2):
-                report = verify(
-                    base, adapters=adapters, against=against, quant="nf4" if against == "stock" else "none",
-                    prompts=prompts, new_tokens=NEW_TOKENS, isolated=False,
-                )  # fmt: skip
-        finally:
-            module.case_of = own
-    return {
-        "family": family, "against": against, "seed": seed, "fault": fault, "verify": report.verdict, "alarm": not report.ok,
-        "ratios": ratios(report),
-    }  # fmt: skip
-
-
-def _weight(tensors: Mapping[str, Tensor], ending: str) -> str:
-    return next(
-        name for name in sorted(tensors) if name.endswith(ending) and "vision" not in name and "audio" not in name
-    )
-
-
-def weight_dropped(tensors: dict[str, Tensor]) -> None:
-    tensors[_weight(tensors, "o_proj.weight")].zero_()
-
-
-def weight_transposed(tensors: dict[str, Tensor]) -> None:
-    name = _weight(tensors, "layers.0.self_attn.v_proj.weight")  # square in every family here
-    tensors[name] = tensors[name].T.clone()
-
-
-def weights_swapped(tensors: dict[str, Tensor]) -> None:
-    one, other = (_weight(tensors, f"layers.{layer}.self_attn.o_proj.weight") for layer in (0, 1))
-    tensors[one], tensors[other] = tensors[other].clone(), tensors[one].clone()
-
-
-def norm_off(tensors: dict[str, Tensor]) -> None:
-    tensors[_weight(tensors, "post_attention_layernorm.weight")].add_(0.5)  # Gemma 3 stores a norm less 1
-
-
-ROUTE_FAULTS: Mapping[str, Callable[[dict[str, Tensor]], None]] = {
-    "one weight dropped": weight_dropped, "one v_proj transposed": weight_transposed,
-    "two layers' weights swapped": weights_swapped, "one norm off by a half": norm_off,
-}  # fmt: skip
-
-
-def judge_demo(seed: int, harm: bool) -> dict[str, Any]:
-    """Return the demo's verdict on last bits that another kernel gave, or on a weight that is wrong."""
-    import trimtab
-    from trimtab.demo import line
-    from trimtab.errors import ParityError
-    from trimtab.proof.forced import rounded_layers
-
-    options: dict[str, Any] = {"context": 256, "images": 1, "audio_s": 1.0, "place": {"*": "resident"}, "device": "cpu"}
-    plan = trimtab.plan(DEMO / "base", **options)
-    asks = [ask for ask in line.read_asks([]) if ask.adapter is None]
-    with quiet(), trimtab.load(plan) as model:
-        expected = [model.logits(ask.prompt, **ask.media) for ask in asks]
-        if harm:
-            paths = {getattr(m, "module_path", ""): m for m in model.hf_model.modules()}
-            endings = f"language_model.layers.{seed}.self_attn.o_proj"
-            leaf = next(m for path, m in paths.items() if path.endswith(endings))
-            forward = type(leaf).forward
-            leaf.forward = lambda x: 0 * forward(leaf, x)
-            logits = [model.logits(ask.prompt, **ask.media) for ask in asks]
-        else:
-            # The draws of the judge have the seeds 1 to 8.
-            with rounded_layers(model.hf_model, 100 + seed):
-                logits = [model.logits(ask.prompt, **ask.media) for ask in asks]
-    try:
-        verdict = line._judge(plan, asks, logits, expected, lambda text: None)[0]
-    except ParityError:
-        verdict = "differs"
-    return {"seed": seed, "harm": harm, "verdict": verdict, "alarm": verdict == "differs"}
-
-
 # The whole ------------------------------------------------------------------------------------------------------------
-
-
-def upper_bound(alarms: int, count: int) -> float:
-    """Return the rate that a run with so few alarms rules out with 95 % confidence (Clopper and Pearson; exact for 0)."""
-    low, high = alarms / count, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        below = sum(math.comb(count, k) * middle**k * (1 - middle) ** (count - k) for k in range(alarms + 1))
-        low, high = (middle, high) if below > 0.05 else (low, middle)
-    return high
 
 
 Task = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 
-def tasks(rights: int, faulty: int, with_answers: int, route_seeds: int, demo_seeds: int) -> list[Task]:
+def tasks(rights: int, faulty: int, with_answers: int, routes: int, demos: int) -> list[Task]:
     """Return every case as (function, arguments); with_answers: of the faulty merges, how many `verify` judges as well."""
+    stock = stock_merges(rights // 10)
     found: list[Task] = [("judge_right", (case,), {}) for case in right_merges(rights)]
     # What PEFT merged has no check of files: with these there are as many of those as of the others.
     found += [
@@ -517,12 +319,12 @@ def tasks(rights: int, faulty: int, with_answers: int, route_seeds: int, demo_se
         ("judge_fault", (case, fault), {"with_answers": place < with_answers})
         for place, case in enumerate(fault_cases(faulty)) for fault in FAULTS
     ]  # fmt: skip
-    found += [("judge_route", at, {}) for at in route_cases(route_seeds)]
-    found += [
-        ("judge_route", (family, "resident", seed, fault), {})
-        for family in ROUTE_FAMILIES[:4] for seed in range(route_seeds) for fault in ROUTE_FAULTS
-    ]  # fmt: skip
-    return found + [("judge_demo", (seed, harm), {}) for seed in range(demo_seeds) for harm in (False, True)]
+    found += [("judge_right", (case,), {}) for case in stock]
+    found += [("judge_fault", (case, fault), {}) for case in stock[:STOCK_FAULTY] for fault in FAULTS]
+    found += [("judge_route", (route,), {}) for route in alarm_routes.routes(routes, SEED)]
+    found += [("judge_route", given, {}) for given in alarm_routes.route_faults()]
+    each = -(-demos // len(alarm_routes.DEMO_DTYPES))
+    return found + [("judge_demos", (dtype, each), {}) for dtype in alarm_routes.DEMO_DTYPES]
 
 
 def judge(task: Task) -> dict[str, Any]:
@@ -550,12 +352,13 @@ def run(
             if kept is not None:
                 with kept.open("a", encoding="utf-8") as file:
                     file.write(json.dumps([repr(task), row]) + "\n")
-    rows: dict[str, Rows] = {name: [] for name in ("judge_right", "judge_fault", "judge_route", "judge_demo")}
+    rows: dict[str, Rows] = {name: [] for name in ("judge_right", "judge_fault", "judge_route", "judge_demos")}
     for task in work:
-        rows[task[0]].append(known[repr(task)])
+        row = known[repr(task)]
+        rows[task[0]] += row.get("rows", [row])
     routes = [row for row in rows["judge_route"] if row["fault"] is None]
     harmed = [row for row in rows["judge_route"] if row["fault"] is not None]
-    found = summary(rows["judge_right"], rows["judge_fault"], routes, harmed, rows["judge_demo"])
+    found = summary(rows["judge_right"], rows["judge_fault"], routes, harmed, rows["judge_demos"])
     is_resumed = len(left) < len(work)
     return found | {"seconds": None if is_resumed else round(time.monotonic() - started), "workers": workers}
 
@@ -567,14 +370,18 @@ def summary(rights: Rows, faults: Rows, routes: Rows, harmed: Rows, demo: Rows) 
     """Return the counts that the docs state, and the rows they are of."""
     checked = [row for row in rights if "check" in row]
     judged = [row for row in rights if "verify" in row]
+    checked_faults = [row for row in faults if "check" in row]
     plain = [row for row in faults if "verify" in row and row["case"]["requantize"] is None]
     packed = [row for row in faults if "verify" in row and row["case"]["requantize"] is not None]
-    quiet_demo, harmed_demo = ([row for row in demo if row["harm"] is harm] for harm in (False, True))
+    packed_rights = [row for row in judged if row["case"]["requantize"] is not None]
+    quiet_demo = [row for row in demo if row["fault"] is None]
+    harmed_demo = [row for row in demo if row["fault"] is not None]
     return {
         "versions": versions(), "seed": SEED, "false_alarm_rate": criterion.FALSE_ALARM_RATE, "margin": criterion.MARGIN,
         "right": {
             "merge_check": _counts(checked, lambda row: row["check"] != "passed"),
             "verify_merged": _counts(judged, lambda row: row["alarm"]),
+            "verify_merged_4bit": _counts(packed_rights, lambda row: row["alarm"]),
             "verify_routes": _counts(routes, lambda row: row["alarm"]),
             "demo": _counts(quiet_demo, lambda row: row["alarm"]),
             "verdicts": dict(Counter(row["verify"] for row in judged)),
@@ -582,16 +389,15 @@ def summary(rights: Rows, faults: Rows, routes: Rows, harmed: Rows, demo: Rows) 
                 name: max(row["ratios"][name] for row in [*judged, *routes]) for name in criterion.MEASURES
             },
             "weights_slope": [
-                min(row["weights"]["slope"] for row in judged if not row["case"]["requantize"]),
-                max(row["weights"]["slope"] for row in judged if not row["case"]["requantize"]),
+                min(row["weights"]["slope"] for row in judged), max(row["weights"]["slope"] for row in judged),
             ],
         },
         "faults": {
-            "merge_check": _by_fault(faults, lambda row: row["check"] == "alarm"),
+            "merge_check": _by_fault(checked_faults, lambda row: row["check"] == "alarm"),
             "verify_merged": _by_fault(plain, lambda row: row["alarm"]),
             "verify_merged_4bit": _by_fault(packed, lambda row: row["alarm"]),
             "verify_routes": _by_fault(harmed, lambda row: row["alarm"]),
-            "demo": {"one weight dropped": [sum(row["alarm"] for row in harmed_demo), len(harmed_demo)]},
+            "demo": _by_fault(harmed_demo, lambda row: row["alarm"]),
         },
         "rows": {"right": rights, "faults": faults, "routes": routes, "route_faults": harmed, "demo": demo},
     }  # fmt: skip
@@ -612,8 +418,8 @@ def _by_fault(rows: Rows, is_caught: Callable[[dict[str, Any]], bool]) -> dict[s
 
 
 def whole(workers: int, kept: Path | None = None, say: Callable[[str], None] = lambda text: None) -> dict[str, Any]:
-    """Return the whole proof: 20 CPU-minutes."""
-    return run(tasks(220, 15, 5, 1, 3), workers=workers, kept=kept, say=say)
+    """Return the whole proof: half an hour of CPU."""
+    return run(tasks(220, 15, 5, 210, 210), workers=workers, kept=kept, say=say)
 
 
 def main() -> None:

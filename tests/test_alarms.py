@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import alarms
+from tests.alarm_routes import Route, judge_demos, judge_route
 from tests.alarms import FAULTS, Right, judge_fault, judge_right
 from trimtab.proof import criterion, versions
 
@@ -70,10 +71,30 @@ def test_a_wrong_scale_is_found_in_files_where_the_answers_are_within_noise():
     assert (row["verify"], row["alarm"], row["weights"]) == ("differs", True, "differs")
 
 
+@pytest.mark.parametrize("form", ["nf4-dq", "int8"])
+def test_a_wrong_scale_is_found_in_packed_files_and_a_right_merge_passes_whoever_packed_it(form):
+    case = replace(RIGHT, route="peft", requantize=form)
+    row = judge_right(case)
+    assert (row["alarm"], row["weights"]["verdict"], row["weights"]["sees_scale_fault"]) == (False, "right", True)
+    assert judge_fault(case, "scale 1 % too large")["verify"] == "differs"
+
+
+@pytest.mark.parametrize("fault", ["scale 1 % too small", "one module dropped", "one module transposed"])
+def test_two_routes_name_the_module_whose_adapter_was_loaded_otherwise(fault):
+    row = judge_route(Route("llama", "stock", 1), fault)
+    assert (row["verify"], row["alarm"]) == ("differs", True)
+    assert all("layers." in text for text in row["named"]) and row["named"]
+
+
+def test_two_right_routes_in_other_tiers_load_the_same():
+    row = judge_route(Route("qwen3", "resident", 2, dtype="float16", threads=2, rank=2, place=2))
+    assert (row["alarm"], row["changes"], row["named"]) == (False, 14, [])
+
+
 @pytest.mark.slow
-def test_the_noise_of_the_bundled_model_tells_a_dropped_weight_from_last_bits():
-    assert alarms.judge_demo(0, False)["verdict"] == "same within noise"
-    assert alarms.judge_demo(0, True)["verdict"] == "differs"
+def test_the_demo_tells_faults_from_last_bits():
+    rows = judge_demos("bfloat16", 3)["rows"]
+    assert [row["alarm"] for row in rows] == [row["fault"] is not None for row in rows]
 
 
 # The recorded proof ---------------------------------------------------------------------------------------------------

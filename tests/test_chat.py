@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -12,6 +13,7 @@ import trimtab
 from tests import talking
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime import hf_processor
+from trimtab.runtime.hf_processor import check_named_ids
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 
@@ -176,20 +178,40 @@ def test_a_tokenizer_without_words_is_refused(tmp_path):
     assert caught.value.path == str(tmp_path / "bare") and "tokenizer.json" in caught.value.hint
 
 
-def word_tokenizer(words):
+def word_tokenizer(words, *, specials=("<unk>", "<eos>", "<bos>")):
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    made = Tokenizer(WordLevel({"<unk>": 0} | {word: place for place, word in enumerate(words, 1)}, unk_token="<unk>"))
+    vocabulary = {word: place for place, word in enumerate([*specials, *words])}
+    made = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = Whitespace()
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>")
+
+
+def test_a_foreign_tokenizer_of_equal_size_is_refused_where_the_ends_are_words(tmp_path):
+    with loaded_with(None, tmp_path / "foreign") as loaded:
+        rows = loaded.hf_model.config.vocab_size
+        words = [f"word{number}" for number in range(rows - 1)]
+        word_tokenizer(words, specials=("<unk>",)).save_pretrained(tmp_path / "foreign")
+        with pytest.raises(CheckpointError, match=r"its eos_token_id is an ordinary word .*1 \('word0'\).*two models"):
+            loaded.prepare("word1")
+
+
+def test_a_foreign_tokenizer_is_refused_where_a_picture_would_be_a_word(tmp_path):
+    folder = talking.build_gemma4(tmp_path / "seeing")
+    known = json.loads((folder / "config.json").read_text("utf-8"))
+    words = [f"word{number}" for number in range(known["image_token_id"])]
+    tokenizer = word_tokenizer(words)
+    with pytest.raises(CheckpointError, match=r"its image_token_id is an ordinary word of its tokenizer: \d+ \('word"):
+        check_named_ids(tokenizer, folder)
+    check_named_ids(transformers.AutoTokenizer.from_pretrained(folder), folder)
 
 
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(tmp_path):
     with loaded_with(word_tokenizer([f"word{number}" for number in range(5000)]), tmp_path / "foreign") as loaded:
         rows = loaded.hf_model.config.vocab_size
-        with pytest.raises(CheckpointError, match=f"ids up to 5000, the model has {rows} embedding rows"):
+        with pytest.raises(CheckpointError, match=f"ids up to 5002, the model has {rows} embedding rows"):
             loaded.prepare("word1")
 
 
@@ -199,14 +221,14 @@ def test_an_added_token_without_a_row_is_refused_where_a_prompt_has_it(tmp_path)
         rows = loaded.hf_model.config.vocab_size
         tokenizer.add_tokens([f"extra{number}" for number in range(rows)])
         tokenizer.save_pretrained(tmp_path / "added")
-        assert loaded.prepare("Hello there").token_ids == (1, 2)
-        with pytest.raises(CheckpointError, match=f"made token id {rows + 2} of this prompt, the model has {rows}"):
+        assert loaded.prepare("Hello there").token_ids == (3, 4)
+        with pytest.raises(CheckpointError, match=f"made token id {rows + 4} of this prompt, the model has {rows}"):
             loaded.prepare(f"Hello extra{rows - 1}")
 
 
 def test_a_prompt_of_which_the_tokenizer_knows_nothing_is_refused(tmp_path):
     with loaded_with(word_tokenizer(["Hello"]), tmp_path / "poor") as loaded:
-        assert loaded.prepare("Hello you").token_ids == (1, 0)
+        assert loaded.prepare("Hello you").token_ids == (3, 0)
         with pytest.raises(RequestError, match="every token is <unk>") as caught:
             loaded.prepare("Guten Tag")
         assert caught.value.field == "prompt"

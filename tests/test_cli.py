@@ -604,7 +604,7 @@ def demo_that_is_off(monkeypatch, apart):
     """Let the demo's last answer differ by a constant, beside noise of about 0.1 in each logit."""
     first = torch.randn(2, 9, generator=torch.Generator().manual_seed(0))
     routes = iter([[first] * 12, [first] * 11 + [first + torch.linspace(0, apart, 9)]])
-    monkeypatch.setattr(line, "_answers", lambda *_: ([], next(routes)))
+    monkeypatch.setattr(line, "_answers", lambda *_: ([], next(routes), {}))
     near = [first + 0.1 * torch.randn(2, 9, generator=torch.Generator().manual_seed(seed)) for seed in range(1, 9)]
     draws = {f"draw {place}": logits for place, logits in enumerate(near)}
     monkeypatch.setattr(line, "_noise", lambda plan, asks: drawn_noise("11", "once", first, draws))

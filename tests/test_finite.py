@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 import trimtab
 import trimtab.demo as demo
 from trimtab import cli
+from trimtab.checkpoint import adapter_values
+from trimtab.checkpoint.headers import read_header
+from trimtab.doctor.preflight import preflight
 from trimtab.errors import AdapterError, DeviceError
-from trimtab.runtime.finite import is_finite
+from trimtab.proof.survival_files import survival_of_files
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 FILE = "adapter_model.safetensors"
@@ -71,9 +74,77 @@ def test_logits_that_are_not_numbers_end_the_answer_with_an_error(model, options
     assert model.answer("Hello", max_new_tokens=2, **options).token_ids
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
-def test_finite_values_of_every_type_are_finite(dtype):
-    assert is_finite(torch.arange(-8, 8).to(dtype)) and is_finite(torch.empty(0, dtype=dtype))
-    for value in (math.nan, math.inf) if dtype.is_floating_point and dtype.itemsize > 1 else ():
-        values = torch.zeros(1000).index_fill_(0, torch.tensor([777]), value).to(dtype)
-        assert not is_finite(values)
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_finite_values_of_every_type_are_finite(dtype, tmp_path, monkeypatch):
+    """The bits that are read say what torch says, at the ends of the pieces as well."""
+    monkeypatch.setattr(adapter_values, "_PIECE_BYTES", 512)
+    values = torch.linspace(-8, 8, 999).to(dtype)
+    if dtype.is_floating_point:
+        values = torch.cat([values.float(), torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).min])]).to(dtype)
+    for value in (None, math.nan, math.inf) if dtype.is_floating_point else (None,):
+        spoiled = values.clone()
+        if value is not None and not (dtype is torch.float8_e4m3fn and value == math.inf):  # it has no infinity
+            for place in (0, 255, 256, 998):
+                spoiled[place] = value
+        save_file({"empty": torch.empty(0, dtype=dtype), "a": spoiled}, tmp_path / "x.safetensors")
+        problems = adapter_values.value_problems(read_header(tmp_path / "x.safetensors").tensors)
+        expected = int((~spoiled.double().isfinite()).sum())
+        assert problems == ((f"a: {expected} of {len(spoiled)} values are NaN or infinite",) if expected else ())
+
+
+ENTRIES = {
+    "plan": ["plan", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
+    "run": ["run", "BASE", "hi", "--adapter", "a=BAD", "--device", "cpu"],
+    "chat": ["chat", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
+    "doctor": ["doctor", "BASE", "--adapter", "BAD"],
+    "merge": ["merge", "BASE", "OUT", "--adapter", "a=BAD"],
+    "verify": ["verify", "BASE", "--adapter", "a=BAD", "--against", "base"],
+    "bench": ["bench", "BASE", "--adapter", "a=BAD", "--device", "cpu"],
+    "serve": ["serve", "BASE", "--adapter", "a=BAD", "--device", "cpu", "--port", "0"],
+    "inspect": ["inspect", "BAD"],
+    "inspect with a model": ["inspect", "BAD", "--model", "BASE"],
+}
+
+
+@pytest.mark.parametrize("command", ENTRIES)
+def test_every_command_names_the_tensor_and_has_the_adapters_exit_code(command, tmp_path, capsys, monkeypatch):
+    folder, name = spoiled(tmp_path / "bad", math.nan)
+    words = {"BASE": str(demo.BASE), "OUT": str(tmp_path / "out")}
+    arguments = [words.get(word, word.replace("BAD", str(folder))) for word in ENTRIES[command]]
+    loaded = []
+    monkeypatch.setattr(trimtab, "load", lambda *args, **options: loaded.append(args))
+    code = cli.main(arguments)
+    out, err = capsys.readouterr()
+    assert code == 5 and not loaded
+    assert name in out + err and str(folder) in out + err
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_a_folder_lists_the_tensor(tmp_path, capsys):
+    _, name = spoiled(tmp_path / "bad", math.inf)
+    assert cli.main(["adapters", str(tmp_path)]) == 0
+    assert f"cannot be used: {name}: 2 of" in capsys.readouterr().out
+
+
+def test_every_python_entry_names_the_tensor(tmp_path):
+    folder, name = spoiled(tmp_path / "bad", math.nan)
+    entries = {
+        "plan": lambda: trimtab.plan(demo.BASE, adapters={"a": folder}, device="cpu"),
+        "load": lambda: trimtab.load(demo.BASE, adapters={"a": folder}, device="cpu"),
+        "merge": lambda: trimtab.merge(demo.BASE, tmp_path / "out", adapters={"a": folder}),
+        "verify": lambda: trimtab.verify(demo.BASE, adapters={"a": folder}, against="base", isolated=False),
+        "preflight": lambda: preflight(demo.BASE, adapter=folder),
+        "survival": lambda: survival_of_files(demo.BASE, demo.BASE, folder),
+    }
+    for entry, call in entries.items():
+        with pytest.raises(AdapterError) as caught:
+            call()
+        assert any(problem.startswith(f"{name}: 2 of") for problem in caught.value.problems), entry
+        assert caught.value.path == str(folder), entry
+    assert trimtab.inspect(folder)["not_finite"][0].startswith(f"{name}: 2 of")
+    assert trimtab.inspect(demo.ADAPTERS["style"])["not_finite"] == []

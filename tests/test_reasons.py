@@ -1,12 +1,18 @@
 """Why a block is where it is: each wording in a plan of which it is true, and not in one of which it is not."""
 
+import ast
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from tests import test_planner
 from tests.anatomies import e_series, small
 from tests.test_planner import CPU, GIB, MIB, TABLE
 from trimtab.errors import gib
 from trimtab.plan import Rates
+from trimtab.plan import reasons as reasons_module
 from trimtab.plan.cost import allocator_reserve_bytes
 
 E2B = e_series("E2B")
@@ -109,3 +115,93 @@ def test_a_place_given_by_hand_is_the_reason():
     made = plan(gpu=2.3, place={"audio": "host"})
     assert reason(made, "model.audio_tower") == "requested: place audio=host"
     assert reason(made, "model.vision_tower").startswith("moved, ")
+
+
+# Every wording --------------------------------------------------------------------------------------------------------
+
+
+def _literals():
+    """Return every piece of text that reasons.py can put into a reason."""
+    tree = ast.parse(Path(reasons_module.__file__).read_text("utf-8"))
+    names = ("of", "_too_much", "_far", "_shared")
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names]
+    assert len(functions) == len(names)
+    found = set(reasons_module._PAID.values())
+    for function in functions:
+        docs = {id(node.value) for node in function.body if isinstance(node, ast.Expr)}
+        lookups = {id(node.slice) for node in ast.walk(function) if isinstance(node, ast.Subscript)}
+        compared = {id(one) for node in ast.walk(function) if isinstance(node, ast.Compare) for one in node.comparators}
+        found |= {
+            node.value for node in ast.walk(function)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs | lookups | compared
+        }  # fmt: skip
+    return {text for text in found if len(text.strip(" ,;:")) > 1}
+
+
+def _high_load(change=0):
+    whole = plan(HIGH_LOAD, **SHORT)
+    budget = needed(whole.gpu_load_peak_bytes, whole) + change
+    return plan(HIGH_LOAD, gpu=budget / GIB, **SHORT)
+
+
+def _shared_memory(change=0):
+    whole = plan(machine=CPU)
+    needed_bytes = whole.gpu_needed_bytes + whole.host_peak_bytes
+    return plan(machine=replace(CPU, host_available_bytes=needed_bytes - CPU.process_bytes + change))
+
+
+def _as_fast(transfer_s):
+    rates = Rates(device_Bps=1e9, host_Bps=1e10 if transfer_s < 1e-3 else 1e9, transfer_s=transfer_s)
+    return plan(HIGH_LOAD, machine=CPU, rates=rates, **SHORT)
+
+
+def _streamed(part):
+    return plan(gpu=2.5, place={part: "stream"}) if part else plan(gpu=2.5)
+
+
+# Wording -> a plan of which it is true, and one of which it is not. The tests above compute why.
+WORDINGS = {
+    "requested: ": (lambda: plan(gpu=2.3, place={"audio": "host"}), plan),
+    "stays: ": (lambda: plan(gpu=2.5), plan),
+    "fits": (plan, lambda: plan(gpu=2.5)),
+    "moved, ": (lambda: plan(gpu=6), plan),
+    "fits the device, but is as fast there": (lambda: _as_fast(1e-7), lambda: _as_fast(1e-3)),
+    ": only indexed, ": (lambda: plan(gpu=6), plan),
+    " per token": (lambda: plan(gpu=6), plan),
+    ", from the checkpoint file": (lambda: _shared_memory(-GIB), lambda: plan(gpu=6)),
+    " over the budget of ": (lambda: plan(gpu=6), _high_load),
+    "loading would peak ": (lambda: _high_load(-16 * MIB), _high_load),
+    " above the budget of ": (lambda: _high_load(-16 * MIB), _high_load),
+    "; the host budget is ": (
+        lambda: plan(e_series("E4B"), gpu=3.5, host=1.5), lambda: plan(e_series("E4B"), gpu=3.5, host=16),
+    ),
+    " more than the machine's memory": (lambda: _shared_memory(-GIB), _shared_memory),
+    "read at every token": (lambda: plan(gpu=2.5), plan),
+    "read once a picture": (lambda: plan(gpu=2.5), plan),
+    "read once a sound": (lambda: plan(gpu=2.5), plan),
+    "read once a request": (None, plan),
+}  # fmt: skip
+
+
+def test_every_wording_is_known_to_this_file():
+    assert _literals() == set(WORDINGS)
+
+
+@pytest.mark.parametrize("wording", WORDINGS)
+def test_each_wording_stands_where_it_is_true_and_not_where_it_is_not(wording):
+    true, false = WORDINGS[wording]
+    made = false()
+    assert not any(wording in row.reason for row in made.placements if wording != "fits" or row.block_path == TABLE)
+    if true is not None:
+        assert any(wording in row.reason for row in true().placements)
+
+
+def test_a_block_that_cannot_move_says_why_and_a_movable_one_never_does():
+    """No anatomy here has such blocks: what a block is read for, and what it refuses, is its own (`blocks.py`)."""
+    why = SimpleNamespace(asked={}, too_much="", far="")
+    fixed = SimpleNamespace(block_path="b", movable_bytes=0, refused={"stream": "nothing of it can be read later"})
+    assert reasons_module.Reasons.of(why, fixed, SimpleNamespace(tier="resident")) == "nothing of it can be read later"
+    free = SimpleNamespace(block_path="b", movable_bytes=1, refused=fixed.refused, paid="request")
+    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "fits"
+    why.too_much = "1 B over the budget of cuda:0"
+    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once a request"

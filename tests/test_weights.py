@@ -6,10 +6,14 @@ import math
 
 import pytest
 import torch
+from bitsandbytes.functional import dequantize_blockwise
 
+from trimtab.merge import pack
 from trimtab.merge.check_exact import rounded_once
 from trimtab.proof.criterion import symmetric_limit
+from trimtab.proof.packed_grid import Grid
 from trimtab.proof.weights import FALSE_ALARM_RATE, MergedWeights, merged_weights, module_weight, saved_weight
+from trimtab.runtime.quant import quant_state, quantize
 
 SHAPE = (96, 128)
 
@@ -92,7 +96,67 @@ def test_many_modules_together_show_what_one_cannot():
     assert merged_weights([]) is None
 
 
-def test_packed_weights_are_held_against_the_noise_of_four_bits():
+def packed(values, quant, dtype=torch.bfloat16):
+    """Return (grid, values) of a weight as bitsandbytes packs it, or with "own" as `trimtab merge --requantize nf4-dq` does."""
+    if quant.startswith("own"):
+        parts = {}
+        nested = quant == "own nf4-dq"
+        for name, _, data in pack.packed_parts("w", lambda a, b: values[a:b], SHAPE, "bfloat16", nested=nested):
+            parts.setdefault(name, bytearray()).extend(data)
+        scales, codes = pack.read_scales(parts), torch.frombuffer(parts["w"], dtype=torch.uint8)
+        index = torch.stack((codes >> 4, codes & 15), 1).view(-1)
+        levels = torch.frombuffer(parts["w.quant_map"], dtype=torch.float32)
+        found = (levels[index.int()] * scales.repeat_interleave(64)).view(SHAPE)
+        return Grid(levels.double(), scales, 64, dtype, SHAPE), found
+    made = quantize(values.to(dtype), quant)
+    if quant == "int8":
+        levels, scales = torch.arange(-127, 128, dtype=torch.float64) / 127, made.parts["SCB"].float()
+        found = made.parts["weight"].float() * scales.view(-1, 1) / 127
+        return Grid(levels, scales, SHAPE[1], torch.float16, SHAPE), found
+    state = quant_state(made)
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    codes = made.parts["weight"].view(-1)
+    index = torch.stack((codes >> 4, codes & 15), 1).view(-1)
+    found = (state.code[index.int()] * scales.float().repeat_interleave(64)).view(SHAPE)
+    return Grid(state.code.double().unique(), scales.float(), 64, dtype, SHAPE), found
+
+
+@pytest.mark.parametrize("quant", ["own nf4", "own nf4-dq", "nf4", "nf4-dq", "fp4", "int8"])
+def test_packed_weights_are_the_levels_that_base_plus_change_is_packed_to(quant):
+    """What 4 bits lose is no fault, whoever packed and however the scales were chosen; 1 % of the scale is."""
+    base, delta, terms = pieces(size=0.3)
+
+    def tested(values):
+        grid, found = packed(values, quant)
+        return MergedWeights(
+            (module_weight("m", base, found, delta, quant.split()[-1][:4].rstrip("-"), terms=terms, grid=grid),)
+        )
+
+    for right in (base + delta, nearest(base, delta).float(), in_bfloat16(base, delta).float()):
+        judged_right = tested(right)
+        assert (judged_right.verdict, judged_right.sees_scale_fault) == ("right", True)
+        assert judged_right.modules[0].beyond == 0 and not judged_right.modules[0].is_coarse
+    for wrong, slope in ((1.01 * delta, 1.01), (0.99 * delta, 0.99), (0 * delta, 0.0), (2 * delta, 2.0)):
+        found = tested(base + wrong)
+        assert found.verdict == "differs"
+        # Of the wrong merge's own scales too: far off where much is missing.
+        assert found.modules[0].slope == pytest.approx(slope, abs=0.005 if abs(slope - 1) < 0.1 else 0.25)
+    for wrong in (delta.flip(0), pieces(seed=5)[1] * 6):
+        assert tested(base + wrong).verdict == "differs"
+
+
+def test_one_wrong_code_of_a_packed_weight_is_out_of_the_bound():
+    base, delta, terms = pieces(size=0.3)
+    grid, found = packed(base + delta, "nf4")
+    other = grid.levels[(grid.levels != found[5, 7].double() / grid.scale_of(5, 6)[0, 7]).nonzero()[3, 0]]
+    found[5, 7] = float(other * grid.scale_of(5, 6)[0, 7])
+    judged_once = MergedWeights((module_weight("m", base, found, delta, "nf4", terms=terms, grid=grid),))
+    assert (judged_once.verdict, judged_once.wrong[0].beyond) == ("differs", 1)
+
+
+def test_packed_weights_without_a_grid_are_held_against_the_noise_of_four_bits():
     base, delta, terms = pieces(size=0.3)
     noise = 0.09 * torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
     right = judged(base + 0.99 * delta + noise, base, delta, terms, "nf4")  # clipping costs a percent

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 from trimtab import threads
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.adapter import describe, match_adapter, read_adapter
+from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.names import near_names
 from trimtab.checkpoint.packed import split_packed
+from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
 from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.adapter_room import head_change
@@ -123,6 +125,8 @@ def plan_request(
     checkpoint = read_checkpoint(request.model)
     every = {**(later or {}), **request.adapters}
     files = {name: read_adapter(path) for name, path in every.items()}  # before anything that takes long
+    for path in every.values():
+        check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
     bytes_before = None if known.torch_is_loaded() else process_bytes()
     given, inputs = request, inputs or PlanInputs()
@@ -301,11 +305,17 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
-    """Return what an adapter targets and, with a model, what would be applied, remapped or without effect there."""
-    file = read_adapter(str(adapter))
+    """Return what an adapter targets and, with a model, what would be applied, remapped or without effect there.
+
+    `not_finite` lists the tensors with values that are NaN or infinite: with one of them no command takes the adapter.
+    """
+    file = read_adapter(str(adapter), values=False)
+    report = {"not_finite": list(value_problems(file.tensors))}
     if model is None:
-        return describe(file, None)
+        return describe(file, None) | report
     from trimtab.runtime import hf
 
-    anatomy = hf.read_anatomy(read_checkpoint(str(model)), quant="none", dtype="bfloat16")
-    return describe(file, match_adapter(file, anatomy))
+    checkpoint = read_checkpoint(str(model))
+    check_vocabulary(file.folder, checkpoint.folder)
+    anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
+    return describe(file, match_adapter(file, anatomy)) | report

@@ -122,17 +122,17 @@ class DeviceError(TrimtabError):
 
 
 class ParityError(TrimtabError):
-    """Two routes to the same answer differ by more than their noise floor."""
+    """Two routes to the same answer differ by more than their noise floor.
+
+    position: of the first logits that differ, -1 where the difference is of weights and not of logits.
+    """
 
     def __init__(
         self, reason: str, *, position: int, max_abs: float, mean_abs: float, tolerance: float, hint: str = ""
     ) -> None:
         self.position, self.max_abs, self.mean_abs, self.tolerance = position, max_abs, mean_abs, tolerance
-        super().__init__(
-            f"{reason}: first difference at position {position}, max {max_abs:.3g}, mean {mean_abs:.3g}, "
-            f"tolerance {tolerance:.3g}",
-            hint=hint,
-        )
+        apart = f": first difference at position {position}, max {max_abs:.3g}, mean {mean_abs:.3g}, tolerance {tolerance:.3g}"
+        super().__init__(reason + (apart if position >= 0 else ""), hint=hint)
 
 
 class UpstreamError(TrimtabError):

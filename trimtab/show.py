@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
+from trimtab.checkpoint.adapter_file import DIVERGED
 from trimtab.errors import gib
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ def adapter_text(report: Mapping[str, Any]) -> str:
         "",
         *_aligned([("part", "tensors"), *((part, str(count)) for part, count in report["parts"].items())]),
     ]
+    spoiled = report.get("not_finite") or []
+    if spoiled:
+        lines += [
+            "",
+            f"cannot be used: {len(spoiled)} tensors hold values that are not finite",
+            *_some(spoiled),
+            DIVERGED,
+        ]
     return "\n".join(lines if "targets" not in report else [*lines, "", *_match_lines(report)])
 
 

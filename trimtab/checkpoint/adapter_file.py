@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.adapter_config import config_problems
+from trimtab.checkpoint.adapter_values import value_problems
 from trimtab.checkpoint.folder import Stamp, stamp_of
 from trimtab.checkpoint.headers import TensorEntry, read_header
 from trimtab.errors import AdapterError
 
+DIVERGED = "Its training diverged or the file is damaged: use an earlier checkpoint of it"
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _OTHER_FILES = {
     "adapter_model.bin": "is a pickle, which can run code when it is opened; load it once with PEFT in a place you "
@@ -39,11 +41,12 @@ class AdapterFile:
     stamps: tuple[Stamp, ...] = ()
 
 
-def read_adapter(path: str | Path) -> AdapterFile:
-    """Return configuration and header of the adapter in a folder; no tensor data is read.
+def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
+    """Return configuration and header of the adapter in a folder.
 
-    Errors: AdapterError with every reason: missing or foreign files, bad JSON, another method than LoRA, configuration
-    fields that change the output in a way not supported. CheckpointError if the safetensors header is not sound.
+    values: also look through its values for NaN and infinity; nothing is kept of them. Errors: AdapterError with every
+    reason: missing or foreign files, bad JSON, another method than LoRA, configuration fields that change the output in a
+    way not supported, tensors with values that are not finite. CheckpointError if the safetensors header is not sound.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -60,7 +63,17 @@ def read_adapter(path: str | Path) -> AdapterFile:
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
         raise AdapterError(folder, [f"{TENSORS_NAME} holds no tensor"])
-    return AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
+    found = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
+    if values:
+        check_values(found)
+    return found
+
+
+def check_values(file: AdapterFile) -> None:
+    """Raise AdapterError with every tensor of an adapter that holds values which are NaN or infinite."""
+    problems = value_problems(file.tensors)
+    if problems:
+        raise AdapterError(file.folder, problems, hint=DIVERGED)
 
 
 def _missing_files(folder: Path) -> list[str]:

@@ -44,6 +44,9 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.options import Option
 from trimtab.request import LoadRequest
 
+# Of an adapter that no command takes: the code of AdapterError (`cli.EXIT_CODES`).
+SPOILED = 5
+
 
 def add(command: Command) -> None:
     """Add the four commands."""
@@ -192,7 +195,7 @@ def run_inspect(options: argparse.Namespace) -> int:
         )
     else:
         print(show.adapter_text(report))
-    return 0
+    return SPOILED if report["not_finite"] else 0
 
 
 def _patch(options: argparse.Namespace) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from trimtab.proof.criterion import DRAWS, FALSE_ALARM_RATE
 from trimtab.request import LoadRequest
 
 if TYPE_CHECKING:
-    from trimtab.proof.compare import Noise
+    from trimtab.proof.compare import Noise, NoiseFloor
+    from trimtab.proof.loaded_changes import Changes
 
 Say = Callable[[str], None]
 ADAPTERS = tuple(demo.ADAPTERS)
@@ -95,9 +96,10 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     draw(split, picture)
     say(f"\npicture of the plan: {picture}\n")
     say("2. load, and ask the base and each adapter")
-    answers, logits = _answers(split, asks, say)
+    answers, logits, changes = _answers(split, asks, say)
     say("\n3. prove: the same questions to the model with every weight resident")
-    _, expected = _answers(whole, asks, None)
+    _, expected, expected_changes = _answers(whole, asks, None)
+    check_changes(changes, expected_changes)
     largest = compare(logits, expected)
     positions = sum(len(found) for found in logits)
     say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
@@ -111,6 +113,18 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
         "answers": answers, "positions": positions, "max_abs": largest, "same": largest == 0,
         "verdict": verdict, "noise": noise,
     }  # fmt: skip
+
+
+def check_changes(found: Changes, expected: Changes) -> None:
+    """Raise ParityError if the split model has loaded another change than the resident one: sharper than any answer."""
+    from trimtab.proof.loaded_changes import compare_changes
+
+    compared = compare_changes(expected, found)
+    if compared is not None and compared.wrong:
+        raise ParityError(
+            f"the split model has not loaded what the resident one has: {compared.wrong[0]}", position=-1,
+            max_abs=0.0, mean_abs=0.0, tolerance=0.0, hint=f"{len(compared.wrong)} modules are wrong",
+        )  # fmt: skip
 
 
 def new_picture() -> Path:
@@ -127,12 +141,23 @@ def _judge(
 
     Another kernel for the same product gives other last bits. Errors: ParityError if a difference is more than that.
     """
-    from trimtab.proof.compare import NoiseFloor, difference
-
     places = [place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b)]
     say("   not the same bits: measuring the noise of the resident model")
-    floor = NoiseFloor(_noise(whole, {str(place): asks[place] for place in places}))
-    for place in places:
+    floor = judge(_noise(whole, {str(place): asks[place] for place in places}), asks, logits, expected)
+    return "same within noise", floor.to_json()
+
+
+def judge(noise: Sequence[Noise], asks: Sequence[Ask], logits: Sequence[Any], expected: Sequence[Any]) -> NoiseFloor:
+    """Return the noise floor that the logits of all asks are within. noise: of each place that differs, by its number.
+
+    Errors: ParityError if a difference is more than that.
+    """
+    from trimtab.proof.compare import NoiseFloor, difference
+
+    floor = NoiseFloor(tuple(noise))
+    for place in range(len(asks)):
+        if logits[place].equal(expected[place]):
+            continue
         apart = difference(expected[place], logits[place])
         if floor.verdict(apart, str(place)) == "same within noise":
             continue
@@ -143,26 +168,27 @@ def _judge(
             tolerance=limit.max_abs if limit is not None else 0.0,
             hint=f"The tolerance is a bound on the resident model's own noise; false-alarm rate {FALSE_ALARM_RATE:.0e}",
         )  # fmt: skip
-    return "same within noise", floor.to_json()
+    return floor
 
 
 def _noise(plan: trimtab.Plan, asks: Mapping[str, Ask]) -> tuple[Noise, ...]:
-    """Return how far the model of a plan is from itself when each layer's roundings are drawn at random, by ask."""
+    with trimtab.load(plan) as model:
+        return tuple(pair for name, ask in asks.items() for pair in ask_noise(model, name, ask))
+
+
+def ask_noise(model: trimtab.LoadedModel, name: str, ask: Ask) -> tuple[Noise, ...]:
+    """Return how far a model is from itself on one ask when each layer's roundings are drawn at random."""
     from trimtab.proof.compare import drawn_noise
     from trimtab.proof.forced import ONCE, rounded_layers
 
-    found: list[Noise] = []
-    with trimtab.load(plan) as model:
-        for name, ask in asks.items():
-            once = model.logits(ask.prompt, **ask.media, adapter=ask.adapter)
-            draws = {}
-            for seed in range(1, DRAWS + 1):
-                with rounded_layers(model.hf_model, seed):
-                    draws[f"every layer rounded at random ({seed})"] = model.logits(
-                        ask.prompt, **ask.media, adapter=ask.adapter
-                    )
-            found += drawn_noise(name, ONCE, once, draws)
-    return tuple(found)
+    once = model.logits(ask.prompt, **ask.media, adapter=ask.adapter)
+    draws = {}
+    for seed in range(1, DRAWS + 1):
+        with rounded_layers(model.hf_model, seed):
+            draws[f"every layer rounded at random ({seed})"] = model.logits(
+                ask.prompt, **ask.media, adapter=ask.adapter
+            )
+    return drawn_noise(name, ONCE, once, draws)
 
 
 def read_asks(adapters: Sequence[str]) -> list[Ask]:
@@ -200,8 +226,12 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
     return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 
 
-def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Return the answers (none without say) and the teacher-forced logits [S, V] of every question."""
+def _answers(
+    plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None
+) -> tuple[list[dict[str, Any]], list[Any], Changes]:
+    """Return the answers (none without say), the teacher-forced logits [S, V] of every question, and what was loaded."""
+    from trimtab.proof.own_route import own_changes
+
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress)
     answers, logits = [], []
@@ -210,7 +240,8 @@ def _answers(plan: trimtab.Plan, asks: Sequence[Ask], say: Say | None) -> tuple[
             if say is not None:
                 answers.append(_answer(model, ask, say))
             logits.append(model.logits(ask.prompt, **ask.media, adapter=ask.adapter))
-    return answers, logits
+        changes = own_changes(model)
+    return answers, logits, changes
 
 
 def _answer(model: trimtab.LoadedModel, ask: Ask, say: Say) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trimtab.checkpoint.adapter import AdapterFile, read_adapter
 from trimtab.checkpoint.adapter_config import config_problems, rank_and_scale
-from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
+from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME, check_values
 from trimtab.checkpoint.adapter_keys import REWRITES, own_path
 from trimtab.checkpoint.folder import read_json
 from trimtab.checkpoint.headers import TensorEntry, read_header
@@ -102,7 +102,9 @@ def _read(path: str) -> AdapterFile:
     folder = Path(path)
     config = read_json(folder / CONFIG_NAME)
     assert not config_problems({**config, "target_parameters": None})
-    return AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
+    found = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
+    check_values(found)
+    return found
 
 
 # One pair a stack -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ a tensor of its own, because a merged head must not say what only the embedding 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget, match_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.checkpoint.headers import TensorEntry
+from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import AdapterError, CheckpointError
 from trimtab.merge import experts
 from trimtab.merge.delta import Change, EntryRows, Rows, row_pieces
@@ -125,6 +125,7 @@ def open_adapters(
     for part in parts:
         try:
             file, pairs = experts.read_with_stacks(part.path, found, checkpoint.tensors)
+            check_vocabulary(part.path, checkpoint.folder)
             # An adapter on experts alone leaves nothing for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
             opened = PositionedFile(file.file)
@@ -135,23 +136,12 @@ def open_adapters(
         specs.append(spec)
         stacks.append(pairs)
         files.append(opened)
-        used = [entry for target in spec.targets for entry in target.tensors.values()]
-        used += [entry for pair in pairs.values() for entry in (pair.A, pair.B)]
-        problems += [(file.folder, problem) for problem in _not_finite(opened, used)]
         problems += [(file.folder, problem) for problem in _without_bias(spec, found)]
     if problems:
         folders = list(dict.fromkeys(folder for folder, _ in problems))
         lines = [text if len(folders) == 1 else f"{folder}: {text}" for folder, text in problems]
         raise AdapterError(folders[0], lines)
     return Adapters(tuple(parts), tuple(specs), tuple(stacks), tuple(files))
-
-
-def _not_finite(file: PositionedFile, entries: Sequence[TensorEntry]) -> Iterator[str]:
-    for entry in {entry.tensor_name: entry for entry in entries}.values():
-        rows = EntryRows(file, entry)
-        bad = sum(int((~rows(a, b).float().isfinite()).sum()) for a, b in row_pieces(entry.shape))
-        if bad:
-            yield f"{entry.tensor_name}: {bad} of {math.prod(entry.shape)} values are NaN or infinite"
 
 
 def _without_bias(spec: AdapterSpec, found: Probe) -> Iterator[str]:

@@ -53,6 +53,11 @@ class PackedRows:
         """The scale of each block of 4-bit values, or of each row of int8 ones, float32."""
         return self._scale
 
+    @property
+    def code(self) -> Tensor:
+        """The 16 levels of 4-bit values in the order of their codes, float32."""
+        return self._code
+
     def __call__(self, start: int, stop: int) -> Tensor:
         columns = self.shape[1]
         if self.entry.kind == "int8":

@@ -15,10 +15,12 @@ import torch
 from trimtab.api import load, plan_request
 from trimtab.plan import Plan
 from trimtab.proof import forced
+from trimtab.proof.loaded_changes import sketch
 from trimtab.proof.rounding import rounded_draws, rounded_order
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
+from trimtab.runtime.lora import EmbeddingAdapter
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -37,7 +39,8 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     with load(plan, decode=route.get("decode") or "eager") as model:
         tell(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
-             "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters)}
+             "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters),
+             "changes": own_changes(model)}
         )  # fmt: skip
         items = request["items"]
         if request.get("batched"):
@@ -51,6 +54,19 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             : request["noise_items"] if request["noise"] else 0
         ]:
             _tell_noise(model, item, continuation, request, tell)
+
+
+def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
+    """Return adapter -> module path -> `sketch` of every LoRA change that a model has loaded."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for module in model.hf_model.modules():
+        for name, adapter in module.__dict__.get("adapters", {}).items():
+            A, B = getattr(adapter, "A", None), getattr(adapter, "B", None)
+            if A is None or B is None or A.dim() != 2:
+                continue
+            A = A.T if isinstance(adapter, EmbeddingAdapter) else A
+            found.setdefault(name, {})[module.module_path] = sketch(A, B, adapter.scale)
+    return found
 
 
 def _head(plan: Plan) -> str:

@@ -17,6 +17,7 @@ from trimtab.plan.plan import write_whole
 if TYPE_CHECKING:
     from trimtab.proof.compare import Difference, NoiseFloor
     from trimtab.proof.lanes import LaneReport
+    from trimtab.proof.loaded_changes import LoadedChanges
     from trimtab.proof.survival import Survival
     from trimtab.proof.weights import MergedWeights
 
@@ -68,7 +69,7 @@ class ParityReport:
     (bit-equal or within noise), or `differs` where an adapter must change something. floor: the reference's own noise.
     layers: relative difference of the hidden states after each layer, the largest of all prompts. survival: what of the
     adapter's change is in a merged folder, module by module; weights: the test of these weights, which is sharper than any
-    answer. findings: what a reader must know besides.
+    answer. changes: whether both routes loaded the same adapters, as sharp. findings: what a reader must know besides.
     """
 
     model: str
@@ -83,6 +84,7 @@ class ParityReport:
     findings: tuple[str, ...] = ()
     survival: tuple[Survival, ...] = ()
     weights: MergedWeights | None = None
+    changes: LoadedChanges | None = None
     lanes: LaneReport | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -93,6 +95,8 @@ class ParityReport:
 
         answers = worst(row.verdict for row in self.prompts)
         if DIFFERS in (answers, self.weights.verdict if self.weights is not None else None):
+            return DIFFERS
+        if self.changes is not None and self.changes.wrong:
             return DIFFERS
         if answers != WITHIN_NOISE:
             return answers
@@ -138,6 +142,8 @@ class ParityReport:
             reason = f"{ours} gives what {theirs} gives: the adapter is inactive"
         elif self.weights is not None and self.weights.wrong and row.verdict != "differs":
             reason = f"{self.weights.wrong[0].module_path} of {ours} is not base plus change"
+        elif self.changes is not None and self.changes.wrong:
+            reason = f"{ours} has not loaded what {theirs} has: {self.changes.wrong[0]}"
         else:
             reason = f"{ours} differs from {theirs} on prompt {row.id}"
         first = row.difference.first_position
@@ -157,6 +163,7 @@ class ParityReport:
             "subject": dict(self.subject),
             "survival": [{k: _finite(v) for k, v in row.to_json().items()} for row in self.survival],
             "weights": self.weights.to_json() if self.weights is not None else None,
+            "changes": self.changes.to_json() if self.changes is not None else None,
             "lanes": self.lanes.to_json() if self.lanes is not None else None, "versions": dict(self.versions),
         }  # fmt: skip
 

@@ -25,6 +25,7 @@ import torch
 
 from trimtab.packages import versions_of
 from trimtab.proof import forced
+from trimtab.proof.loaded_changes import sketch
 from trimtab.proof.versions import versions
 
 Tell = Callable[[dict[str, Any]], None]
@@ -46,7 +47,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
         tell(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
-             "versions": versions()}
+             "versions": versions(), "changes": stock_changes(model)}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
         said: list[list[int]] = []
@@ -113,6 +114,28 @@ def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[
         else:
             model.load_adapter(str(loadable), adapter_name=name)
     return without_cpu_repacking(model.eval()), notes
+
+
+def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
+    """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's own paths."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for path, module in model.named_modules():
+        scaling = getattr(module, "scaling", None)
+        if not isinstance(scaling, dict):
+            continue
+        for name, scale in scaling.items():
+            pairs = [
+                (getattr(module, f"lora_{kind}A", {}), getattr(module, f"lora_{kind}B", {}))
+                for kind in ("", "embedding_")
+            ]
+            for A, B in pairs:
+                if name not in A or name not in B:
+                    continue
+                left, right = (getattr(part[name], "weight", part[name]) for part in (B, A))
+                if left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]:
+                    own_path = path.removeprefix("base_model.model.").removesuffix(".linear")
+                    found.setdefault(name, {})[own_path] = sketch(right, left, scale)
+    return found
 
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:

@@ -12,6 +12,7 @@ from trimtab.checkpoint.adapter import AdapterTarget, match_adapter, read_adapte
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.checkpoint.packed import split_packed
 from trimtab.errors import CheckpointError
+from trimtab.proof.packed_grid import Grid, read_grid
 from trimtab.proof.survival import Survival, lora_delta, survival
 from trimtab.proof.weights import ModuleWeight, module_weight, saved_weight
 
@@ -41,6 +42,13 @@ class _Weights:
         """Return how the files hold a weight: the dtype of its tensors, or the packed form."""
         leaf = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)].leaves[0]
         return str(self.packed[leaf].kind if leaf in self.packed else self.entries[leaf].dtype)
+
+    def grid(self, tensor_path: str) -> tuple[Grid, Tensor] | None:
+        """Return the grid of a packed weight and its values, not rounded to any dtype; None if it is of several tensors."""
+        expression = self.probe.sources[self.probe.ties.get(tensor_path, tensor_path)]
+        if not expression.is_leaf or expression.leaves[0] not in self.packed:
+            return None
+        return read_grid(self.packed[expression.leaves[0]])
 
     def is_plain(self, tensor_path: str) -> bool:
         """Whether the files hold a weight, and not packed."""
@@ -86,7 +94,9 @@ def read_merge(
         weight = saved.get(target.module_path, {}).get("weight", weight).float()
         delta = target_delta(target, weight, tensors)
         terms = None if "magnitude" in tensors else _terms(target, tensors)
-        tests.append(module_weight(target.module_path, weight, found, delta, theirs.form(path), terms=terms))
+        grid, values = theirs.grid(path) or (None, found)
+        form = theirs.form(path)
+        tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
         if progress is not None:
             progress(done, len(changes))
     for module_path, tensors in saved.items():

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from trimtab.adapter_names import Adapters, paths_of
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
 from trimtab.checkpoint.packed import split_packed
+from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import RequestError
 from trimtab.packages import STOCK, check_installed
 from trimtab.plan import Plan
 from trimtab.proof import compare, forced
 from trimtab.proof import prompts as asked
 from trimtab.proof.comparisons import AGAINST, Case, case_of
+from trimtab.proof.loaded_changes import LoadedChanges, compare_changes
 from trimtab.proof.prompts import Prompt
 from trimtab.proof.report import ParityReport, PromptParity
 from trimtab.proof.routes import Item, Ran, prepare, run_route, with_continuations
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 NEW_TOKENS = 32
+SHOWN_MODULES = 5
 
 
 def verify(
@@ -109,6 +112,8 @@ def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:
     from trimtab.runtime import hf
 
     files = {name: read_adapter(path) for name, path in adapters.items()}
+    for path in adapters.values():
+        check_vocabulary(path, checkpoint.folder)
     if files:
         anatomy = hf.read_anatomy(checkpoint, quant="none", dtype="bfloat16")
         for file in files.values():
@@ -162,11 +167,13 @@ def _compare(
         found.append(row)
         layers.append(by_layer)
     survived, weights = _weights(case, speak)
+    changes = _changes(case, reference, subject)
+    findings = (*_findings(case, found, reference, subject, weights), *_other_changes(changes))
     return ParityReport(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
         prompts=tuple(found), floor=reference.noise, layers=_largest_by_layer(layers),
-        reference=reference.to_json(), subject=subject.to_json(), findings=_findings(case, found, reference, subject, weights),
-        survival=survived, weights=weights, versions=versions(),
+        reference=reference.to_json(), subject=subject.to_json(), findings=findings,
+        survival=survived, weights=weights, changes=changes, versions=versions(),
     )  # fmt: skip
 
 
@@ -227,6 +234,20 @@ def _weights(case: Case, speak: Say) -> tuple[tuple[Any, ...], MergedWeights | N
     return rows, merged_weights(tests)
 
 
+def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
+    """Return whether both routes loaded the same changes, None where one is to have none of them."""
+    if case.merged is not None or case.against == "base":
+        return None
+    first, second = (dict(ran.loaded.get("changes") or {}) for ran in (reference, subject))
+    return compare_changes(first, second, same_names=case.against != "stock")
+
+
+def _other_changes(changes: LoadedChanges | None) -> list[str]:
+    wrong = changes.wrong if changes is not None else ()
+    more = [f"and {len(wrong) - SHOWN_MODULES} modules more"] if len(wrong) > SHOWN_MODULES else []
+    return [f"not loaded alike: {row}" for row in wrong[:SHOWN_MODULES]] + more
+
+
 def _findings(
     case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran, weights: MergedWeights | None
 ) -> tuple[str, ...]:
@@ -261,9 +282,9 @@ def _wrong_weights(weights: MergedWeights) -> list[str]:
     lines = [
         f"{row.module_path} is not base plus change: {row.slope:.4g} of the change is there"
         + (f", {row.beyond} values are out of the bound of rounding" if row.beyond else "")
-        for row in rows[:5]
+        for row in rows[:SHOWN_MODULES]
     ]
-    return lines + ([f"and {len(rows) - 5} modules more"] if len(rows) > 5 else [])
+    return lines + ([f"and {len(rows) - SHOWN_MODULES} modules more"] if len(rows) > SHOWN_MODULES else [])
 
 
 def _with_lanes(

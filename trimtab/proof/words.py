@@ -87,6 +87,17 @@ def weights_words(report: ParityReport) -> list[str]:
     ]
 
 
+def changes_words(report: ParityReport) -> list[str]:
+    """Return whether both routes loaded the same changes."""
+    changes = report.changes
+    if changes is None:
+        return []
+    same = (
+        f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
+    )
+    return [f"adapters as loaded: {same}; a scale wrong by 1 % would be seen"]
+
+
 def route_words(route: Mapping[str, Any]) -> str:
     """Return one line on a route: label, format, placement, what it took."""
     tiers = ", ".join(f"{count} {tier}" for tier, count in (route.get("tiers") or {}).items())
@@ -142,7 +153,7 @@ def report_text(report: ParityReport) -> str:
     if any(row.merged_matches for row in report.prompts):
         lines += [*table(MERGE_HEAD, [merge_row(row) for row in report.prompts]), ""]
     lines += floor_words(report)
-    lines += weights_words(report)
+    lines += weights_words(report) + changes_words(report)
     lines += survival_words(report)
     lines += [f"! {finding}" for finding in report.findings]
     if report.lanes is not None:
@@ -176,7 +187,7 @@ def report_markdown(report: ParityReport) -> str:
         [(row.id, row.reference_text or "-", row.subject_text or "-", row.expected_text or "-") for row in report.prompts],
     )  # fmt: skip
     lines += ["", "## How sure", "", *[line.strip() for line in floor_words(report)], ""]
-    lines += [line.strip() for line in weights_words(report)]
+    lines += [line.strip() for line in weights_words(report)] + changes_words(report)
     lines += survival_words(report)
     if report.findings:
         lines += ["", "## Findings", "", *[f"- {markdown_cell(finding)}" for finding in report.findings]]

@@ -139,7 +139,7 @@ class Asking:
         """
         self._check_adapter(name)
         before = self._specs[name].file
-        if tuple(read_adapter(before.folder).stamps) == tuple(before.stamps):
+        if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
         held = self.read_adapter(before.folder)
         free = self.free_adapter_bytes() + self._adapter_bytes[name]

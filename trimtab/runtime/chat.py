@@ -17,7 +17,7 @@ from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
 from trimtab.runtime.marks import marks_of, picture_digest, sound_digest, turns_of
 from trimtab.runtime.media import SAMPLE_RATE, LowDetail, read_audio, read_image
-from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths
+from trimtab.runtime.media_check import check_frames, check_pictures, check_sound_lengths, check_taken
 from trimtab.runtime.prefix_store import Mark
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
@@ -328,6 +328,7 @@ def _through_processor(
         encoded = model.control_tokens.encode(encode, rendered, adds_special=adds_special)
     except (ValueError, TypeError, IndexError) as exc:
         raise RequestError(f"the model's processor refuses this prompt ({exc})", field="prompt") from exc
+    check_taken(encoded, len(pictures) + len(sounds), model.processor_folder)
     check_pictures(model.hf_model.config, encoded, options.get("images", ()))
     check_frames(encoded, options.get("audio", ()), SAMPLE_RATE)
     digests = (

@@ -7,15 +7,21 @@ processor is put together from its other parts, and asking it for a video is ref
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from trimtab.checkpoint.folder import read_json
+from trimtab.checkpoint.folder import CONFIG, read_json
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime import hf
 
+# Fields of config.json whose token stands for something that is no text.
+PLACEHOLDERS = (
+    "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id", "video_token_index",
+    "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "vision_start_token_id", "vision_end_token_id",
+)  # fmt: skip
 TOKENIZER_HINT = "Copy the tokenizer files of this very model into the folder (tokenizer.json, tokenizer_config.json)"
 
 
@@ -31,7 +37,9 @@ def load_processor(folder: Path) -> Any:
         if "orchvision" not in str(exc):
             raise
         processor = _without_video(folder, exc)
-    check_tokenizer(getattr(processor, "tokenizer", processor), folder, _vocabulary(folder))
+    tokenizer = getattr(processor, "tokenizer", processor)
+    check_tokenizer(tokenizer, folder, _vocabulary(folder))
+    check_named_ids(tokenizer, folder)
     return processor
 
 
@@ -80,6 +88,49 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
             f"its tokenizer has token ids up to {largest}, the model has {vocabulary} embedding rows: it belongs to another "
             "model", path=folder, hint=TOKENIZER_HINT,
         )  # fmt: skip
+
+
+def check_named_ids(tokenizer: Any, folder: Path) -> None:
+    """Raise CheckpointError if token ids that the model's files name are ordinary words of the tokenizer.
+
+    A tokenizer of another model can have exactly as many tokens. Judged are the ids that end an answer, where all of them are
+    words, and those that stand for a picture or a sound; ids that the files leave to a class's default are not.
+    """
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    generation = folder / "generation_config.json"
+    chosen = read_json(generation) if generation.is_file() else {}
+    text = config.get("text_config") or {}
+    given = (source.get("eos_token_id") for source in (chosen, config, text) if isinstance(source, dict))
+    ends = next((value for value in given if value is not None), None)
+    ids = [number for number in (ends if isinstance(ends, list) else [ends]) if isinstance(number, int)]
+    words = {number: _word(tokenizer, number) for number in ids}
+    if words and all(words.values()):
+        raise _foreign(folder, "eos_token_id", words)
+    for name in PLACEHOLDERS:
+        number = config.get(name)
+        if isinstance(number, int) and not isinstance(number, bool) and _word(tokenizer, number):
+            raise _foreign(folder, name, {number: _word(tokenizer, number)})
+
+
+def _foreign(folder: Path, name: str, words: Mapping[int, str]) -> CheckpointError:
+    shown = ", ".join(f"{number} ({word!r})" for number, word in words.items())
+    return CheckpointError(
+        f"its {name} is an ordinary word of its tokenizer: {shown}; configuration and tokenizer belong to two models",
+        path=folder, hint=TOKENIZER_HINT,
+    )  # fmt: skip
+
+
+def _word(tokenizer: Any, number: int) -> str:
+    """Return the token of an id if it is an ordinary word, "" for control tokens, added ones and ids without a token."""
+    if number < 0 or number in set(tokenizer.all_special_ids) or number in tokenizer.added_tokens_decoder:
+        return ""
+    try:
+        token = tokenizer.convert_ids_to_tokens(number)
+    except (IndexError, KeyError, OverflowError, ValueError):
+        return ""
+    if not isinstance(token, str) or (token[:1] in "<[" and token[-1:] in ">]"):
+        return ""
+    return token
 
 
 def _without_video(folder: Path, first: CheckpointError) -> Any:

@@ -1,21 +1,26 @@
 """Whether the model can read what its processor made of images and sounds: patches within its position table, none empty.
 
 A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
-What is checked: position tables of Gemma 4 and Pixtral, grids of Qwen's models, the frames of a sound, and what a feature
-extractor would cut off. Gemma 3 resizes every picture to one size. Other families are not covered.
+What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
+grid; for every family that media became tensors at all, that a sound has a frame, and what a feature extractor would cut off.
+Gemma 3 and 3n resize every picture to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
+side. A family with another table of positions that a grid can exceed is not known to this file.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
 from torch import Tensor
 
-from trimtab.errors import RequestError
+from trimtab.errors import CheckpointError, RequestError
 
+# Sounds below this are tried on the extractor alone first: there are windows of up to a tenth of a second.
+SHORT_S = 0.5
 SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
@@ -32,6 +37,18 @@ def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[I
         if limit is not None and max(rows, columns) > limit:
             why = f"{size} becomes {columns} x {rows} patches, this model knows {limit} positions a side"
             raise _refused(number, "image", why, SHAPE_HINT)
+
+
+def check_taken(encoded: Mapping[str, Any], count: int, folder: Path) -> None:
+    """Raise CheckpointError if `count` pictures and sounds left no values behind: the model would answer without them.
+
+    A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
+    """
+    if count and not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
+        raise CheckpointError(
+            "its processor makes nothing of pictures and sounds", path=folder,
+            hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
+        )  # fmt: skip
 
 
 def _refused(number: int, field: str, reason: str, hint: str) -> RequestError:
@@ -64,9 +81,8 @@ def _positions(vision: Any, encoded: Mapping[str, Any]) -> int | None:
 
 
 def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> None:
-    """Raise RequestError(field="audio") for a sound of which the feature extractor would cut off the end."""
-    known = inspect.signature(extractor.__call__).parameters.get("max_length")
-    limit = known.default if known is not None and isinstance(known.default, int) else None
+    """Raise RequestError(field="audio") for a sound that a feature extractor makes no frame of, or cuts off the end of."""
+    limit = _most_samples(extractor)
     for number, samples in enumerate(sounds):
         if limit is not None and len(samples) > limit:
             why = (
@@ -74,6 +90,35 @@ def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> Non
                 "hear the rest"
             )
             raise _refused(number, "audio", why, "Send it in parts")
+        if len(samples) < SHORT_S * rate and not _has_frames(extractor, samples, rate):
+            raise _too_short(number, samples, rate)
+
+
+def _most_samples(extractor: Any) -> int | None:
+    """Return how many samples an extractor reads before it cuts a sound off, None if it reads any number."""
+    known = inspect.signature(extractor.__call__).parameters
+    default = known["max_length"].default if "max_length" in known else None
+    if isinstance(default, int):
+        return default
+    cuts = "truncation" in known and known["truncation"].default is True
+    own = getattr(extractor, "n_samples", None)  # Whisper's: its max_length is None and means this
+    return own if cuts and isinstance(own, int) else None
+
+
+def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
+    try:
+        found = extractor([samples], sampling_rate=rate, return_tensors="pt")
+    except (ValueError, IndexError, RuntimeError, TypeError, ZeroDivisionError):
+        return False  # numpy's and torch's words for a window that is longer than the sound
+    return all(value.numel() for value in found.values() if isinstance(value, Tensor))
+
+
+def _too_short(number: int, samples: Any, rate: int) -> RequestError:
+    why = (
+        f"sound {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
+        "short for a frame of this model"
+    )
+    return _refused(number, "audio", why, "Send a longer one")
 
 
 def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:
@@ -84,8 +129,4 @@ def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -
     for number, (frames, samples) in enumerate(zip(mask, sounds, strict=False)):
         # The first of two steps that halve the frames takes every other one.
         if not frames[::2].any():
-            why = (
-                f"sound {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
-                "short for a frame of this model"
-            )
-            raise _refused(number, "audio", why, "Send a longer one")
+            raise _too_short(number, samples, rate)

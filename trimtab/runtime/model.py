@@ -25,12 +25,13 @@ from trimtab.checkpoint.adapter import AdapterSpec, match_adapter, read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
+from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import finite, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
+from trimtab.runtime import float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
@@ -260,11 +261,12 @@ class LoadedModel(Asking):
 
         Errors: AdapterError, also for values that are NaN or infinite; CheckpointError.
         """
-        spec = match_adapter(read_adapter(str(path)), self.anatomy)
+        file = read_adapter(str(path))
+        check_vocabulary(path, self.processor_folder)
+        spec = match_adapter(file, self.anatomy)
         self._check_head(path, spec)
         wanted = {f"{t.module_path}\0{role}": entry for t in spec.targets for role, entry in t.tensors.items()}
         tensors = {(entry.file, entry.start): tensor for entry, tensor in _pairs(wanted, read_small(wanted))}
-        finite.check_adapter(path, ((entry.tensor_name, tensors[entry.file, entry.start]) for entry in wanted.values()))
         held = HeldAdapter.of(spec, tensors, pinned=self.device.type == "cuda")
         self.fitting(held)  # now, not while rows wait
         if self.prefix_cache is not None:
@@ -330,7 +332,7 @@ class LoadedModel(Asking):
         spec = (
             adapter.spec
             if isinstance(adapter, HeldAdapter)
-            else match_adapter(read_adapter(str(adapter)), self.anatomy)
+            else match_adapter(read_adapter(str(adapter), values=False), self.anatomy)
         )
         free, needed = self.free_adapter_bytes(), self.adapter_bytes(spec)
         if needed > free:

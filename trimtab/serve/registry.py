@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from trimtab.adapter_names import split_weight
+from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
@@ -173,7 +174,7 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
 
 
 def check_present(models: Sequence[ServedModel]) -> None:
-    """Raise CheckpointError with every model and adapter that is not on this machine."""
+    """Raise CheckpointError with every model and adapter that is not on this machine, AdapterError for one that none can use."""
     problems = []
     for model in models:
         try:
@@ -188,6 +189,8 @@ def check_present(models: Sequence[ServedModel]) -> None:
         raise CheckpointError(
             "nothing is served\n" + "\n".join(f"  - {text}" for text in problems), path="trimtab serve"
         )
+    for path in dict.fromkeys(path for model in models for path in model.adapters.values()):
+        read_adapter(path)
 
 
 def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, list[str]]:

@@ -1,0 +1,53 @@
+"""Whether an adapter was trained with the model's tokenizer: the vocabularies in both folders' tokenizer.json, held together.
+
+Trainers leave a copy of the tokenizer in the adapter's folder. It may have more tokens than the model's, and other texts
+for some that were reserved; a tokenizer of another model gives nearly every id another text, also where it is as large.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trimtab.errors import AdapterError
+
+TOKENIZER = "tokenizer.json"
+# Share of the ids of both that may have another text.
+MOST_OTHER = 0.1
+
+
+def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
+    """Raise AdapterError if both folders have a tokenizer.json and their ids stand for other texts.
+
+    adapter, model: folders. A file that is missing or has no vocabulary of its own says nothing.
+    """
+    ours, theirs = Path(model) / TOKENIZER, Path(adapter) / TOKENIZER
+    if not ours.is_file() or not theirs.is_file() or _is_equal(ours, theirs):
+        return
+    first, second = _texts(ours), _texts(theirs)
+    both = first.keys() & second.keys()
+    other = [number for number in both if first[number] != second[number]]
+    if both and len(other) > MOST_OTHER * len(both):
+        one = min(other)
+        raise AdapterError(
+            adapter, [
+                f"{TOKENIZER}: {len(other)} of {len(both)} token ids stand for other texts than in the model's (id {one}: "
+                f"{second[one]!r} here, {first[one]!r} there)"
+            ], hint="The adapter was trained with another model's tokenizer, or the model's was replaced",
+        )  # fmt: skip
+
+
+def _is_equal(one: Path, other: Path) -> bool:
+    return one.stat().st_size == other.stat().st_size and one.read_bytes() == other.read_bytes()
+
+
+def _texts(path: Path) -> dict[int, str]:
+    """Return id -> text of a tokenizer.json's vocabulary, empty if it cannot be read: its user says what is wrong."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = found["model"]["vocab"]
+        if isinstance(known, list):  # Unigram: [text, score] by id
+            return {number: str(pair[0]) for number, pair in enumerate(known)}
+        return {int(number): str(text) for text, number in known.items()}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError):
+        return {}
