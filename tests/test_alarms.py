@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import alarms
+from tests import alarm_routes, alarms
+from tests.alarm_faults import ADAPTER_FAULTS
 from tests.alarm_routes import Route, judge_demos, judge_route
 from tests.alarms import FAULTS, Right, judge_fault, judge_right
 from trimtab.proof import criterion, versions
@@ -102,11 +103,13 @@ def test_the_demo_tells_faults_from_last_bits():
 
 def assert_is_proof(found):
     right, faults = found["right"], found["faults"]
-    assert right["verify_merged"]["of"] >= 200 and right["merge_check"]["of"] >= 200
     for name in ("merge_check", "verify_merged", "verify_routes", "demo"):
-        assert right[name]["alarms"] == 0, name
-    assert set(faults["merge_check"]) == set(FAULTS)
-    for kind in ("merge_check", "verify_merged", "verify_routes", "demo"):
+        assert right[name]["alarms"] == 0 and right[name]["of"] >= 200, name
+    assert right["verify_merged_4bit"]["alarms"] == 0 and right["verify_merged_4bit"]["of"] >= 80
+    assert set(faults["merge_check"]) == set(faults["verify_merged_4bit"]) == set(FAULTS)
+    assert set(faults["verify_routes"]) == {*ADAPTER_FAULTS, *alarm_routes.ROUTE_FAULTS}
+    assert set(faults["demo"]) == set(alarm_routes.DEMO_FAULTS)
+    for kind in faults:
         assert all(caught == planted > 0 for caught, planted in faults[kind].values()), (kind, faults[kind])
     assert max(right["largest_share_of_limit"].values()) < 1
 
@@ -116,8 +119,10 @@ def test_the_recorded_proof_has_no_alarm_and_misses_no_fault():
     assert_is_proof(found)
     assert (found["false_alarm_rate"], found["margin"]) == (criterion.FALSE_ALARM_RATE, criterion.MARGIN)
     assert set(found["versions"]) == set(versions.versions()) and found["seed"] == alarms.SEED
+    for name in ("merge_check", "verify_merged", "verify_routes", "demo"):
+        assert found["right"][name]["rate_below"] == pytest.approx(alarms.upper_bound(0, found["right"][name]["of"]))
+        assert found["right"][name]["rate_below"] < 0.015
     counted = found["right"]["verify_merged"]
-    assert counted["rate_below"] == pytest.approx(alarms.upper_bound(0, counted["of"]))
     assert sum(row.get("alarm", False) for row in found["rows"]["right"]) == counted["alarms"]
 
 

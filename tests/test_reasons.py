@@ -177,9 +177,9 @@ WORDINGS = {
     ),
     " more than the machine's memory": (lambda: _shared_memory(-GIB), _shared_memory),
     "read at every token": (lambda: plan(gpu=2.5), plan),
-    "read once a picture": (lambda: plan(gpu=2.5), plan),
-    "read once a sound": (lambda: plan(gpu=2.5), plan),
-    "read once a request": (None, plan),
+    "read once per image": (lambda: plan(gpu=2.5), plan),
+    "read once per audio clip": (lambda: plan(gpu=2.5), plan),
+    "read once per request": (None, plan),
 }  # fmt: skip
 
 
@@ -204,4 +204,4 @@ def test_a_block_that_cannot_move_says_why_and_a_movable_one_never_does():
     free = SimpleNamespace(block_path="b", movable_bytes=1, refused=fixed.refused, paid="request")
     assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "fits"
     why.too_much = "1 B over the budget of cuda:0"
-    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once a request"
+    assert reasons_module.Reasons.of(why, free, SimpleNamespace(tier="resident")) == "stays: read once per request"
