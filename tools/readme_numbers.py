@@ -267,12 +267,13 @@ def alarms(results: Mapping[str, Any]) -> str:
     )
     packages = ", ".join(f"{name} {results['versions'][name]}" for name in ("torch", "transformers", "peft"))
     return (
-        f"{table}\n\nRates are exact binomial bounds (Clopper and Pearson). Right merges of 13 models in bfloat16, float16, float32, 4 "
-        f"bits and int8, by trimtab, PEFT and bfloat16 arithmetic, packed by trimtab or bitsandbytes, on 1 to 4 threads, seed "
-        f"{results['seed']}. Two routes: 8 models in 3 dtypes, 5 comparisons, random adapters of rank 1 to 16, tiers, prompts and 1 to "
-        f"4 threads, in one process. `demo`: one load for each of 3 dtypes, questions to the base and 3 adapters, 1 to 4 threads, the "
-        f"roundings of every layer drawn anew in 4 of 5 runs. Faults of a merge: {'; '.join(faults['merge_check'])}. Faults of a route: "
-        f"{'; '.join(faults['verify_routes'])}. Faults of `demo`: {'; '.join(faults['demo'])}. "
+        f"{table}\n\nRates are exact binomial bounds (Clopper and Pearson). Right merges of 13 models in bfloat16, float16, "
+        "float32, 4 bits and int8, by trimtab, PEFT and bfloat16 arithmetic, packed by trimtab or bitsandbytes, on 1 to 4 "
+        f"threads, seed {results['seed']}. Two routes: 8 models in 3 dtypes, 5 comparisons, random adapters of rank 1 to 16, "
+        "tiers, prompts and 1 to 4 threads, in one process. `demo`: one load for each of 3 dtypes, questions to the base and 3 "
+        "adapters, 1 to 4 threads, the roundings of every layer drawn anew in 4 of 5 runs. Faults of a merge: "
+        f"{'; '.join(faults['merge_check'])}. Faults of a route: {'; '.join(faults['verify_routes'])}. Faults of `demo`: "
+        f"{'; '.join(faults['demo'])}. "
         + (f"In 4 bits, below the noise floor of `verify`: {'; '.join(missed)}. " if missed else "")
         + f"Largest share of its limit that a right merge or route reached: {shares}. {packages}.\n"
     )
