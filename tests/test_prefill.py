@@ -324,12 +324,12 @@ class Again:
     def replay(self):
         route, self.replays = self.prompts.model.route, self.replays + 1
         before, route.name = route.name, self.route
-        staged = [table.reads_staged for table in self.prompts._tables]
-        for table in self.prompts._tables:
+        staged = [table.reads_staged for table in self.prompts.staged_tables]
+        for table in self.prompts.staged_tables:
             table.reads_staged = True
         self.output.copy_(self.prompts._static(self.form))
         route.name = before
-        for table, value in zip(self.prompts._tables, staged, strict=True):
+        for table, value in zip(self.prompts.staged_tables, staged, strict=True):
             table.reads_staged = value
 
 
@@ -462,7 +462,7 @@ def test_tables_that_the_device_cannot_read_are_staged(demo, replayed):
     try:
         for table in gathered:
             vars(table)["seen"] = None
-        batch.prompts._tables = gathered
+        batch.prompts.staged_tables = gathered
         expected = answered(eager(demo), demo.prepare(ids(90)))
         for _ in range(3):
             assert differ(answered(batch, demo.prepare(ids(90))), expected) < TOLERANCE

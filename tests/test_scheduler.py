@@ -30,6 +30,7 @@ class MockEngine:
     def __init__(self, rows=2, slots=None):
         self.rows, self.slots = rows, slots
         self.active, self.placed, self.log = [], [], []
+        self.chosen, self.together, self.fail_together = [], 1, []
         self.chunk_sizes, self.times, self.asked_for = (16, 64, 128, 256, 512, 1024), [], []
         self.step_s, self.owed_s = 0.01, 0.0
         self.chunk_s = lambda size: 0.010 + 0.00002 * size
@@ -48,8 +49,26 @@ class MockEngine:
         return MockAnswer(job, job.prompt.get("pieces", 1), job.request.max_new_tokens)
 
     def is_ready(self, adapter):
-        used = {answer.job.adapter for answer in self.active} | {adapter}
+        used = {answer.job.adapter for answer in (*self.active, *self.chosen)} | {adapter}
         return self.slots is None or len(used - {None}) <= self.slots
+
+    def choose(self, answer):
+        self.chosen.append(answer)
+
+    def prefill_together(self, answers, most_tokens):
+        """Those of one piece go together, of `together` at most, the first among them."""
+        if self.fail_together:
+            raise self.fail_together.pop()
+        able = [answer for answer in answers if answer.pieces == 1 and answer.job.prompt.get("alone") is None]
+        able = able[: self.together]
+        if len(able) < 2 or able[0] is not answers[0]:
+            return 0, []
+        self.log.append(("together", tuple(answer.job.id for answer in able)))
+        assert len(self.active) + len(self.placed) + len(able) <= self.rows
+        self.placed += able
+        for answer in able:
+            self.chosen.remove(answer)
+        return 64 * len(able), able
 
     def chunk_times(self):
         found, self.times = self.times, []
@@ -59,6 +78,8 @@ class MockEngine:
         if answer.job.id in self.fail_prefill:
             raise self.fail_prefill.pop(answer.job.id)
         self.log.append(("prefill", answer.job.id))
+        if answer in self.chosen:
+            self.chosen.remove(answer)
         self.asked_for.append(most_tokens)
         answer.pieces -= 1
         size = next(size for size in self.chunk_sizes if size >= min(most_tokens, answer.job.prompt.get("size", 64)))
@@ -100,7 +121,7 @@ class MockEngine:
         return found
 
     def drop(self, answer):
-        for rows in (self.active, self.placed):
+        for rows in (self.active, self.placed, self.chosen):
             if answer in rows:
                 rows.remove(answer)
 
@@ -153,6 +174,71 @@ def test_a_long_prompt_lets_the_others_step_between_its_pieces():
         scheduler.turn()
     kinds = [entry for entry in engine.log if entry[0] == "prefill" or "short" in entry[1]][2:]
     assert kinds[:8] == [("prefill", "long"), ("step", ("short",))] * 4
+
+
+def test_prompts_that_wait_go_through_together_as_far_as_there_are_rows():
+    scheduler, engine, told, _ = make(MockEngine(rows=4))
+    engine.together = 16
+    for name in "abcdef":
+        scheduler.submit(job(name, adapter=name, tokens=4))
+    scheduler.turn()
+    assert engine.log[0] == ("together", ("a", "b", "c", "d"))
+    assert [event.job_id for event in told if event.kind == "started"] == ["a", "b", "c", "d"]
+    assert scheduler.running == 4 and scheduler.waiting == 2
+    to_the_end(scheduler)
+    assert ends(told) == dict.fromkeys("abcdef", "length") and not engine.chosen
+
+
+def test_a_prompt_that_goes_by_itself_lets_those_behind_it_go_together():
+    scheduler, engine, told, _ = make(MockEngine(rows=8))
+    engine.together = 16
+    scheduler.submit(job("long", pieces=3))
+    scheduler.submit(job("picture", alone=True))
+    for name in "abc":
+        scheduler.submit(job(name))
+    to_the_end(scheduler)
+    passes = [entry for entry in engine.log if entry[0] != "step"]
+    assert passes == [*[("prefill", "long")] * 3, ("prefill", "picture"), ("together", ("a", "b", "c"))]
+    assert set(ends(told).values()) == {"length"}
+
+
+def test_where_a_pass_of_several_fails_each_goes_by_itself():
+    scheduler, engine, told, _ = make(MockEngine(rows=4))
+    engine.together = 16
+    engine.fail_together.append(DeviceError("out of memory while reading prompts", device="cuda:0"))
+    engine.fail_prefill["b"] = DeviceError("out of memory while reading a prompt", device="cuda:0")
+    for name in "abc":
+        scheduler.submit(job(name))
+    to_the_end(scheduler)
+    assert [entry for entry in engine.log if entry[0] != "step"] == [("prefill", "a"), ("prefill", "c")]
+    assert ends(told) == {"a": "length", "b": "error", "c": "length"}
+    for name in "de":  # the next ones go together again
+        scheduler.submit(job(name))
+    to_the_end(scheduler)
+    assert ("together", ("d", "e")) in engine.log
+
+
+def test_a_client_that_leaves_before_its_pass_is_forgotten():
+    scheduler, engine, told, _ = make(MockEngine(rows=4))
+    engine.together = 1
+    for name in "abc":
+        scheduler.submit(job(name))
+    scheduler.turn()
+    assert [answer.job.id for answer in engine.chosen] == ["b", "c"]
+    scheduler.cancel("b")
+    to_the_end(scheduler)
+    assert ends(told) == {"a": "length", "c": "length"} and scheduler.is_idle and not engine.chosen
+
+
+def test_an_adapter_of_a_chosen_prompt_keeps_its_slot():
+    scheduler, engine, told, _ = make(MockEngine(rows=4, slots=1))
+    engine.together = 16
+    for name, adapter in (("a", "x"), ("b", "y"), ("c", "x"), ("d", None)):
+        scheduler.submit(job(name, adapter=adapter, tokens=4))
+    scheduler.turn()
+    assert engine.log[0] == ("together", ("a", "d", "c"))
+    to_the_end(scheduler)
+    assert ends(told) == dict.fromkeys("abcd", "length")
 
 
 def timed(rows=32, step_s=0.01, **chunk):

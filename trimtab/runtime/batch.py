@@ -286,18 +286,44 @@ class Batch:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
         while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
             self._prefill(prompt)
-        row = prompt.row
-        number = max([len(self.active), *(one.number + 1 for one in self.placed)])
-        if number >= self.rows:
-            self._close_up()
-            number = len(self.active) + len(self.placed)
-        row.number, row.written = number, row.prompt_tokens
+        number = self._places_behind(1)[0]
         self._fill(number, prompt)
         self.prompts.release(prompt)
-        self.placed.append(row)
-        if row.group:
-            row.logits = prompt.logits
-        prompt.first = self._first(row, prompt.logits)
+        self._is_placed(prompt, number)
+
+    def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
+        """Put those of the waiting prompts that go well together through in one pass, the first among them, and give each its place
+        behind the active rows; returns them, and how many tokens were computed, padding included. None and 0 if the first one goes
+        through alone (`Prompt.step`)."""
+        together = self.prompts.packs.choose(prompts, most_tokens)
+        if together is None:
+            return [], 0
+        numbers = self._places_behind(len(together.prompts))
+        for number in numbers:
+            self.prompts.evict(number, None)
+        for prompt, number, logits in zip(
+            together.prompts, numbers, self.prompts.packs.run(together, numbers), strict=True
+        ):
+            prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
+            self.cache.positions[number], self.cache.offsets[number] = prompt.done_tokens, 0
+            self._is_placed(prompt, number)
+        return list(together.prompts), together.tokens
+
+    def _places_behind(self, count: int) -> list[int]:
+        """Return the numbers of so many free rows behind the active and the placed ones."""
+        number = max([len(self.active), *(one.number + 1 for one in self.placed)])
+        if number + count > self.rows:
+            self._close_up()
+            number = len(self.active) + len(self.placed)
+        return list(range(number, number + count))
+
+    def _is_placed(self, prompt: Prompt, number: int) -> None:
+        assert prompt.logits is not None
+        prompt.row.number, prompt.row.written = number, prompt.row.prompt_tokens
+        self.placed.append(prompt.row)
+        if prompt.row.group:
+            prompt.row.logits = prompt.logits
+        prompt.first = self._first(prompt.row, prompt.logits)
 
     def _first(self, row: Row, logits: Tensor) -> _First:
         token, why = with_likeliest(logits)[1], None

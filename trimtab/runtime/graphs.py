@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import RequestError, gib
-from trimtab.plan.execution import BUCKETS
+from trimtab.plan.execution import BUCKETS, KERNEL_ROWS
 from trimtab.runtime import ends, hf_slots, many_rows, short_ops, tables
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
@@ -140,7 +141,11 @@ class Steps:
             self._short_ops = short_ops.ShortOps(
                 self.model.hf_model, self.model.route, self.device, partial(self._choice.fall_back, asked=False)
             )
-        with self._short_ops.step(), many_rows.covering(self._choice.four_bit, self.kernels.rows):
+        unpacked = self.model.unpacked
+        with (
+            self._short_ops.step(), many_rows.covering(self._choice.four_bit, self.kernels.rows),
+            nullcontext() if unpacked is None else unpacked.covering(least=KERNEL_ROWS + 1),
+        ):  # fmt: skip
             return self._modules(count, added_masks=True)
 
     def _may_be_short(self) -> bool:
@@ -186,7 +191,9 @@ class Steps:
         from trimtab.runtime import hf_gemma4
 
         if self._fused is None:  # not before a prompt has gone through: the cache's layers are known from then on
-            self._fused = hf_gemma4.FusedStep(self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels)
+            self._fused = hf_gemma4.FusedStep(
+                self.model.hf_model, self.batch.cache, self.batch.tokens, self.kernels, self.model.unpacked
+            )
         exchanges = self.model.route.exchanges
         if self._examined is None or self._examined[0] != exchanges:
             self._examined = exchanges, self._fused.why_not_rows()

@@ -22,6 +22,7 @@ from trimtab.runtime.tables import Table
 
 if TYPE_CHECKING:
     from trimtab.runtime.kernels import Kernels
+    from trimtab.runtime.unpacked_weights import UnpackedWeights
 
 ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu"}
 
@@ -131,8 +132,11 @@ class FusedStep:
     tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache.
     """
 
-    def __init__(self, hf_model: Any, cache: SlotCache, tokens: Tensor, kernels: Kernels) -> None:
+    def __init__(
+        self, hf_model: Any, cache: SlotCache, tokens: Tensor, kernels: Kernels, unpacked: UnpackedWeights | None = None
+    ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
+        self.unpacked = unpacked
         self.text = text_model(hf_model)
         self.config = self.text.config
         self.kind = ACTIVATIONS[self.config.hidden_activation]
@@ -376,6 +380,7 @@ class FusedStep:
             many_rows.linear(
                 x, [leaf.packed() for leaf in leaves], wide, bias=[leaf.bias for leaf in leaves],
                 lora=None if slots is None else slots.args(leaves, count), module=self.kernels.rows,
+                unpacked=self._joined(leaves),
             )  # fmt: skip
         start = 0
         for leaf, size in zip(leaves if is_apart or not many else (), widths, strict=False):
@@ -386,6 +391,12 @@ class FusedStep:
             up = wide[:, width:] if gate.other is None else gate.other
             fused.gated(wide[:, :width], up, out, gate.kind, self.kernels.small)
         return out
+
+    def _joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
+        """Return the weights of a group unpacked, where they are kept."""
+        if self.unpacked is None or any(leaf.bias is not None for leaf in leaves):
+            return None
+        return self.unpacked.joined(leaves)
 
     def _normed(self, y: Tensor, norm: matvec.Norm | None) -> Tensor:
         """Return a product's input, the norm in front of it applied by itself."""

@@ -53,7 +53,8 @@ class Chunk:
 class Form:
     """What of a chunk is part of the program. places: of a full layer's cache that attention reads, 0 in a first chunk.
     has_embeddings: the tokens' embeddings are given (pictures and sounds are among them), and `deep` later layers' parts.
-    has_own_mask: which of the chunk's tokens see each other is given, not causal."""
+    has_own_mask: which of the chunk's tokens see each other is given, not causal. rows: prompts side by side, each of up to `size`
+    tokens (packed_prefill.py); by_table: their adapters are looked up."""
 
     size: int
     places: int
@@ -61,6 +62,8 @@ class Form:
     has_embeddings: bool = False
     deep: int = 0
     has_own_mask: bool = False
+    rows: int = 1
+    by_table: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -119,7 +122,7 @@ def why_not(hf_model: Any) -> str | None:
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
-class _ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
+class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values of one row, as a chunk writes and reads them."""
 
     is_compileable = True
@@ -258,7 +261,7 @@ class _StoppedError(Exception):
 
 
 @contextmanager
-def _covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+def covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Let each module compute with another forward while the block runs; no class is touched."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
@@ -283,7 +286,7 @@ def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
 
     decoder = hf_model.get_decoder()
     try:
-        with _covered({decoder: stop}):
+        with covered({decoder: stop}):
             hf_model(
                 **tensors, past_key_values=hf_slots.prompt_cache(hf_model), use_cache=True, logits_to_keep=1,
                 return_dict=True,
@@ -350,7 +353,7 @@ class ChunkForward:
         self.layers = list(self.decoder.layers)
         if not cache.layers:
             cache.lay_out(hf_slots.prompt_cache(hf_model))
-        mine = [_ChunkLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
+        mine = [ChunkLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
         self._cache = Cache(layers=mine)
         self._axes = 3 if hf_slots.has_three_axes(hf_model) else 1
         self._by_size: dict[int, Buffers] = {}
@@ -429,7 +432,7 @@ class ChunkForward:
             "attention_mask": self._ready if getattr(self.config, "layer_types", None) is None else masks,
             "use_cache": True, "return_dict": True,
         }  # fmt: skip
-        with torch.no_grad(), _covered(forwards):
+        with torch.no_grad(), covered(forwards):
             if not form.is_last:
                 hidden: Tensor = self.hf_model.base_model(**inputs).last_hidden_state
                 return hidden[0].index_select(0, buffers.last)[0].float()

@@ -11,6 +11,7 @@ already rotated when they get here, so their order among the places does not mat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -200,10 +201,22 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.positions[target] = self.positions[source]
         self.offsets[target] = self.offsets[source]
 
+    def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Return (a sliding layer's states in a row, a copy): a second pass of a chunk would find its own there."""
+        rings = [layer for layer in self._own() if layer.is_ring]
+        states = [tensor[row] for layer in rings for tensor in (layer.keys, layer.values) for row in rows]
+        return [(state, state.clone()) for state in states]
+
     def nbytes(self) -> int:
         """Return the bytes that the keys and values hold."""
         held = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy back what `SlotCache.rings` copied."""
+    if pairs:
+        torch._foreach_copy_([state for state, _ in pairs], [copy for _, copy in pairs])
 
 
 def prompt_cache(hf_model: Any) -> DynamicCache:

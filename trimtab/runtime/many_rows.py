@@ -86,9 +86,11 @@ def splits_of(rows: Sequence[int], columns: int, multiprocessors: int) -> int:
 
 def linear(
     x: Tensor, weights: Sequence[Packed], out: Tensor, *, bias: Sequence[Tensor | None] = (), lora: LoraArgs | None = None,
-    module: Any = None, round_change: bool = True,
+    module: Any = None, round_change: bool = True, unpacked: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write x W^T (+ bias), with each row's adapter, for up to three weights over the same x, side by side.
+
+    unpacked: the same weights as one [all D_out, D_in] of x's type; cuBLAS then multiplies, and there is no bias.
 
     Shapes: x [n, D_in], out [n, all D_out], n up to MOST_ROWS; bias [D_out] each. module None: in torch. Ask `why_not` about each
     weight first.
@@ -114,6 +116,13 @@ def linear(
         and out.dtype == x.dtype
         and len(weights) <= matvec.MAX_MEMBERS
     )
+    if unpacked is not None:
+        assert all(own is None for own in biases)
+        torch.mm(x, unpacked.T, out=out)
+        if lora is not None:
+            shrink(x, lora, module)
+            _up(out, rows, lora, module, round_change=round_change)
+        return
     splits = splits_of(rows, columns, module.multiprocessors)
     parts = torch.empty(splits, n, sum(rows), device=x.device) if splits > 1 else None
     half = int(x.dtype == torch.float16)
@@ -182,25 +191,27 @@ def _up(
 
 
 @contextmanager
-def covering(leaves: Sequence[Leaf], module: Any) -> Iterator[None]:
-    """Let these layers multiply 9 to MOST_ROWS rows by the kernel while the block runs; module None: as they do."""
-    covered: list[Leaf] = []
+def covering(leaves: Sequence[Leaf], module: Any, *, least: int = cuts.MAX_ROWS + 1) -> Iterator[None]:
+    """Let these layers multiply `least` to MOST_ROWS rows by the kernel while the block runs; module None: as they do."""
+    before: list[tuple[Leaf, Any]] = []
     try:
         for leaf in leaves if module is not None else ():
-            vars(leaf)["base"] = _base(leaf, module)
-            covered.append(leaf)
+            before.append((leaf, vars(leaf).get("base")))
+            vars(leaf)["base"] = _base(leaf, module, least)
         yield
     finally:
-        for leaf in covered:
+        for leaf, base in before:
             vars(leaf).pop("base", None)
+            if base is not None:
+                vars(leaf)["base"] = base
 
 
-def _base(leaf: Leaf, module: Any) -> Callable[[Tensor], Tensor]:
+def _base(leaf: Leaf, module: Any, least: int) -> Callable[[Tensor], Tensor]:
     original = leaf.base
 
     def base(x: Tensor) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        if not cuts.MAX_ROWS < flat.shape[0] <= MOST_ROWS:
+        if not least <= flat.shape[0] <= MOST_ROWS:
             return original(x)
         packed = leaf.packed()
         if why_not(packed, x.dtype) is not None or flat.data_ptr() % 16 or flat.stride(0) % 8:

@@ -126,6 +126,16 @@ class LoraArgs:
         return replace(self, row_slots=self.row_slots[part], low=self.low[part])
 
 
+@dataclass(frozen=True)
+class LoraColumns:
+    """One layer's adapters in S slots: shapes and meaning as in `LoraArgs`, each [S]."""
+
+    A_ptr: Tensor
+    B_ptr: Tensor
+    rank: Tensor
+    scale: Tensor
+
+
 # Torch: the same mathematics -----------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import gib
+from trimtab.plan.unpacked import ITEM
 from trimtab.runtime.devices import process_on_gpu
 from trimtab.runtime.leaves import ResidentLeaf
 
@@ -52,6 +53,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
 
     held = {
         "weights": (planned("weights", "fixed"), model.weight_bytes),
+        "unpacked weights": (planned(ITEM), 0 if model.unpacked is None else model.unpacked.nbytes),
         "adapters": (planned("adapters"), _adapter_bytes(model)),
         "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.copies_bytes),
         "kv cache": (planned("kv_cache"), 0 if batch is None else batch.cache.nbytes()),

@@ -43,6 +43,7 @@ from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import read_small
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.turns import Turns
+from trimtab.runtime.unpacked_weights import UnpackedWeights
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat
@@ -85,6 +86,7 @@ class LoadedModel(Asking):
         self._preparing = threading.Lock()
         self._single: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
+        self.unpacked: UnpackedWeights | None = None
         self._contents: dict[str, str] = {}
         self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
@@ -98,6 +100,7 @@ class LoadedModel(Asking):
             undo.callback(self.close)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
+                self.unpacked = UnpackedWeights.of(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
@@ -240,7 +243,7 @@ class LoadedModel(Asking):
     def close(self) -> None:
         """Give back all memory, on every device, and the disk tier's file. A second call does nothing."""
         loaded, self._loaded = self._loaded, None
-        self._single = None
+        self._single = self.unpacked = None
         if loaded is not None:
             loaded.close()
         self._specs.clear()

@@ -8,7 +8,8 @@ A prompt's kernels are launched one by one from Python unless they are a graph. 
 (`hf_prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
 pass runs as it is. Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share a
 graph, which reads a copy of the piece: changing the adapter is one copy on the device. An adapter of another kind (DoRA,
-embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs.
+embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs. Several short prompts
+go through together (packed_prompts.py).
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -36,8 +38,11 @@ from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.many_rows import covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
+from trimtab.runtime.packed_prompts import Packs
 from trimtab.runtime.prefix_store import Match
+from trimtab.runtime.prompt_kernels import LEAST_TOKENS
 from trimtab.runtime.prompt_layouts import PromptLayout, part_of, values_of
 from trimtab.runtime.step_capture import check_replay
 from trimtab.runtime.step_choice import Fallback
@@ -47,7 +52,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
 
 # Graphs that are kept; beyond, what was used longest ago goes.
-MOST_GRAPHS = 24
+MOST_GRAPHS = 40
 # Graphs that prompts need which are cut: first, later and last chunks of two sizes, and some lasts that are smaller.
 CUT_GRAPHS = 9
 
@@ -85,7 +90,7 @@ class Prompts:
         self.graph_bytes = 0  # that the driver took while graphs were captured beforehand
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
-        self._jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
+        self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
@@ -94,9 +99,9 @@ class Prompts:
         self._graphs: GraphCache[_Captured] = GraphCache()
         self._met: set[tuple[Hashable, ...]] = set()
         self._layouts: OrderedDict[Hashable, PromptLayout] = OrderedDict()
-        self._outputs: dict[bool, Tensor] = {}
+        self._outputs: dict[tuple[bool, int], Tensor] = {}
         self._takes_media = True
-        self._tables = [
+        self.staged_tables = [
             module for module in self.model.hf_model.modules()
             if isinstance(module, tables.GatheredTable) and module.seen is None
         ]  # fmt: skip
@@ -106,11 +111,17 @@ class Prompts:
             if why is not None:
                 self._fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
+        self.packs = Packs(self)
 
     @property
     def is_on(self) -> bool:
         """Whether any prompt goes through in chunks of still shapes."""
         return bool(self.sizes)
+
+    @property
+    def most_packed(self) -> int:
+        """The most tokens of one pass of several prompts, padding included."""
+        return max(self.sizes, default=0)
 
     @property
     def copies_bytes(self) -> int:
@@ -177,14 +188,14 @@ class Prompts:
 
     def takes(self, prompt: Prompt) -> bool:
         """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is asked for."""
-        if prompt in self._jobs:
+        if prompt in self.jobs:
             return True
         if not self.sizes or prompt.done_tokens or not self._is_row_free():
             return False
         job = self._begin(prompt)
         if job is None:
             return False
-        self._jobs[prompt], self._owner = job, weakref.ref(prompt)
+        self.jobs[prompt], self._owner = job, weakref.ref(prompt)
         self._new_forward().begin(self.batch.cache.prompt_row)
         self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True
@@ -234,7 +245,7 @@ class Prompts:
 
         Errors: RequestError if the prompt's adapter was unloaded since it began, whether or not another has its name now.
         """
-        job, forward = self._jobs[prompt], self._forward
+        job, forward = self.jobs[prompt], self._forward
         assert forward is not None
         if job.serial != self._serial_of(prompt.row.adapter):
             raise RequestError(
@@ -272,9 +283,9 @@ class Prompts:
         """Let another prompt have the row: this one has been given its own."""
         if self.holds(prompt):
             self._owner = None
-        self._jobs.pop(prompt, None)
+        self.jobs.pop(prompt, None)
 
-    def evict(self, row: int, but: Prompt) -> None:
+    def evict(self, row: int, but: Prompt | None) -> None:
         """Make room where a row is about to be filled in the place of the prompts' row: a prompt that waits there starts again,
         as transformers runs it."""
         owner = None if self._owner is None else self._owner()
@@ -286,30 +297,39 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        name = prompt.row.adapter
         self.is_steady = not self.captures
-        key, serial = self._set_adapter(name)
+        key, serial = self._set_adapter(prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             return self._static(form)
-        whole = (form, key)
-        captured = self._graphs.get(whole)
-        if captured is None and self._may_capture(whole):
-            captured = self._captured(whole, serial, chunk, prompt.row.token_ids)
+        stage = partial(self._stage, chunk, prompt.row.token_ids)
+        return self.computed((form, key), serial, [self.batch.cache.prompt_row], stage)
+
+    def computed(
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None
+    ) -> Tensor:  # fmt: skip
+        """Return what the pass of a form computes, captured where it can be. key: the form and what else is part of the program.
+        serial: of the adapter whose own addresses it reads. rows: of the cache that it writes. stage: brings what the host has."""
+        form = key[0]
+        assert isinstance(form, Form)
+        self.is_steady = not self.captures
+        captured = self._graphs.get(key)
+        if captured is None and self._may_capture(key):
+            captured = self._captured(key, serial, rows, stage)
             if captured is not None:
-                return self._outputs[form.is_last]
+                return self._outputs[form.is_last, form.rows]
         if captured is None:
             return self._static(form)
-        self._graphs.move_to_end(whole)
+        self._graphs.move_to_end(key)
         self.is_steady = True
-        self._stage(chunk, prompt.row.token_ids)
+        stage()
         with self._streamed():
             captured.graph.replay()
-        return self._outputs[form.is_last]
+        return self._outputs[form.is_last, form.rows]
 
     def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
         """Whether the rows of tables that the host fetches are those of the chunk's tokens: for one that stands for a picture or a
         sound transformers looks another one up."""
-        if not self._tables:
+        if not self.staged_tables:
             return True
         return not form.has_embeddings and self._placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
 
@@ -323,35 +343,34 @@ class Prompts:
 
     def _static(self, form: Form) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel."""
-        assert self._forward is not None
-        with self._short_ops():
+        with self._short_ops(form):
+            if form.rows > 1:
+                return self.packs.static(form)
+            assert self._forward is not None
             return self._forward.run(form)
 
     @contextmanager
-    def _short_ops(self) -> Iterator[None]:
+    def _short_ops(self, form: Form) -> Iterator[None]:
         if self.device.type != "cuda":  # on a CPU the operations themselves take the time
             yield
             return
-        if self._short is None:
-            self._short = self._make_short()
-        assert self._kernels is not None
-        with self._short.step(), self._kernels.unpacking(self._four_bit):
+        kernels, products = self.kernels(), self.batch.steps.kernels.rows
+        assert self._short is not None
+        # Of several prompts a few tokens pass the last layers, which no product of one row multiplies.
+        least = 2 if form.rows > 1 else LEAST_TOKENS
+        unpacked = self.model.unpacked
+        with (
+            self._short.step(), kernels.unpacking(self._four_bit), covering(self._four_bit, products, least=least),
+            nullcontext() if unpacked is None else unpacked.covering(least=1),
+        ):  # fmt: skip
             yield
 
-    def _make_short(self) -> short_ops.ShortOps:
-        """Return what makes a pass take fewer operations, the kernels of ours chosen on this device."""
-        model = self.model
-        self._kernels = prompt_kernels.choose(model.hf_model, self.device, model.dtype)
-        self._four_bit = prompt_kernels.four_bit(model.hf_model)
-        self._kernels.reserve(self._four_bit)
-        for what, why in self._kernels.reasons:
-            self._fall_back(why, what)
-        short = short_ops.ShortOps(
-            model.hf_model, model.route, self.device,
-            lambda what, why: self._fall_back(f"{what}: {why}", "norm as one operation"),
-        )  # fmt: skip
-        short.adapters = prompt_kernels.ChunkAdapters(self._kernels.module if self._kernels.adds else None)
-        return short
+    def kernels(self) -> prompt_kernels.PromptKernels:
+        """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
+        if self.device.type == "cuda" and self._short is None:
+            self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self._fall_back)
+            self._four_bit = prompt_kernels.four_bit(self.model.hf_model)
+        return self._kernels or prompt_kernels.PromptKernels()
 
     # Adapters --------------------------------------------------------------------------------------------------------
 
@@ -459,20 +478,23 @@ class Prompts:
             key, serial = self._set_adapter(adapter)
             whole = (forward.form_of(chunk), key)
             if whole not in self._graphs:
-                self._captured(whole, serial, chunk, [token] * size)
+                self._captured(
+                    whole, serial, [self.batch.cache.prompt_row], partial(self._stage, chunk, [token] * size)
+                )
+        self.packs.prepare(token, adapter)
 
     def _captured(
-        self, key: tuple[Hashable, ...], serial: int | None, chunk: Chunk, ids: Sequence[int]
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
     ) -> _Captured | None:  # fmt: skip
         """Return the graph of a form, captured and run; None, and no further captures, where that turns out impossible."""
         form = key[0]
         assert isinstance(form, Form)
         self._forget(serial)
         start = time.perf_counter()
-        before = self._rings()
+        before = self.batch.cache.rings(rows)
         torch.cuda.empty_cache()  # what passes that were not captured left has no place in the graphs' pool
-        self._stage(chunk, ids)
-        for table in self._tables:
+        stage()
+        for table in self.staged_tables:
             table.reads_staged = True
         try:
             found = _Captured(self._graph(form, before), serial)
@@ -484,10 +506,10 @@ class Prompts:
             torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
             self.captures = False
             self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
-            _restore(before)
+            hf_slots.restore(before)
             return None
         finally:
-            for table in self._tables:
+            for table in self.staged_tables:
                 table.reads_staged = False
         self._graphs[key] = found
         self.capture_s += time.perf_counter() - start
@@ -515,27 +537,20 @@ class Prompts:
         """Whether there is room for graphs of prompts that are cut into other chunks than the largest."""
         return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
 
-    def _rings(self) -> list[tuple[Tensor, Tensor]]:
-        """Return (a sliding layer's states in the prompt's row, a copy): a second pass of a chunk would find its own there."""
-        cache = self.batch.cache
-        rows = [
-            tensor[cache.prompt_row] for layer in cache.layers if getattr(layer, "is_ring", False) and layer.is_initialized
-            for tensor in (layer.keys, layer.values)
-        ]  # fmt: skip
-        return [(row, row.clone()) for row in rows]
+    def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
+        """Whether so many graphs beyond those of cut prompts find room, and leave so many bytes."""
+        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self._left_bytes() >= spare_bytes
 
     def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
         """Return a graph that has run once, and computed what the pass that it was captured from did."""
         expected, order = self._warm(form)
-        _restore(before)
-        output = self._outputs.get(form.is_last)
-        if output is None:
-            output = self._outputs[form.is_last] = torch.empty_like(expected)
+        hf_slots.restore(before)
+        output = self._outputs.setdefault((form.is_last, form.rows), torch.empty_like(expected))
         graph = self._record(form, order, output)
         output.zero_()
         with self._streamed():
             graph.replay()
-        check_replay(output[None], expected[None], 1)
+        check_replay(output.view(form.rows, -1), expected.view(form.rows, -1), form.rows)
         return graph
 
     def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
@@ -558,11 +573,11 @@ class Prompts:
             return self._graphs.record(side, run)[0]
 
     def _stage(self, chunk: Chunk, ids: Sequence[int]) -> None:
-        if not self._tables:
+        if not self.staged_tables:
             return
         padded = torch.zeros(chunk.size, dtype=torch.long)
         padded[: chunk.count] = torch.tensor(ids[chunk.start : chunk.start + chunk.count])
-        for table in self._tables:
+        for table in self.staged_tables:
             table.stage(padded, chunk.size)
 
     @contextmanager
@@ -581,8 +596,3 @@ class Prompts:
     def _streamed(self) -> Any:
         """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
         return nullcontext() if self.model.streamer is None else self._pass((), [])
-
-
-def _restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    if pairs:
-        torch._foreach_copy_([row for row, _ in pairs], [copy for _, copy in pairs])

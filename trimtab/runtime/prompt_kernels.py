@@ -22,10 +22,14 @@ from torch.nn import functional
 from trimtab.errors import DeviceError
 from trimtab.runtime import lora, nvrtc, short_ops
 from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.matvec import LoraColumns
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed, dequantize
 
-NAMES = ("unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up")
+NAMES = (
+    "unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_low_rows", "lora_low_rows_tensor",
+    "lora_up_rows",
+)  # fmt: skip
 _TYPES = (torch.bfloat16, torch.float16)
 # As in cuda/prompt.cu: values of a block that unpacks, tokens and columns of one that adds, and how much of x one sums.
 _UNPACKED, _TOKENS, _COLUMNS, _SLICE, _THREADS = 8192, 8, 512, 1024, 256
@@ -115,6 +119,43 @@ def add(
         "lora_up", (columns, -(-n // tile)), (_THREADS,),
         [low, slices, n, rank, B, float(scale), y, y.stride(0), y.shape[1], int(round_change), tile, half],
         shared_bytes=4 * tile * rank,
+    )  # fmt: skip
+    return y
+
+
+def add_rows(
+    lora: LoraColumns, row_slots: Tensor, tokens: int, x: Tensor, y: Tensor, module: Any, *, largest_rank: int, round_change: bool
+) -> Tensor:  # fmt: skip
+    """Do what `add` does for rows of `tokens` neighbours each, a row with the adapter in its slot.
+
+    Shapes: x [rows * tokens, D_in], y [rows * tokens, D_out], row_slots [rows] int32, -1 for a row without. tokens: a power of two,
+    16 or more; D_in a multiple of 4. largest_rank: of all slots.
+    """
+    n, half = x.shape[0], int(x.dtype == torch.float16)
+    assert n == row_slots.numel() * tokens and tokens >= _TENSOR_TOKENS and tokens & (tokens - 1) == 0
+    assert x.dtype == y.dtype and x.dtype in _TYPES and x.stride(1) == y.stride(1) == 1 and largest_rank <= _MOST_RANK
+    assert x.shape[1] % 4 == 0 and x.stride(0) % 4 == 0 and x.data_ptr() % 8 == 0
+    assert y.shape[1] % 2 == 0 and y.stride(0) % 2 == 0 and y.data_ptr() % 4 == 0
+    slices, columns = -(-x.shape[1] // _SLICE), -(-y.shape[1] // _COLUMNS)
+    low = torch.empty(slices, n, largest_rank, device=x.device)
+    given: list[nvrtc.Argument] = [
+        x, x.stride(0), n, x.shape[1], lora.A_ptr, lora.rank, row_slots, tokens, low, largest_rank,
+    ]  # fmt: skip
+    if not half and x.shape[1] % 16 == 0:
+        module.launch("lora_low_rows_tensor", (n // _TENSOR_TOKENS, slices), (_THREADS,), given)
+    else:
+        module.launch("lora_low_rows", (n // _TOKENS, slices), (_THREADS,), [*given, half])
+    # As many tokens a block as leave enough blocks, as its shared memory holds and as are of one row.
+    tile = min(_MOST_TILE, tokens)
+    while tile > _TOKENS and (n // tile * columns < _BLOCKS or tile * largest_rank > _MOST_RANK * _TOKENS):
+        tile //= 2
+    module.launch(
+        "lora_up_rows", (columns, n // tile), (_THREADS,),
+        [
+            low, slices, n, largest_rank, lora.B_ptr, lora.rank, lora.scale, row_slots, tokens, y, y.stride(0), y.shape[1],
+            int(round_change), tile, half,
+        ],
+        shared_bytes=4 * tile * largest_rank,
     )  # fmt: skip
     return y
 
@@ -220,7 +261,7 @@ def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKer
         with torch.no_grad():
             for part, why in (
                 ("unpacked 4-bit weights", "no 4-bit layer" if leaf is None else wrong_unpack(leaf.packed(), module)),
-                ("adapters of a prompt", wrong_add(module, dtype)),
+                ("adapters of a prompt", wrong_add(module, dtype) or wrong_add_rows(module, dtype)),
             ):
                 if why is not None:
                     chosen.reasons.append((part, why))
@@ -260,6 +301,24 @@ def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
     )
 
 
+def chosen_with_short_ops(
+    model: Any, fall_back: Callable[[str, str], None]
+) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
+    """Return what makes a pass of a model take fewer operations, our kernels chosen on its device. fall_back: is told why and what
+    of them is not used."""
+    kernels = choose(model.hf_model, model.device, model.dtype)
+    if model.unpacked is None:
+        kernels.reserve(four_bit(model.hf_model))
+    for what, why in kernels.reasons:
+        fall_back(why, what)
+    short = short_ops.ShortOps(
+        model.hf_model, model.route, model.device,
+        lambda what, why: fall_back(f"{what}: {why}", "norm as one operation"),
+    )  # fmt: skip
+    short.adapters = ChunkAdapters(kernels.module if kernels.adds else None)
+    return kernels, short
+
+
 def wrong_unpack(packed: Packed, module: Any) -> str | None:
     """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
     expected = dequantize(packed)
@@ -290,6 +349,37 @@ def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9,
             error = float((made - expected).norm() / expected.norm())
             if not error < LARGEST_ERROR:
                 return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
+    return None
+
+
+def wrong_add_rows(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (16, 128)) -> str | None:
+    """Return what is wrong with the kernels for rows with adapters of their own, None if nothing: rows with one of two ranks and
+    without, in float64."""
+    generator = torch.Generator(device=module.device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator)
+
+    wide, high, slots = 1040, 1030, (1, -1, 0, 1)
+    pairs = [(random(rank, wide) / wide**0.5, random(high, rank)) for rank in (8, 12)]
+    columns = LoraColumns(
+        torch.tensor([A.data_ptr() for A, _ in pairs], device=module.device),
+        torch.tensor([B.data_ptr() for _, B in pairs], device=module.device),
+        torch.tensor([8, 12], dtype=torch.int32, device=module.device), torch.tensor([0.5, 2.0], device=module.device),
+    )  # fmt: skip
+    for number, count in enumerate(tokens):
+        x, y = random(len(slots) * count, wide).to(dtype), random(len(slots) * count, high).to(dtype)
+        expected = y.double()
+        for row, slot in enumerate(slots):
+            part = slice(row * count, (row + 1) * count)
+            if slot >= 0:
+                A, B = pairs[slot]
+                expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
+        row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
+        made = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
+        error = float((made.double() - expected).norm() / expected.norm())
+        if not error < LARGEST_ERROR:
+            return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"
     return None
 
 

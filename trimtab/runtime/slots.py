@@ -253,6 +253,11 @@ class AdapterSlots:
             low=low.view(rows, len(leaves), self.largest_rank), is_empty=is_empty,
         )  # fmt: skip
 
+    def columns_of(self, leaf: Leaf) -> matvec.LoraColumns:
+        """Return a layer's line of the table: of every slot where A and B begin, the rank and the scale."""
+        number = self._place[leaf]
+        return matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
+
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
         """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token a row."""
         rows = x.shape[0]

@@ -88,6 +88,7 @@ class LoadedEngine:
         self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
+        self._chosen: list[Answer] = []  # whose prompts go through next
         self._times = ChunkTimes(model.device)
         self._grammar: Grammar | None = None
 
@@ -210,6 +211,7 @@ class LoadedEngine:
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts on their way have."""
         used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
+        used += [answer.row.adapter for answer in self._chosen]
         return used if self._prefilling is None else [*used, self._prefilling.row.adapter]
 
     @property
@@ -221,6 +223,34 @@ class LoadedEngine:
     def chunk_times(self) -> Iterable[tuple[int, float]]:
         return self._times.take()
 
+    def choose(self, answer: Answer) -> None:
+        """Put an answer's adapter on the model, where it stays until the prompt has gone through. Errors: as `prefill`."""
+        with self._named("reading a prompt"):
+            self._begin_adapter(answer)
+        self._chosen.append(answer)
+
+    def prefill_together(self, answers: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
+        """Put prompts through in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`); those that are
+        through have their places among the rows. Errors: as `prefill`; nothing has changed then."""
+        able: list[Answer] = []
+        for answer in answers:
+            if answer.embedding is None and answer.scores is None and answer.prompt is not None:
+                able.append(answer)
+            elif not able:
+                return 0, []
+        by_prompt = {id(answer.prompt): answer for answer in able}
+        with self._named("reading prompts"):
+            self._times.begin()
+            through, tokens = self.batch.place_together(
+                [one.prompt for one in able if one.prompt is not None], most_tokens
+            )
+            if through and self.batch.prompts.is_steady:
+                self._times.end(tokens)
+        found = [by_prompt[id(prompt)] for prompt in through]
+        for answer in found:
+            self._chosen.remove(answer)
+        return tokens, found
+
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Put the next piece of the prompt through the model; a prompt that is through has its place among the rows.
 
@@ -228,6 +258,8 @@ class LoadedEngine:
         does not end everybody's answers.
         """
         self._prefilling = answer
+        if answer in self._chosen:
+            self._chosen.remove(answer)
         with self._named("reading a prompt"):
             self._begin_adapter(answer)
             if answer.embedding is not None:
@@ -354,6 +386,8 @@ class LoadedEngine:
     def drop(self, answer: Answer) -> None:
         if self._prefilling is answer:
             self._prefilling = None
+        if answer in self._chosen:
+            self._chosen.remove(answer)
         answer.prompt = None
         if answer.row in self.batch.placed:
             self.batch.leave(answer.row)

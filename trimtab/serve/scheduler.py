@@ -24,6 +24,8 @@ from trimtab.serve.job import Event, Job
 
 # How long taking up what has been prepared may take of each turn; one job is taken up in any case.
 ADMIT_S = 0.02
+# Prompts that may go through the model at once.
+MOST_CHOSEN = 16
 
 
 class QueueFullError(RequestError):
@@ -72,6 +74,14 @@ class Engine(Protocol):
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Put the next piece of the prompt through the model, of `most_tokens` at most where its inputs can be cut so; return the
         size of the chunk, and True when the prompt is through: nothing has to wait for the device yet."""
+
+    def choose(self, answer: Any) -> None:
+        """Make ready for an answer's prompt, which goes through soon: what it needs is not taken off the model. Errors:
+        TrimtabError."""
+
+    def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
+        """Put several of these prompts through the model at once, the first among them, where that is faster than one after the
+        other; return the size of the pass and those that are through. 0 and none if the first one goes by itself."""
 
     def arrive(self, answer: Any) -> None:
         """Give a prompt that is through its row and its first token; in the order in which they went through."""
@@ -138,6 +148,8 @@ class Scheduler:
         self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
         self._arrived: deque[_Entry] = deque()
         self._prefilling: _Entry | None = None
+        self._chosen: deque[_Entry] = deque()  # those whose prompts go through next, each with a row to come
+        self._is_apart = False  # whether a pass of several prompts failed: what is chosen goes one by one
         self._through: deque[_Entry] = deque()  # prompts that will have a row in the next turn
         self._rows: list[_Entry] = []
         self.budget = Budget(engine.chunk_sizes)
@@ -153,7 +165,7 @@ class Scheduler:
     @property
     def running(self) -> int:
         """How many jobs have a row, or their prompt on the way through the model."""
-        return len(self._rows) + len(self._through) + (self._prefilling is not None)
+        return len(self._rows) + len(self._through) + len(self._chosen) + (self._prefilling is not None)
 
     @property
     def is_idle(self) -> bool:
@@ -207,8 +219,9 @@ class Scheduler:
                 del self._lines[entry.job.adapter]
         if self._prefilling is entry:
             self._prefilling = None
-        if entry in self._through:
-            self._through.remove(entry)
+        for others in (self._through, self._chosen):
+            if entry in others:
+                others.remove(entry)
         if entry in self._rows:
             self._rows.remove(entry)
         self.engine.drop(entry.answer)
@@ -308,12 +321,12 @@ class Scheduler:
         return None
 
     def _prefill(self, most_tokens: int) -> int | None:
-        """Put one piece of one prompt through; return the size of its chunk, None if no prompt can go on."""
-        if self._prefilling is None and len(self._rows) + len(self._through) < self.engine.rows:
-            self._prefilling = first = self._next()
-            if first is not None:
-                first.started = self._now()
-                self._tell(Event(first.job.id, "started", usage={"queued_s": first.started - first.arrived}))
+        """Put one piece of one prompt through, or several prompts at once; return the size of the chunk, None if none can go on."""
+        if self._prefilling is None:
+            self._choose()
+            if len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
+                return size
+            self._prefilling = self._chosen.popleft() if self._chosen else None
         entry = self._prefilling
         if entry is None:
             return None
@@ -327,8 +340,36 @@ class Scheduler:
             self._through.append(entry)
         return size
 
+    def _choose(self) -> None:
+        """Take the next prompts out of their lines, as many as have a row to go to."""
+        self._is_apart &= bool(self._chosen)
+        while len(self._chosen) < MOST_CHOSEN and self.running < self.engine.rows:
+            entry = self._next()
+            if entry is None:
+                return
+            entry.started = self._now()
+            self._tell(Event(entry.job.id, "started", usage={"queued_s": entry.started - entry.arrived}))
+            self._chosen.append(entry)
+            try:
+                self.engine.choose(entry.answer)
+            except TrimtabError as exc:
+                self._fail(entry, exc)
+
+    def _together(self, most_tokens: int) -> int:
+        """Put several of the chosen prompts through at once; return the size of the pass, 0 if the first goes by itself."""
+        try:
+            size, through = self.engine.prefill_together([entry.answer for entry in self._chosen], most_tokens)
+        except TrimtabError:
+            self._is_apart = True  # whose fault it was shows when each goes by itself
+            return 0
+        for answer in through:
+            entry = next(entry for entry in self._chosen if entry.answer is answer)
+            self._chosen.remove(entry)
+            self._through.append(entry)
+        return size if through else 0
+
     def _step(self) -> None:
-        waiting = bool(self._through or self._prefilling or self._lines)
+        waiting = bool(self._through or self._prefilling or self._chosen or self._lines)
         launched = waited = False
 
         def behind() -> bool:

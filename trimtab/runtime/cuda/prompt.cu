@@ -57,10 +57,10 @@ extern "C" __global__ void __launch_bounds__(256) unpack_plain(UNPACK_PARAMETERS
 #define TOKENS 8
 #define RANKS 8
 #define SLICE 1024
-// low[s, t, r] = sum of A[r, k] x[t, k] over the slice s of k. A block is 8 tokens and one slice, a thread 4 neighbours of it.
-// Grid: [n / 8, slices].
-extern "C" __global__ void __launch_bounds__(256) lora_low(
-    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low, int half) {
+// low[s, t, r] = sum of A[r, k] x[t, k] over the slice s of k; a token's values are `stride` apart. A block is 8 tokens and one slice,
+// a thread 4 neighbours of it. Grid: [n / 8, slices].
+__device__ __forceinline__ void low_of(
+    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low, int stride, int half) {
   __shared__ float sums[8][TOKENS * RANKS];
   const int first = blockIdx.x * TOKENS, at = blockIdx.y * SLICE + threadIdx.x * 4;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -101,16 +101,21 @@ extern "C" __global__ void __launch_bounds__(256) lora_low(
       float all = 0.f;
 #pragma unroll
       for (int w = 0; w < 8; w++) all += sums[w][threadIdx.x];
-      if (t < n && r < rank) low[((size_t)blockIdx.y * n + t) * rank + r] = all;
+      if (t < n && r < rank) low[((size_t)blockIdx.y * n + t) * stride + r] = all;
     }
     __syncthreads();
   }
 }
 
+extern "C" __global__ void __launch_bounds__(256) lora_low(
+    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low, int half) {
+  low_of(x, x_stride, n, width, A, rank, low, rank, half);
+}
+
 // The same for bfloat16 by tensor cores, exact but for the sums: a value of A is three of bfloat16. A block is 16 tokens and one
 // slice, a warp 128 of it. width: a multiple of 16. Grid: [n / 16, slices].
-extern "C" __global__ void __launch_bounds__(256) lora_low_tensor(
-    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low) {
+__device__ __forceinline__ void low_of_tensor(
+    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low, int stride) {
   __shared__ float sums[8][16 * RANKS];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = lane >> 2, pair = (lane & 3) * 2;
   const int first = blockIdx.x * 16, begin = blockIdx.y * SLICE + warp * 128;
@@ -154,17 +159,37 @@ extern "C" __global__ void __launch_bounds__(256) lora_low_tensor(
       float all = 0.f;
 #pragma unroll
       for (int w8 = 0; w8 < 8; w8++) all += sums[w8][threadIdx.x];
-      if (t < n && r < rank) low[((size_t)blockIdx.y * n + t) * rank + r] = all;
+      if (t < n && r < rank) low[((size_t)blockIdx.y * n + t) * stride + r] = all;
     }
     __syncthreads();
   }
 }
 
+extern "C" __global__ void __launch_bounds__(256) lora_low_tensor(
+    const u16* x, int x_stride, int n, int width, const float* A, int rank, float* low) {
+  low_of_tensor(x, x_stride, n, width, A, rank, low, rank);
+}
+
+// Both for rows of `tokens` neighbours each (a multiple of what a block takes), a row with the adapter in its slot, or none: then
+// nothing is written. stride: the largest rank.
+extern "C" __global__ void __launch_bounds__(256) lora_low_rows(
+    const u16* x, int x_stride, int n, int width, const i64* lora_A, const int* lora_rank, const int* slots, int tokens, float* low,
+    int stride, int half) {
+  const int slot = __ldg(slots + blockIdx.x * TOKENS / tokens), rank = slot < 0 ? 0 : __ldg(lora_rank + slot);
+  if (rank) low_of(x, x_stride, n, width, (const float*)__ldg(lora_A + slot), rank, low, stride, half);
+}
+extern "C" __global__ void __launch_bounds__(256) lora_low_rows_tensor(
+    const u16* x, int x_stride, int n, int width, const i64* lora_A, const int* lora_rank, const int* slots, int tokens, float* low,
+    int stride) {
+  const int slot = __ldg(slots + blockIdx.x * 16 / tokens), rank = slot < 0 ? 0 : __ldg(lora_rank + slot);
+  if (rank) low_of_tensor(x, x_stride, n, width, (const float*)__ldg(lora_A + slot), rank, low, stride);
+}
+
 // y[t, c] += scale * sum over r of B[c, r] low[t, r], where low is the sum over its slices; the change is rounded first if
 // round_change. A block is `tile` tokens (a multiple of 8), 8 at a time, and 512 columns, a thread two neighbours. Shared:
 // tile * rank floats. Grid: [columns / 512, n / tile].
-extern "C" __global__ void __launch_bounds__(256) lora_up(
-    const float* low, int slices, int n, int rank, const float* B, float scale, u16* y, int y_stride, int width,
+__device__ __forceinline__ void up_of(
+    const float* low, int slices, int n, int rank, int stride, const float* B, float scale, u16* y, int y_stride, int width,
     int round_change, int tile, int half) {
   extern __shared__ __align__(16) float own[];
   const int start = blockIdx.y * tile, at = (blockIdx.x * 256 + threadIdx.x) * 2;
@@ -181,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(256) lora_up(
     for (int s = 0; t < n && s < slices; s += 8) {
       float some[8];
 #pragma unroll
-      for (int k = 0; k < 8; k++) some[k] = s + k < slices ? __ldcg(low + ((size_t)(s + k) * n + t) * rank + i % rank) : 0.f;
+      for (int k = 0; k < 8; k++) some[k] = s + k < slices ? __ldcg(low + ((size_t)(s + k) * n + t) * stride + i % rank) : 0.f;
 #pragma unroll
       for (int k = 0; k < 8; k++) all += some[k];
     }
@@ -226,4 +251,18 @@ extern "C" __global__ void __launch_bounds__(256) lora_up(
       store<2>(y + (size_t)(first + t) * y_stride + at, v, half);
     }
   }
+}
+extern "C" __global__ void __launch_bounds__(256) lora_up(
+    const float* low, int slices, int n, int rank, const float* B, float scale, u16* y, int y_stride, int width,
+    int round_change, int tile, int half) {
+  up_of(low, slices, n, rank, rank, B, scale, y, y_stride, width, round_change, tile, half);
+}
+extern "C" __global__ void __launch_bounds__(256) lora_up_rows(
+    const float* low, int slices, int n, int stride, const i64* lora_B, const int* lora_rank, const float* lora_scale,
+    const int* slots, int tokens, u16* y, int y_stride, int width, int round_change, int tile, int half) {
+  const int slot = __ldg(slots + blockIdx.y * tile / tokens), rank = slot < 0 ? 0 : __ldg(lora_rank + slot);
+  if (rank)
+    up_of(
+        low, slices, n, rank, stride, (const float*)__ldg(lora_B + slot), __ldg(lora_scale + slot), y, y_stride, width, round_change,
+        tile, half);
 }

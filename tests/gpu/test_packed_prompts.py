@@ -1,0 +1,44 @@
+"""Several prompts in one pass on the GPU: the tests of tests/test_packed_prompts.py with the device changed, and the table of adapters
+in bfloat16 with weights that are kept unpacked."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import trimtab
+from tests.test_many_step import wide as wide_checkpoint
+from tests.test_packed_prompts import *
+from trimtab.plan.unpacked import ITEM
+from trimtab.runtime.batch import Batch
+
+# bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
+STEPS = 2**-5
+
+
+@pytest.mark.parametrize("family", ["gemma4", "llama"])
+def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules(family, tmp_path, monkeypatch):
+    base, adapters = wide_checkpoint(family, monkeypatch, tmp_path)
+    plan = trimtab.plan(
+        base, quant="nf4-dq", adapters=adapters, context=256, device=DEVICE, images=0, audio_s=0.0, batch=16
+    )
+    assert plan.gpu[ITEM]
+    with trimtab.load(plan) as model:
+        assert model.unpacked is not None
+        names = [("a", None)[number % 2] for number in range(9)]  # the other adapter's rank is too high for a pass
+        counts = [5 + 3 * number for number in range(9)]
+        alone = eager(model)
+        expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
+        batch = wide(Batch(model, rows=16), monkeypatch, 512)
+        assert batch.prompts.packs.why_not() is None
+        for _ in range(4):
+            prompts = [
+                batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)
+            ]
+            assert together(batch, prompts) == 1
+            for found, wanted in zip(both(batch, prompts), expected):
+                assert differ(found, wanted) < STEPS
+        assert not named(batch)
+        packed = [key for key in batch.prompts._graphs if key[0].rows > 1]
+        assert packed and all(key[0].by_table for key in packed)

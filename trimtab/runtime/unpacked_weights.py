@@ -1,0 +1,94 @@
+"""4-bit weights of the decoder in the model's own type, kept beside the packed ones where the plan has room for both.
+
+    unpacked = UnpackedWeights.of(model)         # None where the plan counts none
+    unpacked.joined([q, k, v])                   # [sum of outputs, inputs]: layers over one input as one product
+    with unpacked.covering(least=9): ...         # these layers multiply 9 rows and more by cuBLAS, no weight is unpacked
+
+They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. All lie in one piece of memory,
+in the order of the modules: layers that read the same input and follow one another are one matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trimtab.plan.unpacked import ITEM
+from trimtab.runtime.leaves import Leaf, ResidentLeaf
+from trimtab.runtime.quant import dequantize
+
+
+class UnpackedWeights:
+    """The weights of some layers, of one type. Shapes: each [D_out, D_in]."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        sizes = [leaf.out_features * leaf.in_features for leaf in leaves]
+        self._flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
+        self._starts: dict[Leaf, int] = {}
+        start = 0
+        for leaf, size in zip(leaves, sizes, strict=True):
+            self._starts[leaf] = start
+            self.weight(leaf).copy_(dequantize(leaf.packed()))
+            start += size
+
+    @classmethod
+    def of(cls, model: Any) -> UnpackedWeights | None:
+        """Return what a model's plan keeps unpacked, None if it keeps nothing."""
+        if ITEM not in model.plan.gpu:
+            return None
+        leaves = [
+            one for one in model.hf_model.get_decoder().modules()
+            if isinstance(one, ResidentLeaf) and one.quant_kind in ("nf4", "fp4") and one.dtype == model.dtype
+        ]  # fmt: skip
+        with torch.no_grad():
+            return cls(leaves) if leaves else None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._flat.nbytes)
+
+    def weight(self, leaf: Leaf) -> Tensor:
+        """Return a layer's weight. Errors: KeyError for a layer that is not among them."""
+        start, shape = self._starts[leaf], (leaf.out_features, leaf.in_features)
+        return self._flat[start : start + shape[0] * shape[1]].view(shape)
+
+    def joined(self, leaves: Sequence[Leaf]) -> Tensor | None:
+        """Return the weights of layers over one input as one [all D_out, D_in], None where they do not lie side by side."""
+        wide, start = leaves[0].in_features, self._starts.get(leaves[0])
+        if start is None:
+            return None
+        end = start
+        for leaf in leaves:
+            if self._starts.get(leaf) != end or leaf.in_features != wide:
+                return None
+            end += leaf.out_features * wide
+        return self._flat[start:end].view(-1, wide)
+
+    @contextmanager
+    def covering(self, *, least: int) -> Iterator[None]:
+        """Let the layers multiply `least` rows and more with these weights while the block runs."""
+        before = [(leaf, vars(leaf).get("base")) for leaf in self._starts]
+        try:
+            for leaf, _ in before:
+                vars(leaf)["base"] = self._base(leaf, least)
+            yield
+        finally:
+            for leaf, base in before:
+                vars(leaf).pop("base", None)
+                if base is not None:
+                    vars(leaf)["base"] = base
+
+    def _base(self, leaf: Leaf, least: int) -> Callable[[Tensor], Tensor]:
+        original, weight = leaf.base, self.weight(leaf)
+
+        def base(x: Tensor) -> Tensor:
+            if x.dtype != weight.dtype or x.numel() // x.shape[-1] < least:
+                return original(x)
+            return functional.linear(x, weight, leaf.bias)
+
+        return base
