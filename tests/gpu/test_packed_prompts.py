@@ -1,5 +1,5 @@
-"""Several prompts in one pass on the GPU: the tests of tests/test_packed_prompts.py with the device changed, and the table of adapters
-in bfloat16 with weights that are kept unpacked."""
+"""Several prompts in one pass on the GPU: the tests of tests/test_packed_prompts.py with the device changed, and the table of
+adapters in bfloat16 with weights that are kept unpacked."""
 
 import pytest
 import torch
@@ -10,6 +10,18 @@ if not torch.cuda.is_available():
 import trimtab
 from tests.test_many_step import wide as wide_checkpoint
 from tests.test_packed_prompts import *
+from tests.test_packed_prompts import (
+    DEVICE,
+    REQUEST,
+    answered,
+    both,
+    differ,
+    eager,
+    ids,
+    named,
+    together,
+    wide,
+)
 from trimtab.plan.unpacked import ITEM
 from trimtab.runtime.batch import Batch
 
