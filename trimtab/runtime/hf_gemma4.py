@@ -137,6 +137,7 @@ class FusedStep:
     ) -> None:  # fmt: skip
         self.hf_model, self.cache, self.tokens, self.kernels = hf_model, cache, tokens, kernels
         self.unpacked = unpacked
+        self.least_many = cuts.MAX_ROWS + 1  # rows from which on products are those of many rows
         self.text = text_model(hf_model)
         self.config = self.text.config
         self.kind = ACTIVATIONS[self.config.hidden_activation]
@@ -352,8 +353,8 @@ class FusedStep:
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)
-        own = self._is_ours[leaves[0]] and count <= cuts.MAX_ROWS
-        many = not own and count > cuts.MAX_ROWS and self._is_many.get(leaves[0], False)
+        own = self._is_ours[leaves[0]] and count < self.least_many
+        many = not own and count >= self.least_many and self._is_many.get(leaves[0], False)
         slots = route.slots
         # Adapters that no table holds are added by their own modules' way, to the plain products.
         is_apart = (

@@ -228,7 +228,9 @@ class Packs:
             self._forward = PackForward(prompts.model.hf_model, prompts.batch.cache, prompts.model.dtype)
         return self._forward
 
-    def _pass(self, pieces: Sequence[Piece], names: Sequence[str | None], size: int, rows: int) -> Tensor:
+    def _pass(
+        self, pieces: Sequence[Piece], names: Sequence[str | None], size: int, rows: int, *, at_once: bool = False
+    ) -> Tensor:  # fmt: skip
         prompts, model = self.prompts, self.prompts.model
         forward = self._new_forward()
         padded = [*names, *[names[0]] * (rows - len(names))]
@@ -244,7 +246,7 @@ class Packs:
         form = forward.pack_form(pieces, size, rows, by_table=table is not None)
         forward.load_pack(form, pieces)
         self.passes += 1
-        return prompts.computed((form, key), None, [piece.row for piece in pieces])
+        return prompts.computed((form, key), None, [piece.row for piece in pieces], at_once=at_once)
 
     def prepare(self, token: int, adapter: str | None) -> None:
         """Capture the passes that are needed most before they are. No row may be active."""
@@ -254,8 +256,7 @@ class Packs:
             if size * rows == PREPARED_TOKENS or size >= PREPARED_TOKENS:
                 count = min(rows, self.prompts.batch.rows)
                 pieces = [Piece([token] * (size - 1), 0, row) for row in range(count)]
-                for _ in range(2):  # the first time nothing is captured
-                    self._pass(pieces, [adapter] * count, size, rows)
+                self._pass(pieces, [adapter] * count, size, rows, at_once=True)
 
     def static(self, form: Form) -> Tensor:
         """Return what a graph of this form computes, kernel by kernel."""

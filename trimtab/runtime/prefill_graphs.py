@@ -305,13 +305,15 @@ class Prompts:
         return self.computed((form, key), serial, [self.batch.cache.prompt_row], stage)
 
     def computed(
-        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None
+        self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None,
+        *, at_once: bool = False,
     ) -> Tensor:  # fmt: skip
         """Return what the pass of a form computes, captured where it can be. key: the form and what else is part of the program.
         serial: of the adapter whose own addresses it reads. rows: of the cache that it writes. stage: brings what the host has."""
         form = key[0]
         assert isinstance(form, Form)
         self.is_steady = not self.captures
+        self._met |= {key} if at_once else set()
         captured = self._graphs.get(key)
         if captured is None and self._may_capture(key):
             captured = self._captured(key, serial, rows, stage)

@@ -1,0 +1,179 @@
+"""What a decode step of many rows takes, and a pass of several prompts, on a GPU: with unpacked weights and without.
+
+    python -m bench.together --work FOLDER --size e4b --adapters 32 --save bench/results/together.json
+
+A random checkpoint of a size (as bench.load has it), 32 rows of 512 tokens. "step": milliseconds of one captured step by rows, for
+the base, 8 adapters and an adapter for each row. "pass": milliseconds of prompts alone, and of several in one pass. Times are the
+device's, medians of ten. `unpacked`: whether the decoder's weights are kept in the model's own type beside the packed ones;
+`least`: from how many rows on a step uses them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPEAT = 10
+TOKENS = 512
+COUNTS = (32, 16, 8, 4)
+SINGLES = (64, 128, 256, 512, 1024)
+
+
+def timed(run: Callable[[], Any]) -> float:
+    """Return the median milliseconds of the device."""
+    found = []
+    for _ in range(REPEAT):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return round(statistics.median(found), 2)
+
+
+def steps(
+    model: Any, batch: Any, names: list[str], about: dict[str, Any], counts: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """Return the rows of steps. The batch's rows stay; how many of them step, and with which adapters, is changed."""
+    rows, found = list(batch.active), []
+    for count in counts:
+        for adapters in (0, 8, len(names)):
+            batch.active[:] = rows[:count]
+            for number, row in enumerate(batch.active):
+                row.adapter = names[number % adapters] if adapters else None
+            batch.tell_tokens()
+            batch.steps.run()
+            ms = timed(lambda: (batch.steps.run(), batch.tell_tokens()))
+            found.append({"what": "step", "rows": count, "adapters": adapters, "ms": ms, **about})
+            print(json.dumps(found[-1]), flush=True)
+    batch.active[:] = rows
+    return found
+
+
+def passes(model: Any, batch: Any, name: str, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of prompts alone and together; no row may be active."""
+    from trimtab.request import GenerateRequest
+    from trimtab.runtime.packed_prefill import Piece
+    from trimtab.runtime.packed_prompts import shapes_of
+
+    request = GenerateRequest(max_new_tokens=1)
+    found = []
+    for tokens in SINGLES:
+        inputs = model.prepare(ids(tokens - 1))
+
+        def alone(inputs: Any = inputs) -> None:
+            prompt = batch.begin(inputs, request, adapter=name, client=None)
+            while not prompt.step():
+                pass
+            batch.prompts.release(prompt)
+
+        for _ in range(2):
+            alone()
+        found.append({"what": "alone", "tokens": tokens, "ms": timed(alone), **about})
+        print(json.dumps(found[-1]), flush=True)
+    packs = batch.prompts.packs
+    if packs.why_not() is not None:
+        print(json.dumps({"together": packs.why_not()}), flush=True)
+        return found
+    for size, rows in shapes_of(batch.prompts.sizes, batch.prompts.most_packed):
+        pieces = [Piece(ids(size - 1, seed), 0, seed) for seed in range(rows)]
+
+        def together(pieces: Any = pieces, size: int = size, rows: int = rows) -> None:
+            packs._pass(pieces, [name] * rows, size, rows)
+
+        for _ in range(2):
+            together()
+        found.append({"what": "together", "tokens": size, "prompts": rows, "ms": timed(together), **about})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return [1000 + (number * 7919 + seed * 31) % 90_000 for number in range(count)]
+
+
+def filled(model: Any, rows: int) -> Any:
+    """Return a batch whose rows are all active, each behind a prompt of TOKENS tokens."""
+    from trimtab.request import GenerateRequest
+    from trimtab.runtime.batch import Batch
+
+    batch = Batch(model, rows)
+    batch.ends = frozenset()
+    batch.prepare()
+    for number in range(rows):
+        prompt = batch.begin(model.prepare(ids(TOKENS, number)), GenerateRequest(max_new_tokens=256), client=None)
+        while not prompt.step():
+            pass
+        batch.join(prompt)
+    return batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--size", default="e4b")
+    parser.add_argument("--adapters", type=int, default=32)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument(
+        "--least", type=int, nargs="*", default=(), help="also steps of so many rows with unpacked weights"
+    )
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    import trimtab
+    from bench.load import environment, sized
+
+    made = sized(given.size, given.work, given.adapters, device="cuda")
+    names = list(made.adapters)
+    plan = trimtab.plan(
+        made.folder,
+        quant="nf4-dq",
+        adapters=made.adapters,
+        context=1024,
+        batch=given.rows,
+        device="cuda",
+        images=0,
+        audio_s=0.0,
+    )
+    found: list[dict[str, Any]] = []
+
+    def keep(rows: list[dict[str, Any]]) -> None:
+        found.extend(rows)
+        if given.save:
+            given.save.write_text(json.dumps({"environment": environment("cuda"), "rows": found}, indent=1) + "\n")
+
+    with trimtab.load(plan) as model:
+        kept = model.unpacked
+        print(json.dumps({"unpacked_mib": 0 if kept is None else kept.nbytes >> 20}), flush=True)
+        batch = filled(model, given.rows)
+        for unpacked in (True, False) if kept is not None else (False,):
+            model.unpacked = kept if unpacked else None
+            batch.steps._graphs.clear()
+            batch.steps._fused = None
+            keep(steps(model, batch, names, {"unpacked": unpacked}, COUNTS if unpacked else COUNTS[:3]))
+        model.unpacked = kept
+        for least in given.least if kept is not None else ():
+            batch.steps._graphs.clear()
+            batch.steps._fused = None
+            batch.steps._fused_step().least_many = least
+            keep(steps(model, batch, names, {"unpacked": True, "least": least}, (8, 4)))
+        fallbacks = [f"{one.what}: {one.why}" for one in batch.steps.fallbacks]
+        for row in list(batch.active):
+            batch.leave(row)
+        for unpacked in (True, False) if kept is not None else (False,):
+            model.unpacked = kept if unpacked else None
+            if kept is not None and not unpacked:
+                batch.prompts._graphs.clear()
+                batch.prompts.kernels().reserve(batch.prompts._four_bit)
+            keep(passes(model, batch, names[0], {"unpacked": unpacked}))
+        print(json.dumps({"fallbacks": fallbacks, "memory": model.memory()}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
