@@ -170,7 +170,7 @@ def main() -> None:
             model.unpacked = kept if unpacked else None
             if kept is not None and not unpacked:
                 batch.prompts._graphs.clear()
-                batch.prompts.kernels().reserve(batch.prompts._four_bit)
+                batch.prompts.kernels().reserve(batch.prompts.four_bit)
             keep(passes(model, batch, names[0], {"unpacked": unpacked}))
         print(json.dumps({"fallbacks": fallbacks, "memory": model.memory()}), flush=True)
 

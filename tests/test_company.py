@@ -1,4 +1,5 @@
-"""An answer does not depend on who else is being answered: mixed adapters, arrivals and departures, prompts cut anywhere.
+"""An answer does not depend on who else is being answered: mixed adapters, arrivals and departures, prompts cut anywhere, several
+prompts in one pass, beginnings that are cached and that are not.
 
 Three routes: rows of a batch whose prompts go through behind the steps of others, the same request alone, and stock transformers
 with PEFT, teacher-forced on the same tokens. The model computes in float32, where another order of a sum moves a logarithm of a
@@ -20,6 +21,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+from trimtab.runtime import packed_prompts
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.prefill_graphs import Prompts
 
@@ -60,12 +62,23 @@ def alone(batch, ask):
 
 
 class Company:
-    """Requests that come, go through behind the steps of others in pieces of any size, and leave at any time."""
+    """Requests that come, go through behind the steps of others in pieces of any size or several at once, and leave at any time."""
 
-    def __init__(self, batch, waiting, seed):
+    def __init__(self, batch, waiting, seed, *, together=False):
         self.batch, self.waiting, self.chance = batch, list(enumerate(waiting)), random.Random(seed)
         self.prompt, self.through, self.said, self.left = None, [], {}, set()
-        self.busiest = 0
+        self.busiest, self.together, self.passes = 0, together, 0
+
+    def at_once(self):
+        """Put the next prompts through in one pass, where they go together; returns whether they did."""
+        count = min(len(self.waiting), self.batch.free_rows, 4)
+        chosen = [(number, begun(self.batch, ask)) for number, ask in self.waiting[:count]]
+        placed, _ = self.batch.place_together([prompt for _, prompt in chosen], self.chance.choice((64, 128)))
+        self.through += [pair for pair in chosen if pair[1] in placed]
+        gone = [number for number, prompt in chosen if prompt in placed]
+        self.waiting = [one for one in self.waiting if one[0] not in gone]
+        self.passes += bool(placed)
+        return bool(placed)
 
     def told(self, number, drawn):
         self.said.setdefault(number, []).append((drawn.token_id, drawn.logprob))
@@ -77,6 +90,8 @@ class Company:
             self.rows[prompt.row] = number
             self.told(number, self.batch.join(prompt))
         self.through = []
+        if self.together and self.prompt is None and self.chance.random() < 0.7 and self.at_once():
+            return True
         for _ in range(self.chance.choice((0, 1, 1, 3))):
             if self.prompt is None and self.waiting and self.batch.free_rows:
                 number, ask = self.waiting.pop(0)
@@ -131,6 +146,29 @@ def test_an_answer_is_the_same_alone_and_in_company(model, replayed, decode, siz
     company = Company(batch_of(model, decode, sizes, 5), asked, 1)
     check(company.run(), [by_ask[ask] for ask in asked], company.left)
     assert company.busiest >= 3 and len(company.left) < len(asked) / 2  # and most go on to their end
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["no cache", "prefix cache"])
+@pytest.mark.parametrize("decode", ["eager", "graph"])
+def test_an_answer_is_the_same_alone_and_in_a_pass_of_several_prompts(model, replayed, decode, cached, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
+    asked = asks(14)
+    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
+    if cached:
+        model.keep_prefixes(2**26)
+    try:
+        passes = 0
+        for seed in (1, 2):  # the second time all beginnings are there
+            company = Company(batch_of(model, decode, (16, 64), 6), asked, seed, together=True)
+            check(company.run(), [by_ask[ask] for ask in asked], company.left)
+            passes += company.passes
+        assert passes and company.busiest >= 3
+        assert not cached or model.prefix_cache.numbers()["hits"]
+    finally:
+        if cached:
+            model.prefix_cache.close()
+            model.prefix_cache = None
 
 
 def test_answers_in_company_are_those_of_stock_transformers_and_peft(model):  # noqa: F811

@@ -42,7 +42,7 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         counts = [5 + 3 * number for number in range(9)]
         alone = eager(model)
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
-        batch = wide(Batch(model, rows=16), monkeypatch, 512)
+        batch = wide(Batch(model, rows=16), monkeypatch, 1024)
         assert batch.prompts.packs.why_not() is None
         for _ in range(4):
             prompts = [

@@ -136,11 +136,19 @@ class Packs:
             return "the host fetches rows of tables"
         if prompts.model.streamer is not None:
             return "layers are streamed"
-        if prompts.captures and prompts.batch.steps.kernels.rows is None and prompts.model.unpacked is None:
+        if prompts.captures and not self._has_products():
             return "there is no product of many rows"
         if prompts.captures and not prompts.has_room_for(PACK_GRAPHS, SPARE_BYTES):
             return "their graphs have no room"
         return None
+
+    def _has_products(self) -> bool:
+        """Whether the few tokens that pass the last layers are multiplied without unpacking weights."""
+        prompts = self.prompts
+        prompts.kernels()
+        return (
+            not prompts.four_bit or prompts.batch.steps.kernels.rows is not None or prompts.model.unpacked is not None
+        )
 
     # Which -------------------------------------------------------------------------------------------------------------
 

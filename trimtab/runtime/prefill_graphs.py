@@ -95,7 +95,7 @@ class Prompts:
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
         self._kernels: prompt_kernels.PromptKernels | None = None
-        self._four_bit: list[Leaf] = []
+        self.four_bit: list[Leaf] = []
         self._graphs: GraphCache[_Captured] = GraphCache()
         self._met: set[tuple[Hashable, ...]] = set()
         self._layouts: OrderedDict[Hashable, PromptLayout] = OrderedDict()
@@ -362,7 +362,7 @@ class Prompts:
         least = 2 if form.rows > 1 else LEAST_TOKENS
         unpacked = self.model.unpacked
         with (
-            self._short.step(), kernels.unpacking(self._four_bit), covering(self._four_bit, products, least=least),
+            self._short.step(), kernels.unpacking(self.four_bit), covering(self.four_bit, products, least=least),
             nullcontext() if unpacked is None else unpacked.covering(least=1),
         ):  # fmt: skip
             yield
@@ -371,7 +371,7 @@ class Prompts:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
         if self.device.type == "cuda" and self._short is None:
             self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self._fall_back)
-            self._four_bit = prompt_kernels.four_bit(self.model.hf_model)
+            self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
         return self._kernels or prompt_kernels.PromptKernels()
 
     # Adapters --------------------------------------------------------------------------------------------------------
