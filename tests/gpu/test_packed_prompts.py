@@ -24,6 +24,7 @@ from tests.test_packed_prompts import (
 )
 from trimtab.plan.unpacked import ITEM
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefill_graphs import Prompts
 
 # bfloat16: one rounding of a product in another order moves a score by a few steps of 2^-8 of the largest.
 STEPS = 2**-5
@@ -43,6 +44,7 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         alone = eager(model)
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
         batch = wide(Batch(model, rows=16), monkeypatch, 1024)
+        batch.prompts = Prompts(batch, "auto", (16, 64, 128))
         assert batch.prompts.packs.why_not() is None
         for _ in range(4):
             prompts = [

@@ -120,7 +120,7 @@ class Prompts:
 
     @property
     def most_packed(self) -> int:
-        """The most tokens of one pass of several prompts, padding included."""
+        """The most tokens of a pass of several prompts, padding included."""
         return max(self.sizes, default=0)
 
     @property
@@ -130,7 +130,7 @@ class Prompts:
 
     @property
     def kernels_us(self) -> dict[str, tuple[float, float]]:
-        """What our kernels were measured with: name -> (ours, theirs) in microseconds."""
+        """What our kernels took when they were chosen: name -> (ours, theirs)."""
         return {} if self._kernels is None else self._kernels.measured_us
 
     def _fall_back(self, why: str, what: str = "captured prompts") -> None:
@@ -297,9 +297,9 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        self.is_steady = not self.captures
         key, serial = self._set_adapter(prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
+            self.is_steady = not self.captures
             return self._static(form)
         stage = partial(self._stage, chunk, prompt.row.token_ids)
         return self.computed((form, key), serial, [self.batch.cache.prompt_row], stage)
@@ -313,9 +313,8 @@ class Prompts:
         form = key[0]
         assert isinstance(form, Form)
         self.is_steady = not self.captures
-        self._met |= {key} if at_once else set()
         captured = self._graphs.get(key)
-        if captured is None and self._may_capture(key):
+        if captured is None and (at_once or self._may_capture(key)):
             captured = self._captured(key, serial, rows, stage)
             if captured is not None:
                 return self._outputs[form.is_last, form.rows]
@@ -536,7 +535,7 @@ class Prompts:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether there is room for graphs of prompts that are cut into other chunks than the largest."""
+        """Whether graphs of prompts that are cut into other chunks than the largest have room."""
         return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
 
     def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
