@@ -18,6 +18,7 @@ RESULTS = ROOT / "bench" / "results"
 PAGES = (
     ROOT / "README.md", ROOT / "docs" / "how-fast-and-why.md", ROOT / "docs" / "keep-peft.md",
     ROOT / "docs" / "is-my-merge-right.md", ROOT / "docs" / "server-under-load.md",
+    ROOT / "docs" / "serve-many-adapters.md",
 )  # fmt: skip
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "bitsandbytes")
 SLOT = re.compile(r"(<!-- numbers:(\w+) -->\n).*?(<!-- /numbers -->)", re.DOTALL)
@@ -350,6 +351,36 @@ def start(results: Mapping[str, Any]) -> str:
     return f"{table}\n\n{closing}\n"
 
 
+def together(results: Mapping[str, Any]) -> str:
+    """Return the table of bench/results/together.json: steps of many rows and passes of prompts, packed and unpacked."""
+    found = {
+        (
+            row["what"],
+            row.get("rows", row.get("tokens")),
+            row.get("adapters", row.get("prompts")),
+            row["unpacked"],
+        ): row["ms"]
+        for row in results["rows"]
+        if "least" not in row
+    }
+    lines = [["what", "packed ms", "unpacked ms"], ["---", "---:", "---:"]]
+    for what, first, second, unpacked in found:
+        if unpacked and (what, first, second, False) in found:
+            words = {
+                "step": f"step of {first} rows, {second or 'no'} adapters",
+                "alone": f"prompt of {first} tokens alone",
+                "together": f"{second} prompts of {first} tokens in one pass",
+            }[what]
+            lines.append([words, *(f"{found[what, first, second, kept]:.1f}" for kept in (False, True))])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    where = results["environment"]
+    packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
+    return (
+        f"{table}\n\n{where['gpu']}, E4B's size with random weights, nf4-dq, adapters of rank 8, rows of 512 tokens; Python "
+        f"{where['python']}, {packages}.\n\n" + "".join(f"- {note}\n" for note in results["notes"])
+    )
+
+
 SMALL_CARDS = (
     ("e2b", 2, "auto"), ("e2b", 2.5, "auto"), ("e2b", 3, "full"), ("e4b", 3.2, "auto"), ("e4b", 4, "auto"), ("e4b", 4, "full"),
     ("e4b", 6, "full"), ("qwen3-8b", 5, "auto"),
@@ -365,6 +396,8 @@ MAKERS = {
     "load": load,
     "load_text": load,
     "load_mixed": load,
+    "load_short": load,
+    "together": together,
     "start": start,
 }
 

@@ -281,4 +281,4 @@ class Packs:
             route.slots = before
 
 
-assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= many_rows.MOST_ROWS
+assert MOST_PROMPTS <= LEAST_SLOTS and MOST_PROMPTS <= many_rows.PAYING_ROWS

@@ -8,8 +8,7 @@ A prompt's kernels are launched one by one from Python unless they are a graph. 
 (`hf_prefill.Form`) and each layout of adapters: the second time that one is needed it is captured, the first time the same
 pass runs as it is. Adapters of one layout (the same layers and ranks, at the same places of one piece of memory) share a
 graph, which reads a copy of the piece: changing the adapter is one copy on the device. An adapter of another kind (DoRA,
-embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs. Several short prompts
-go through together (packed_prompts.py).
+embeddings, whole modules) has graphs of its own. All graphs share one memory pool and one set of inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_prefill import Chunk, Form, Media
 from trimtab.runtime.leaves import Leaf
-from trimtab.runtime.many_rows import covering
+from trimtab.runtime.many_rows import PAYING_ROWS, covering
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.packed_prompts import Packs
 from trimtab.runtime.prefix_store import Match
@@ -125,7 +124,7 @@ class Prompts:
 
     @property
     def copies_bytes(self) -> int:
-        """What the copies of adapters that graphs read take."""
+        """Of the copies of adapters that graphs read."""
         return sum(int(one.buffer.nbytes) for one in self._layouts.values())
 
     @property
@@ -357,11 +356,12 @@ class Prompts:
             return
         kernels, products = self.kernels(), self.batch.steps.kernels.rows
         assert self._short is not None
-        # Of several prompts a few tokens pass the last layers, which no product of one row multiplies.
+        # Of several prompts a few tokens pass the last layers.
         least = 2 if form.rows > 1 else LEAST_TOKENS
         unpacked = self.model.unpacked
         with (
-            self._short.step(), kernels.unpacking(self.four_bit), covering(self.four_bit, products, least=least),
+            self._short.step(), kernels.unpacking(self.four_bit),
+            covering(self.four_bit, products, least=least, most=PAYING_ROWS),
             nullcontext() if unpacked is None else unpacked.covering(least=1),
         ):  # fmt: skip
             yield
