@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from trimtab.runtime.hf_prefill import SMALLEST_PLACES, ChunkForward, ChunkLayer, Form, covered
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
@@ -111,7 +110,7 @@ class PackForward(ChunkForward):
     def __init__(self, hf_model: Any, cache: SlotCache, dtype: torch.dtype) -> None:
         super().__init__(hf_model, cache, dtype)
         mine = [_PackLayer(one, self) if isinstance(one, LayerCache) else one for one in cache.layers]
-        self._cache = Cache(layers=mine)
+        self._cache = type(self._cache)(layers=mine)
         self._packs: dict[tuple[int, int], PackBuffers] = {}
 
     @property
