@@ -103,7 +103,7 @@ def test_a_message_is_edited_and_what_came_after_it_goes(opened):
     answers(page, 2)
     page.get_by_role("button", name="Edit this message").first.click()
     expect(page.locator(".edited")).to_have_value("first")
-    expect(page.locator(".editor .hint")).to_contain_text("removes the messages after it")
+    expect(page.locator(".editor .hint")).to_contain_text("removes all later messages")
     page.fill(".edited", "changed")
     page.keyboard.press("Enter")
     assert answers(page) == ["Three."]

@@ -250,7 +250,7 @@ def test_an_adapter_is_loaded_asked_and_unloaded(opened):
     # What the operator named has no such button.
     expect(page.get_by_role("button", name="Unload")).to_have_count(1)
     page.get_by_role("button", name="Unload again").click()
-    expect(page.locator("#sure-text")).to_contain_text("Requests that name it fail")
+    expect(page.locator("#sure-text")).to_contain_text("Requests for it will fail")
     expect(page.locator("#sure-no")).to_be_focused()
     page.keyboard.press("Enter")
     expect(page.locator("#sure")).to_be_hidden()
@@ -396,7 +396,7 @@ def test_nothing_is_shown_of_a_model_that_is_not_loaded(opened):
     page.select_option("#model", "other")
     page.click("#memory")
     expect(page.locator("#state-text")).to_contain_text("asleep")
-    expect(page.locator("#bars")).to_have_text("The picture comes with the plan, as soon as the model is loaded.")
+    expect(page.locator("#bars")).to_have_text("The chart appears once the model is loaded.")
     expect(page.locator("#load-note, #legend")).to_have_text(["", ""])
     expect(page.locator("#numbers")).to_be_hidden()
     expect(page.locator("#adapters li", has_text="style")).to_contain_text("not loaded")
@@ -447,7 +447,7 @@ def test_the_running_plan_is_held_against_the_resident_model(opened):
     page.click("#verify-send")
     expect(page.locator("#verify-said")).not_to_be_empty()
     # It loads the model twice in a process of its own: a minute on a slow machine.
-    expect(page.locator(".verdict")).to_contain_text("As it should be", timeout=240_000)
+    expect(page.locator(".verdict")).to_contain_text("As expected", timeout=240_000)
     rows = page.locator("#verdict tbody tr")
     assert rows.count() >= 3
     expect(page.locator("#verify-send")).to_be_enabled()
@@ -470,7 +470,7 @@ def test_the_parity_verdict_is_shown_as_a_table(opened):
     page.route("**/api/verify", answer)
     page.select_option("#verify-adapter", "style")
     page.click("#verify-send")
-    expect(page.locator(".verdict")).to_have_text("✓ As it should be: same")
+    expect(page.locator(".verdict")).to_have_text("✓ As expected: same")
     expect(page.locator("#verdict table")).to_contain_text("text_1")
     expect(page.locator("#verdict")).to_contain_text("one thing")
     assert asked == [{"model": "gemma-demo", "adapter": "style", "against": "resident"}]

@@ -103,7 +103,7 @@ export async function* stream(path, body, signal) {
     yield JSON.parse(data);
   }
   // The server sends [DONE] after every whole answer: without it this one is not whole.
-  throw new Unreachable("The connection ended before the answer did");
+  throw new Unreachable("The connection ended before the answer was complete");
 }
 
 async function* events(body) {

@@ -13,7 +13,7 @@ export function tokensOf(logprobs) {
 
 /** Return an answer's tokens, each with a tip on hover and on focus. The arrows go from token to token. */
 export function chanceView(tokens) {
-  const list = make("p", { class: "tokens", role: "group", "aria-label": "Tokens; the arrow keys go from one to the next" });
+  const list = make("p", { class: "tokens", role: "group", "aria-label": "Tokens; use the arrow keys to move" });
   tokens.forEach((token, at) => list.append(make(
     "span", { class: `token ${stepOf(token.chance)}`, tabindex: at ? -1 : 0, "data-at": at, "aria-describedby": "chance" }, token.text,
   )));

@@ -166,7 +166,7 @@ export function startChat(model, onKept) {
       await store.keep(what);
       sessionKeep(CURRENT, chat.id);
     } catch {
-      fail("The browser has no room left: this chat is not kept");
+      fail("The browser's storage is full: this chat is not saved");
     }
     onKept(what);
   }
@@ -266,7 +266,7 @@ async function messagesOf(turns, voice, model) {
     messages.push({ role: "user", content: parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text });
     if (turn !== last) messages.push({ role: "assistant", content: answerOf(turn, voice).text });
   }
-  const leftOut = dropped.size ? `${counted(dropped.size, "earlier attachment")} left out: the plan has no room for more in one prompt` : "";
+  const leftOut = dropped.size ? `${counted(dropped.size, "earlier attachment")} left out: the plan allows no more in one prompt` : "";
   return { messages, leftOut };
 }
 
@@ -311,7 +311,7 @@ async function run(version, body, signal, { grow, say }) {
       say(piece);
       soon();
     }
-    version.how = finish === "length" ? "cut at its length" : null;
+    version.how = finish === "length" ? "cut at the token limit" : null;
   } catch (error) {
     version.how = error.name === "AbortError" ? "stopped" : "failed";
     if (version.how === "failed") version.error = wordsOf(error);
@@ -333,7 +333,7 @@ function indented(text) {
 function factsOf({ began, first, usage, how, isEmpty }) {
   const now = performance.now();
   const facts = how ? [how] : [];
-  if (isEmpty) facts.push("the answer is empty: the model ended it at once");
+  if (isEmpty) facts.push("the answer is empty: the model ended it immediately");
   if (first !== null) facts.push(`first token after ${seconds((first - began) / 1000)}`);
   if (usage && usage.completion_tokens > 1 && first !== null && now > first) {
     facts.push(`${rate(((usage.completion_tokens - 1) * 1000) / (now - first))} tok/s`);

@@ -15,7 +15,7 @@ export function startChats(chat) {
   byId("search").addEventListener("input", show);
   byId("delete-all").addEventListener("click", async () => {
     const found = await store.heads();
-    if (await sure("Delete all chats?", `${found.length} chats, with their images and sounds, are deleted from this browser.`, "Delete all")) {
+    if (await sure("Delete all chats?", `${found.length} chats with their images and audio will be deleted from this browser.`, "Delete all")) {
       await chat().forget(null);
       show();
     }
@@ -35,7 +35,7 @@ export function startChats(chat) {
   }
 
   async function remove({ id, title }) {
-    if (!(await sure("Delete this chat?", `“${title}” is deleted from this browser.`, "Delete"))) return;
+    if (!(await sure("Delete this chat?", `“${title}” will be deleted from this browser.`, "Delete"))) return;
     await chat().forget(id);
     show();
     byId("new-chat").focus();
@@ -47,7 +47,7 @@ export function startChats(chat) {
     const list = byId("chat-list"), current = chat().current();
     byId("delete-all").hidden = !all.length;
     byId("search-field").hidden = all.length < 8;
-    byId("kept-note").textContent = store.isLasting ? "Chats stay in this browser." : "This browser keeps nothing: chats end with this tab.";
+    byId("kept-note").textContent = store.isLasting ? "Chats stay in this browser." : "This browser has no storage: chats end with this tab.";
     renew(list, [found, current], () => {
       const groups = new Map();
       for (const head of found) {
@@ -63,7 +63,7 @@ export function startChats(chat) {
           }, head.title),
           tool("delete", `Delete ${head.title}`, () => remove(head))))),
       ]));
-      if (!found.length) list.append(make("p", { class: "hint" }, all.length ? "No chat has this in its title." : "No chats yet."));
+      if (!found.length) list.append(make("p", { class: "hint" }, all.length ? "No chat title matches." : "No chats yet."));
     });
   }
 

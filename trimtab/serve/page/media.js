@@ -158,7 +158,7 @@ export class Recorder {
     this.stopping = null;
     this.button.addEventListener("click", () => (this.stopping ? this.stopping() : this.record()));
     if (!navigator.mediaDevices?.getUserMedia) {
-      this.button.title = "The browser gives the microphone to pages of this machine or behind https only";
+      this.button.title = "Browsers allow the microphone only on this machine or over https";
       this.isMissing = true;
     }
   }
@@ -171,7 +171,7 @@ export class Recorder {
     try {
       microphone = await navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1 } });
     } catch (error) {
-      this.fail(error.name === "NotAllowedError" ? "The browser was not allowed to record" : "No microphone was found");
+      this.fail(error.name === "NotAllowedError" ? "The browser denied access to the microphone" : "There is no microphone");
       return;
     } finally {
       this.isAsking = false;
@@ -196,7 +196,7 @@ export class Recorder {
       clearInterval(clock);
       microphone.getTracks().forEach((track) => track.stop());
       this.button.setAttribute("aria-pressed", "false");
-      this.text.textContent = "Record a sound";
+      this.text.textContent = "Record audio";
       this.text.classList.add("unseen");
       const rate = context.sampleRate;
       await context.close();

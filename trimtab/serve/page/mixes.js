@@ -60,7 +60,7 @@ export function startMixes(model, use, changed) {
     const shown = model();
     const parts = [...byId("mix-weights").querySelectorAll("input")].filter((box) => box.value !== "" && Number(box.value) !== 0)
       .map((box) => [box.dataset.name, Number(box.value)]);
-    tell(byId("mix-error"), parts.length ? "" : "Give at least one adapter a weight other than 0.");
+    tell(byId("mix-error"), parts.length ? "" : "Set a weight other than 0 for at least one adapter.");
     if (!shown || !parts.length) return;
     const mix = parts.map(([name, weight]) => `${name}:${weight}`).join("+");
     keep(shown.name, [mix, ...mixesOf(shown).filter((one) => one !== mix)]);

@@ -12,7 +12,7 @@ import { nameOf } from "./turns.js";
 
 const EVERY_MS = 1000;
 const STATES = {
-  stopped: "asleep, starts with the next message", loading: "loading", ready: "ready", restarting: "restarting",
+  stopped: "unloaded, loads with the next message", loading: "loading", ready: "ready", restarting: "restarting",
   failed: "failed", gone: "the server does not answer",
 };
 const ENDED = { done: "done", cancelled: "client left" };
@@ -104,7 +104,7 @@ function showLoading(model) {
   const [done, of] = model.loading ?? [0, 0], bar = byId("loading-bar");
   if (of > 0) bar.value = done / of;
   else bar.removeAttribute("value");
-  byId("loading-text").textContent = of > 0 ? `Reading weights: ${Math.floor((100 * done) / of)} %` : "Planning, then reading weights";
+  byId("loading-text").textContent = of > 0 ? `Reading weights: ${Math.floor((100 * done) / of)} %` : "Planning and reading weights";
 }
 
 function showNote(model) {
@@ -199,8 +199,8 @@ byId("key-dialog").addEventListener("close", () => { byId("key").value = ""; });
 byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
 byId("key-change").addEventListener("click", () => openKeyDialog(false, ""));
 onKeyWanted((isAdmin) => (isAdmin
-  ? openKeyDialog(false, "This needs the admin key of the server")
-  : openKeyDialog(true, hasKey() ? "The key that this tab holds is not accepted" : "")));
+  ? openKeyDialog(false, "This requires the server's admin key")
+  : openKeyDialog(true, hasKey() ? "The key of this tab is not accepted" : "")));
 
 const THEMES = ["system", "light", "dark"];
 const themeOf = () => document.documentElement.dataset.theme ?? "system";

@@ -26,7 +26,7 @@ export function showAdapters(model) {
   const shown = model.adapters.map((name) => [name, resident.includes(name), kept.includes(name), isLoaded, named.includes(name)]);
   const list = byId("adapters");
   byId("adapters-note").textContent = swaps ? `${counted(swaps, "swap")}, ${seconds(swap)} each` : "";
-  offer(byId("verify-adapter"), [[null, [["", "the base alone"], ...model.adapters.map((one) => [one, one])]]]);
+  offer(byId("verify-adapter"), [[null, [["", "the base only"], ...model.adapters.map((one) => [one, one])]]]);
   renew(list, [model.name, shown], () => {
     const rows = shown.map(([name, isResident, isKept, , isNamed]) => make(
       "li", {}, make("span", { class: "who" }, name), whereOf(isResident, isKept, isLoaded),
@@ -34,7 +34,7 @@ export function showAdapters(model) {
         type: "button", class: "plain", "data-held": name, "aria-label": `Unload ${name}`, onclick: () => unload(model.name, name),
       }, "Unload"),
     ));
-    list.replaceChildren(...(rows.length ? rows : [make("li", { class: "quiet" }, "None; the base answers alone.")]));
+    list.replaceChildren(...(rows.length ? rows : [make("li", { class: "quiet" }, "None. The base answers.")]));
   });
 }
 
@@ -63,7 +63,7 @@ async function changeAdapters(work, said) {
 }
 
 async function unload(model, name) {
-  if (!(await sure(`Unload ${name}?`, "Requests that name it fail until it is loaded again.", "Unload"))) return false;
+  if (!(await sure(`Unload ${name}?`, "Requests for it will fail until it is loaded again.", "Unload"))) return false;
   return changeAdapters(() => post("/v1/unload_lora_adapter", { model, lora_name: name }), `${name} is unloaded`);
 }
 
@@ -116,7 +116,7 @@ byId("verify").addEventListener("submit", async (event) => {
 });
 
 function verdictOf(report) {
-  const words = report.ok ? `As it should be: ${report.verdict}` : `Wrong: ${report.verdict}`;
+  const words = report.ok ? `As expected: ${report.verdict}` : `Not as expected: ${report.verdict}`;
   const head = make("tr", {}, ...report.head.map((name) => make("th", { scope: "col" }, name)));
   const rows = report.rows.map((cells) => make("tr", {}, ...cells.map((cell) => make("td", {}, cell))));
   return [

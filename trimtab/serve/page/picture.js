@@ -7,7 +7,7 @@ const PATTERNED = ["resident", "gather", "stream", "host", "disk", "adapters", "
 const TIERS = ["resident", "gather", "stream", "host", "disk"];
 const NAMES = {
   resident: "resident", gather: "gathered", stream: "streamed", host: "computed on the host", disk: "from disk",
-  adapters: "adapters", kv_cache: "KV cache", activations: "activations", other: "buffers and the process itself",
+  adapters: "adapters", kv_cache: "KV cache", activations: "activations", other: "buffers and the process",
 };
 const PARTS = ["language", "table", "head", "vision", "audio", "connector"];
 // A bar that is nearly empty is drawn larger, with a fold before its load line.
@@ -59,7 +59,7 @@ export function drawPicture(model) {
   const host = byId("bars");
   if (!model.plan) {
     // Another model's picture, or an older one, would be a lie about this one.
-    const words = "The picture comes with the plan, as soon as the model is loaded.";
+    const words = "The chart appears once the model is loaded.";
     renew(host, null, () => host.replaceChildren(make("p", { class: "quiet" }, words)));
     renew(byId("legend"), null, () => byId("legend").replaceChildren());
     byId("numbers").hidden = true;
@@ -172,7 +172,7 @@ function figureOf(bar, marks, width, state) {
       : count > loaded ? `, ${bytes(count - loaded)} more than planned` : "";
     return `${what} ${bytes(count)}${beyond}`;
   }).join("; ");
-  const note = [said && `▲ ${said}`, isFolded && "drawn larger, folded before the load line"].filter(Boolean).join("; ");
+  const note = [said && `▲ ${said}`, isFolded && "not to scale: shortened before the load line"].filter(Boolean).join("; ");
   const isLoading = state === "loading" || state === "restarting";
   return make(
     "figure", { class: isLoading ? "bar is-loading" : "bar" }, head, picture,

@@ -51,7 +51,7 @@ export class TurnView {
     };
     const form = make(
       "form", { class: "editor" }, box,
-      isLast ? null : make("p", { class: "hint" }, "Sending it removes the messages after it."),
+      isLast ? null : make("p", { class: "hint" }, "Sending it removes all later messages."),
       make("div", { class: "row end" },
         make("button", { type: "button", onclick: cancel }, "Cancel"),
         make("button", { type: "submit", class: "main" }, "Send")),
@@ -89,9 +89,9 @@ export class TurnView {
     for (const { body } of this.answers) unmark(body);
     if (this.answers.some(({ hasChances }) => hasChances)) return;
     const found = this.marks ? markDifferences(first.body, second.body) : null;
-    const words = !this.marks ? "Differences are not marked"
+    const words = !this.marks ? "Differences not marked"
       : found === null ? "Too long to compare word by word"
-        : found[0] + found[1] === 0 ? "Both answers are the same"
+        : found[0] + found[1] === 0 ? "The answers are identical"
           : `Differing words: ${found[0]} and ${found[1]}`;
     this.between.append(
       make("p", { class: "hint" }, words),
