@@ -233,7 +233,7 @@ def test_an_answer_without_text_says_so(model, capsys, monkeypatch):
     chat = model.chat()
     Session(chat, model, as_json=False, is_terminal=False)._take(QUESTION)
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "the answer is empty: the model ended it at once\n")
+    assert (out, err) == ("", "the answer is empty: the model ended it immediately\n")
     assert chat.turns == [] and ends is not None
 
 

@@ -126,7 +126,7 @@ def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
 def test_everything_that_is_wrong_is_said_at_once(tmp_path):
     with pytest.raises(CheckpointError, match="3 problems") as caught:
         options_of(tmp_path, "prot = 1\nport = 'x'")
-    assert "names no model" in str(caught.value)
+    assert "has no model" in str(caught.value)
 
 
 def test_a_key_is_never_repeated(tmp_path):

@@ -188,7 +188,7 @@ def test_a_tokenizer_that_cannot_write_it_as_text_refuses_by_name():
     control._tokenizer = lambda text, **options: {"input_ids": [1] * text.count("§")}
     prompt = control.render(lambda messages: messages[0]["content"], [{"role": "user", "content": "a § b"}])
     assert prompt.user_spans == ((2, 3),)
-    with pytest.raises(RequestError, match="holds a control token of this model .§., which") as caught:
+    with pytest.raises(RequestError, match="contains a control token of this model .§., which") as caught:
         control.encode(lambda text: None, prompt, adds_special=False)
     assert caught.value.field == "prompt"
 

@@ -90,7 +90,7 @@ def test_a_mode_asked_for_by_name_that_cannot_be_had_is_an_error(decode):
 def test_graphs_need_a_gpu():
     cpu = Machine(execution_device="cpu", host_available_bytes=64 * GIB)
     assert plan(machine=cpu).execution.step.mode == "eager" and plan(machine=cpu).execution.step.bytes == {}
-    with pytest.raises(RequestError, match="CUDA graphs need a GPU"):
+    with pytest.raises(RequestError, match="CUDA graphs require a GPU"):
         plan(machine=cpu, decode="graph")
 
 

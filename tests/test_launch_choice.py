@@ -90,7 +90,7 @@ def test_one_that_does_not_fit_or_is_wrong_here_is_not_used_and_that_is_said(way
     else:
         monkeypatch.setattr(matvec, "matvec4", partial(wrong_output, matvec.matvec4, held))
     made, _ = configured(module, product, monkeypatch)
-    word = {"registers": "registers", "does not compile": "too many registers", "wrong": "computes something else"}[way]
+    word = {"registers": "registers", "does not compile": "too many registers", "wrong": "result differs"}[way]
     assert word in made.rejected[product.key] and made.configs == {}
     assert matvec.choose(product.groups[0], 2, module) == plain
 

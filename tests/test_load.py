@@ -284,7 +284,7 @@ def test_two_answers_at_once_are_refused(built):
     with trimtab.load(plan_of(built("llama"), quant="nf4")) as model:
         pieces = model._answering(None)
         pieces.__enter__()
-        with pytest.raises(RequestError, match="not finished"):
+        with pytest.raises(RequestError, match="still running"):
             model.logits([1, 2, 3])
         pieces.__exit__(None, None, None)
         assert model.logits([1, 2, 3]).shape[0] == 3

@@ -39,11 +39,11 @@ def test_a_picture_is_turned_upright(tmp_path):
 @pytest.mark.parametrize(
     "source, words",
     [
-        (b"not a picture", "known format"),
+        (b"not a picture", "supported format"),
         (talking.png()[:200], "cannot be decoded"),
         ("missing.png", "no such file"),
-        (17, "neither a path"),
-        (b"GIF89a" + bytes(40), "known format"),
+        (17, "not a path"),
+        (b"GIF89a" + bytes(40), "supported format"),
     ],
 )
 def test_what_is_no_picture_is_refused(source, words):
@@ -127,8 +127,8 @@ def test_samples_are_taken_as_they_are():
         ((np.zeros(10, np.float32), 0), "rate from 1000"),
         ((np.zeros(10, np.float32), 16_000, 1), "rate from 1000"),
         ((44_100, np.zeros(10, np.float32)), "rate from 1000"),
-        ([0.0, 0.1], "neither a path"),
-        (3.5, "neither a path"),
+        ([0.0, 0.1], "not a path"),
+        (3.5, "not a path"),
         (talking.wav(form="AIFF"), "AIFF"),
     ],
 )

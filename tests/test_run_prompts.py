@@ -42,7 +42,7 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     [
         (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
         (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
-        (["--prompt-file", "{empty}"], "nothing to answer"), ([], "PROMPT"),
+        (["--prompt-file", "{empty}"], "there is no prompt"), ([], "PROMPT"),
     ],
 )  # fmt: skip
 def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, tmp_path, capsys):
@@ -59,7 +59,7 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(hf_generate, "end_token_ids", lambda model: tuple(range(512)))
     assert cli.main(["run", BASE, *PLACED, "Who are you?", "--max-new-tokens", "8"]) == 0
     out, err = capsys.readouterr()
-    assert out.strip() == "" and "the answer is empty: the model ended it at once" in err
+    assert out.strip() == "" and "the answer is empty: the model ended it immediately" in err
 
 
 # A file of prompts ----------------------------------------------------------------------------------------------------

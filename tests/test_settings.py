@@ -122,4 +122,4 @@ def test_links_within_the_root_are_followed(root):
 
 
 def test_without_a_root_no_client_loads_anything():
-    assert "loads no adapters" in str(refused(Settings().adapter_path, "a"))
+    assert "does not load adapters" in str(refused(Settings().adapter_path, "a"))

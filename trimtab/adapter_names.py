@@ -215,7 +215,7 @@ def check_mix(weights: Mapping[str, float], *, field: str) -> str:
     MOST_WEIGHT.
     """
     if not weights:
-        raise RequestError("a mix names at least one adapter", field=field, hint="null is the base")
+        raise RequestError("a mix needs at least one adapter", field=field, hint="null is the base")
     if len(weights) > MOST_PARTS:
         raise RequestError(f"a mix has at most {MOST_PARTS} adapters", field=field, value=len(weights))
     for name, weight in weights.items():

@@ -475,7 +475,7 @@ def test_the_parity_verdict_is_shown_as_a_table(opened):
     expect(page.locator("#verdict")).to_contain_text("one thing")
     assert asked == [{"model": "gemma-demo", "adapter": "style", "against": "resident"}]
     page.unroute("**/api/verify")
-    error = {"error": {"message": "no room for a second copy", "class": "DoesNotFitError", "fields": {}}}
+    error = {"error": {"message": "not enough memory for a second copy", "class": "DoesNotFitError", "fields": {}}}
     page.route("**/api/verify", lambda route: route.fulfill(status=507, json=error))
     page.click("#verify-send")
     expect(page.locator("#verify-error")).to_contain_text("no room")

@@ -10,7 +10,7 @@ import trimtab
 from trimtab import show
 from trimtab.checkpoint.folder import find_folder
 
-ENDED_AT_ONCE = "the answer is empty: the model ended it at once"
+ENDED_AT_ONCE = "the answer is empty: the model ended it immediately"
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def opened(plan: trimtab.Plan, decode: str) -> Iterator[trimtab.LoadedModel]:
     with show.loading_bar(sys.stderr) as progress:
         model = trimtab.load(plan, progress=progress, decode=None if decode == "auto" else decode)
     model.processor = processor
-    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU, once") as model.measuring:
+    with model, show.bar_when_needed(sys.stderr, "measuring kernels on this GPU (once)") as model.measuring:
         yield model
 
 

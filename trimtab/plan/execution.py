@@ -134,7 +134,7 @@ def unsupported_reason(
     if mode == "eager":
         return None
     if on_cpu:
-        return "CUDA graphs need a GPU"
+        return "CUDA graphs require a GPU"
     if anatomy.capture_unsupported is not None:
         return anatomy.capture_unsupported
     if mode == "graph":

@@ -227,7 +227,7 @@ def rebuilt(line: Mapping[str, Any]) -> TrimtabError:
 def _died(outcome: Outcome, label: str, timeout_s: float) -> DeviceError:
     last = next((line for line in reversed(outcome.stderr.strip().splitlines()) if line.strip()), "it said nothing")
     words = {
-        FAILED: f"ended with {last}", OOM_HOST: "was killed, most likely for want of host memory",
+        FAILED: f"ended with {last}", OOM_HOST: "was killed, probably for lack of host memory",
         "timeout": f"took longer than {timeout_s:.0f} s",
     }  # fmt: skip
     reason = words.get(outcome.ended, f"crashed (exit code {outcome.exit_code}; {last})")

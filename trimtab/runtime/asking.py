@@ -146,7 +146,7 @@ class Asking:
         if held.device_bytes > free:
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for this adapter", block=f"adapter {name}", device=str(self.device),
-                needed_bytes=held.device_bytes, budget_bytes=max(free, 0), hint="Plan with the new files",
+                needed_bytes=held.device_bytes, budget_bytes=max(free, 0), hint="Plan again with the new files",
             )  # fmt: skip
         with self.turns.hold("reload_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self.mixes.forget(name)

@@ -168,10 +168,10 @@ class Batch:
 
         Puts a prompt of one token through the model and gives it to every row for as long as this takes: a row is cleared
         when a request gets it. expected: adapters that may be put on the model later, in captured steps too. Errors:
-        RequestError while requests have rows; DeviceError if memory runs out or a way that was asked for cannot be had.
+        RequestError while requests are running; DeviceError if memory runs out or a way that was asked for cannot be had.
         """
         if self.active:
-            raise RequestError("requests have rows", field="rows", value=len(self.active))
+            raise RequestError("requests are running", field="rows", value=len(self.active))
         if not self.steps.is_captured:
             return
         placeholders = hf_slots.placeholder_ids(self.model.hf_model)
@@ -281,7 +281,7 @@ class Batch:
         """Give a prompt that is through a place behind the active rows, and its first token the order to come: nothing waits for
         the device, and another prompt can go through. Errors: RequestError if no row is free."""
         if prompt.logits is None:
-            raise RequestError("the prompt is not through the model yet", field="prompt")
+            raise RequestError("the prompt is not complete yet", field="prompt")
         if not self.free_rows:
             raise RequestError("every row of the batch is taken", field="rows", value=self.rows)
         while prompt.done_tokens < prompt.inputs.prompt_tokens:  # another prompt took the place where its states were
@@ -354,7 +354,7 @@ class Batch:
             self.place(prompt)
         row, first, logits = prompt.row, prompt.first, prompt.logits
         if not self.placed or self.placed[0] is not row or first is None or logits is None:
-            raise RequestError("prompts join in the order in which they were placed", field="prompt", value=row.number)
+            raise RequestError("prompts join in the order of their placement", field="prompt", value=row.number)
         self.placed.pop(0)
         if row.number != len(self.active):  # a row has left since
             self.cache.move(row.number, len(self.active))

@@ -67,11 +67,11 @@ def prepare(
     if is_token_ids(prompt):
         if images or audios or system or template_kwargs or tools:
             raise RequestError(
-                "token ids are taken as they are; media, system, tools and template do not apply", field="prompt"
+                "token ids are used unchanged; media, system, tools and template do not apply", field="prompt"
             )
         return _from_ids(model, prompt, device)
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
-        raise RequestError("is empty: there is nothing to answer", field="prompt", value=prompt)
+        raise RequestError("is empty: there is no prompt", field="prompt", value=prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     _check_modalities(model, pictures, sounds)
     _check_planned(model, "image", len(pictures), "images", "pictures")
@@ -93,7 +93,7 @@ def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict
     _check_planned(model, "image", len(pictures), "images", "pictures")
     feature = getattr(model.processor, "feature_extractor", None)
     if sounds and feature is None:
-        raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
+        raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
     decoded = {
         "image": iter([_numbered(number, read_image, picture) for number, picture in enumerate(pictures)]),
         "audio": iter(_read_sounds(model, feature, sounds)),
@@ -144,10 +144,10 @@ def _messages(
             raise RequestError("chat messages carry their own media parts", field="image" if images else "audio")
         raw = list(prompt)
     else:
-        raise RequestError("is neither text, chat messages nor token ids", field="prompt", value=type(prompt).__name__)
+        raise RequestError("is not text, chat messages or token ids", field="prompt", value=type(prompt).__name__)
     if system is not None:
         if raw and isinstance(raw[0], Mapping) and raw[0].get("role") == "system":
-            raise RequestError("the messages have a system message of their own", field="system")
+            raise RequestError("the messages already have a system message", field="system")
         raw.insert(0, {"role": "system", "content": system})
     pictures: list[Any] = []
     sounds: list[Any] = []
@@ -184,7 +184,7 @@ def _text(value: Any) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as exc:
-        raise RequestError("holds half of a surrogate pair, which is no character", field="prompt") from exc
+        raise RequestError("contains half of a surrogate pair, which is not a character", field="prompt") from exc
     return text
 
 
@@ -210,9 +210,9 @@ def _check_modalities(model: Any, pictures: list[Any], sounds: list[Any]) -> Non
     hears = any("audio" in name and getattr(config, name, None) is not None for name in sub_configs)
     known = ["text"] + ["image"] * sees + ["audio"] * hears
     if pictures and not sees:
-        raise RequestError(f"this model takes {', '.join(known)}", field="image", hint="Leave the picture out")
+        raise RequestError(f"this model takes {', '.join(known)}", field="image", hint="Omit the image")
     if sounds and not hears:
-        raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Leave the sound out")
+        raise RequestError(f"this model takes {', '.join(known)}", field="audio", hint="Omit the audio")
 
 
 def _check_planned(model: Any, field: str, count: float, planned: str, what: str) -> None:
@@ -237,7 +237,7 @@ def _rendered(
     import jinja2
 
     if tools and "tools" not in form_of(owner.chat_template, with_tools=True).reads:
-        raise RequestError("not supported: tools (the checkpoint's chat template has no place for them)", field="tools")
+        raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
 
     def render(changed: Sequence[Mapping[str, Any]], changed_tools: Sequence[Mapping[str, Any]] = ()) -> str:
         options = dict(template_kwargs or {})
@@ -290,7 +290,7 @@ def _plain(
         raise RequestError("not supported: tools (the checkpoint has no chat template)", field="tools")
     if system is not None or template_kwargs or not isinstance(prompt, str):
         field = "system" if system is not None else "prompt"
-        raise RequestError("this checkpoint has no chat template; give plain text alone", field=field)
+        raise RequestError("this checkpoint has no chat template: pass plain text only", field=field)
     return _text(prompt)
 
 
@@ -318,7 +318,7 @@ def _through_processor(
     if sounds:
         feature = getattr(processor, "feature_extractor", None)
         if feature is None:
-            raise CheckpointError("its processor has no feature extractor for sound", path=model.processor_folder)
+            raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
         options["audio"] = _read_sounds(model, feature, sounds)
 
     def encode(text: str) -> Any:
@@ -354,7 +354,7 @@ def _read_sounds(model: Any, feature: Any, sounds: Sequence[Any]) -> list[Any]:
     for number, sound in enumerate(sounds):
         read.append(_numbered(number, read_audio, sound, max_s=limit_s))
         seconds = sum(len(samples) for samples in read) / SAMPLE_RATE
-        _check_planned(model, "audio", seconds, "audio_s", "seconds of sound")
+        _check_planned(model, "audio", seconds, "audio_s", "seconds of audio")
     check_sound_lengths(feature, read, SAMPLE_RATE)
     return read
 
@@ -390,6 +390,6 @@ def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:
     unk = getattr(tokenizer, "unk_token_id", None)
     if unk is not None and unk in ids and set(ids) <= set(tokenizer.all_special_ids):
         raise RequestError(
-            f"the checkpoint's tokenizer knows nothing of it: every token is {tokenizer.unk_token}", field="prompt",
+            f"the checkpoint's tokenizer does not know it: every token is {tokenizer.unk_token}", field="prompt",
             hint=TOKENIZER_HINT,
         )  # fmt: skip

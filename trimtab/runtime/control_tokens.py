@@ -268,7 +268,7 @@ def _unused(texts: Sequence[str], count: int) -> list[str]:
     free = (chr(code) for code in _PRIVATE if chr(code) not in used)
     characters = [char for char, _ in zip(free, range(count), strict=False)]
     if len(characters) < count:
-        raise RequestError("holds every private character of Unicode", field="prompt")
+        raise RequestError("contains every private-use character of Unicode", field="prompt")
     return characters
 
 
@@ -307,7 +307,7 @@ def _without_ids(encoded: Any, separator_id: int, is_ours: Sequence[bool]) -> An
 def _cannot_be_text(tokens: Sequence[str]) -> RequestError:
     shown = sorted(set(tokens))[:3]
     return RequestError(
-        f"holds a control token of this model ({', '.join(shown)}), which its tokenizer cannot read as text" if shown
-        else "holds a control token of this model, which its tokenizer cannot read as text",
+        f"contains a control token of this model ({', '.join(shown)}), which its tokenizer cannot read as text" if shown
+        else "contains a control token of this model, which its tokenizer cannot read as text",
         field="prompt", hint="Leave it out",
     )  # fmt: skip

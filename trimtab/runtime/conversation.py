@@ -109,14 +109,14 @@ class Conversation:
         while turns and turns[-1].role != "user":
             turns.pop()
         if not turns:
-            raise RequestError("no question was asked yet", field="prompt")
+            raise RequestError("there is no question yet", field="prompt")
         return turns
 
     def _read(self, text: str, images: Sequence[Any], audios: Sequence[Any]) -> Turn:
         if not isinstance(text, str):
-            raise RequestError("a message is text", field="prompt", value=type(text).__name__)
+            raise RequestError("a message must be text", field="prompt", value=type(text).__name__)
         if not (text.strip() or images or audios):
-            raise RequestError("is empty: there is nothing to answer", field="prompt", value=text)
+            raise RequestError("is empty: there is no prompt", field="prompt", value=text)
         limit_s = float(self._model.plan.request.audio_s)
         read = [(read_audio(audio, max_s=limit_s), SAMPLE_RATE) for audio in audios]
         sources = tuple(source if isinstance(source, str) else type(source).__name__ for source in (*images, *audios))

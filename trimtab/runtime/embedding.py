@@ -65,7 +65,7 @@ class Embedding:
         pooled = self.pooled
         length = torch.linalg.vector_norm(pooled)
         if not torch.isfinite(length) or not length > 0:
-            raise DeviceError("the hidden states are not numbers", device=str(pooled.device))
+            raise DeviceError("the hidden states are NaN or infinite", device=str(pooled.device))
         return pooled / length
 
     @property

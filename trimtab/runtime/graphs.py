@@ -298,7 +298,7 @@ class Steps:
                         break
                 lost = free - self._free_bytes()
                 if lost > self._counted_bytes(len(rows)):
-                    why = f"they have taken {gib(lost)}; the others are captured when they are first needed"
+                    why = f"captures so far take {gib(lost)}; the others are captured at their first use"
                     self._choice.fall_back("captures ahead of requests", why, asked=False)
                     return
 

@@ -84,7 +84,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
 def _unknown(checkpoint: Checkpoint, what: str) -> CheckpointError:
     remote = ""
     if "auto_map" in checkpoint.config:
-        remote = "; it brings code of its own (auto_map), which is never run"
+        remote = "; it has its own code (auto_map), which is never run"
     return CheckpointError(
         f"unknown architecture: {what}, architectures {checkpoint.config.get('architectures')}; transformers "
         f"{transformers.__version__} does not have it{remote}",
@@ -259,9 +259,9 @@ def _check_complete(
         others = sorted(info["unexpected_keys"])
         raise CheckpointError(
             f"{len(lost)} tensors of {type(model).__name__} are missing: {_shortened(lost)}"
-            + (f"; {len(others)} others are not used: {_shortened(others, 3)}" if others else ""),
+            + (f"; {len(others)} other tensors are not used: {_shortened(others, 3)}" if others else ""),
             path=checkpoint.folder, tensor_name=lost[0] if len(lost) == 1 else None,
-            hint="A file is missing or cut, or config.json belongs to another checkpoint",
+            hint="A file is missing or truncated, or config.json belongs to another checkpoint",
         )  # fmt: skip
 
 
@@ -271,7 +271,7 @@ def _check_followed(
     """Raise CheckpointError if a tensor has neither a source nor a value."""
     escaped = [name for name, value in (*parameters, *buffers) if not isinstance(value, Traced) and value.is_meta]
     undefined = [name for name, value in buffers if not isinstance(value, Traced) and is_undefined(value)]
-    for names, what in ((escaped, "in a way that cannot be followed"), (undefined, "without ever giving it a value")):
+    for names, what in ((escaped, "in a way that cannot be traced"), (undefined, "without assigning a value")):
         if names:
             raise CheckpointError(
                 f"transformers {transformers.__version__} makes {_shortened(names)} of {type(model).__name__} {what}",

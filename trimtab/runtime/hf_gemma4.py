@@ -46,7 +46,7 @@ def why_not(hf_model: Any) -> str | None:
     if config.hidden_activation not in ACTIVATIONS:
         return f"its activation is {config.hidden_activation}"
     if getattr(config, "use_bidirectional_attention", None) == "all":
-        return "its attention looks ahead"
+        return "its attention is not causal"
     return None
 
 
@@ -171,7 +171,7 @@ class FusedStep:
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
         if not self.cache.has_rings and "sliding_attention" in self.config.layer_types:
-            return "this release of transformers keeps sliding layers whole"
+            return "this transformers release keeps the full cache of sliding layers"
         if any(isinstance(module, SavedModule) for module in self.text.modules()):
             return "an adapter replaces the weights of a norm"
         return None

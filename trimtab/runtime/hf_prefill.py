@@ -115,7 +115,7 @@ def why_not(hf_model: Any) -> str | None:
     if layers is None or len(layers) != len(hf_slots.prompt_cache(hf_model).layers):
         return f"the layers of {type(hf_model).__name__} were not recognized"
     if getattr(config, "use_bidirectional_attention", None) == "all":
-        return "its attention looks ahead"
+        return "its attention is not causal"
     return None
 
 

@@ -22,7 +22,7 @@ PLACEHOLDERS = (
     "image_token_id", "image_token_index", "audio_token_id", "audio_token_index", "video_token_id", "video_token_index",
     "boi_token_id", "boi_token_index", "eoi_token_id", "eoi_token_index", "vision_start_token_id", "vision_end_token_id",
 )  # fmt: skip
-TOKENIZER_HINT = "Copy the tokenizer files of this very model into the folder (tokenizer.json, tokenizer_config.json)"
+TOKENIZER_HINT = "Copy the tokenizer files of this model into the folder (tokenizer.json, tokenizer_config.json)"
 
 
 def load_processor(folder: Path) -> Any:
@@ -79,7 +79,7 @@ def check_tokenizer(tokenizer: Any, folder: Path, vocabulary: int | None) -> Non
     words = {token for token, number in known.items() if number not in set(tokenizer.all_special_ids)}
     if not words:
         raise CheckpointError(
-            f"its tokenizer knows {len(known)} special tokens and no words", path=folder, hint=TOKENIZER_HINT
+            f"its tokenizer knows {len(known)} special tokens and no others", path=folder, hint=TOKENIZER_HINT
         )
     added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
     largest = max((number for token, number in known.items() if token not in added), default=-1)
@@ -153,7 +153,7 @@ def _without_video(folder: Path, first: CheckpointError) -> Any:
         raise
     except Exception as exc:  # whatever a processor's own code raises
         raise CheckpointError(
-            f"its processor needs torchvision, and cannot be put together without ({exc})", path=folder,
+            f"its processor needs torchvision, and cannot be created without it ({exc})", path=folder,
             hint="Install the torchvision that belongs to your torch",
         ) from first  # fmt: skip
 

@@ -26,7 +26,7 @@ MOST_CONFIGS = 5000
 MEASURED, SHIPPED, SHIPPED_ELSEWHERE, ESTIMATED = (
     "measured here",
     "measured",
-    "measured on another card",
+    "tuned on another card",
     "not measured",
 )
 # A multiprocessor has so many registers; a warp takes them in pieces of 256 (compute capability 7.5 to 12.0).

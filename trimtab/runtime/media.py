@@ -55,7 +55,7 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         return _upright(source, max_pixels, _named(source))
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
-        raise RequestError("is neither a path, bytes, a Pillow image nor an array", field="image", value=_named(source))
+        raise RequestError("is not a path, bytes, a Pillow image or an array", field="image", value=_named(source))
     try:
         with Image.open(stream, formats=IMAGE_FORMATS) as found:
             return _upright(found, max_pixels, _named(source))
@@ -63,7 +63,7 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
         raise RequestError("no such file", field="image", value=_named(source)) from exc
     except UnidentifiedImageError as exc:
         raise RequestError(
-            "is not a picture of a known format", field="image", value=_named(source), allowed=IMAGE_FORMATS
+            "is not an image in a supported format", field="image", value=_named(source), allowed=IMAGE_FORMATS
         ) from exc
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as exc:
         raise RequestError(f"cannot be decoded ({exc})", field="image", value=_named(source)) from exc
@@ -166,7 +166,7 @@ def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
 
     stream: Any = io.BytesIO(source) if isinstance(source, (bytes, bytearray, memoryview)) else source
     if not isinstance(stream, (io.BytesIO, str, Path)):
-        raise RequestError("is neither a path, bytes nor samples", field="audio", value=_named(source))
+        raise RequestError("is not a path, bytes or samples", field="audio", value=_named(source))
     if isinstance(stream, (str, Path)) and not Path(stream).is_file():
         raise RequestError("no such file", field="audio", value=_named(source))
     try:
@@ -176,7 +176,9 @@ def _decoded(source: Any, max_s: float) -> tuple[np.ndarray, int]:
             rate = file.samplerate
             if rate not in RATES or file.channels > MAX_CHANNELS:
                 raise RequestError(
-                    f"has {file.channels} channels at {rate} Hz, which is no sound", field="audio", value=_named(source)
+                    f"has {file.channels} channels at {rate} Hz, which is not supported",
+                    field="audio",
+                    value=_named(source),
                 )
             if 0 < file.frames < 2**62 and file.frames / rate > max_s:  # some files do not say how long they are
                 raise RequestError(

@@ -32,10 +32,10 @@ def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[I
         if number < len(pictures):
             size += f" of {pictures[number].width} x {pictures[number].height} pixels"
         if not rows or not columns:
-            raise _refused(number, "image", f"{size} is too small or too narrow: no patch of it is left", SHAPE_HINT)
+            raise _refused(number, "image", f"{size} is too small or too narrow: it has no complete patch", SHAPE_HINT)
         limit = _positions(vision, encoded)
         if limit is not None and max(rows, columns) > limit:
-            why = f"{size} becomes {columns} x {rows} patches, this model knows {limit} positions a side"
+            why = f"{size} becomes {columns} x {rows} patches, this model has {limit} positions per side"
             raise _refused(number, "image", why, SHAPE_HINT)
 
 
@@ -118,7 +118,7 @@ def _too_short(number: int, samples: Any, rate: int) -> RequestError:
         f"sound {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
         "short for a frame of this model"
     )
-    return _refused(number, "audio", why, "Send a longer one")
+    return _refused(number, "audio", why, "Send longer audio")
 
 
 def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:

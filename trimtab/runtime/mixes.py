@@ -76,7 +76,7 @@ class Mixes:
     def check(self, weights: Mapping[str, float]) -> None:
         """Raise RequestError for a mix of nothing, an adapter that is not loaded, a weight that is 0 or no number."""
         if not weights:
-            raise RequestError("a mix names at least one adapter", field="adapter", hint="None is the base")
+            raise RequestError("a mix needs at least one adapter", field="adapter", hint="None is the base")
         known = self._model.adapters
         for name, weight in weights.items():
             if name not in known:
@@ -239,7 +239,7 @@ def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module
 
 def _no_sum(name: str, path: str) -> RequestError:
     return RequestError(
-        f"adapter {name} replaces the weights of {path}, which have no weighted sum", field="adapter", value=name,
+        f"adapter {name} replaces the weights of {path}, which cannot be mixed", field="adapter", value=name,
         hint="Use it alone",
     )  # fmt: skip
 

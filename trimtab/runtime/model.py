@@ -287,7 +287,7 @@ class LoadedModel(Asking):
         change = head_change({spec.file.folder.name: spec}, self.anatomy) if refuses_head_change(self.plan) else ""
         if change:
             raise AdapterError(
-                path, [f"{change}, and the plan chose an 8-bit output head, which no adapter changes afterwards"],
+                path, [f"{change}, and the plan chose an 8-bit output head, which an adapter cannot change later"],
                 hint="Plan with head='full', or with this adapter (adapters=)",
             )  # fmt: skip
 
@@ -399,7 +399,7 @@ class LoadedModel(Asking):
         DoesNotFitError if the host's budget leaves no room.
         """
         if self.prefix_cache is not None:
-            raise RequestError("the model has a prefix cache already", field="prefix_cache", value=capacity_bytes)
+            raise RequestError("the model already has a prefix cache", field="prefix_cache", value=capacity_bytes)
         self.prefix_cache = prefix_cache.PrefixCache.within(self, capacity_bytes)
 
     def adapter_content(self, name: str | None) -> str:

@@ -264,7 +264,7 @@ def why_not(device: torch.device | str, *, least: tuple[int, int] = LEAST_CAPABI
     if capability < least:
         return f"compute capability {capability[0]}.{capability[1]} is below {least[0]}.{least[1]}"
     if find_compiler() is None:
-        return "NVRTC, which torch's CUDA wheels bring, is not found"
+        return "NVRTC, which is part of torch's CUDA wheels, is missing"
     try:
         _driver()
     except OSError as exc:

@@ -248,7 +248,7 @@ class Prompts:
         assert forward is not None
         if job.serial != self._serial_of(prompt.row.adapter):
             raise RequestError(
-                "this adapter was unloaded while a prompt was on its way", field="adapter", value=prompt.row.adapter,
+                "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
                 allowed=self.model.adapters, hint="Send the request again",
             )  # fmt: skip
         if not job.chunks:  # the same prompt went through before
@@ -413,7 +413,7 @@ class Prompts:
                 self._drop_layout()
             if not self._has_room(source.nbytes):
                 self._fall_back(
-                    f"a copy of {name} takes {gib(source.nbytes)}, which are not left", "prompts that share graphs"
+                    f"a copy of {name} takes {gib(source.nbytes)}, which is not available", "prompts that share graphs"
                 )
                 return None
             layout = self._layouts[key] = self._new_layout(places, source)

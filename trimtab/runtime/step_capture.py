@@ -45,7 +45,7 @@ def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
     allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
     if not torch.allclose(found, expected, rtol=0.0, atol=allowed, equal_nan=True):
         most = float((found - expected).nan_to_num().abs().max())
-        raise RuntimeError(f"a replay's scores differ by up to {most:.3g} from the step it was captured from")
+        raise RuntimeError(f"a replay's logits differ by up to {most:.3g} from the step it was captured from")
 
 
 def streams_layers(plan: Plan) -> bool:
@@ -89,7 +89,7 @@ class StepCapture:
             try:
                 ms, scores = self.tried(run, keep, count, overlap=True)
                 same = torch.equal(plain, scores)
-                why = f"{ms:.2f} ms a step against {plain_ms:.2f}" if same else "the scores of a step are others"
+                why = f"{ms:.2f} ms per step against {plain_ms:.2f}" if same else "the logits of a step differ"
                 self.kernels.overlap_pays = same and ms < plain_ms
             except (RuntimeError, DeviceError) as exc:
                 if is_out_of_memory(exc):

@@ -76,7 +76,7 @@ class StepChoice:
         if self.device.type == "cuda":
             self.fall_back("graph", why, asked=self.mode in ("graph", "fused"))
         elif self.mode == "graph":
-            raise DeviceError("there are CUDA graphs on a GPU only", device=str(self.device), hint="Leave the mode out")
+            raise DeviceError("CUDA graphs require a GPU", device=str(self.device), hint="Leave the mode out")
         return False
 
     def _why_no_graph(self) -> str | None:

@@ -192,13 +192,13 @@ def why_not_cut(
     if plain is None:
         return "there is no plain configuration to compare it with"
     if not product.is_right(cut, product.answers(plain)):
-        return "it computes something else"
+        return "its result differs"
     if cut.normed:
         if small is None or cut.normed_bytes(weights[0].shape[1]) > module.shared_bytes:
-            return "the norm in front of it has no room"
+            return "there is no room for the norm before it"
         *_, is_right = _norm_in_front([weights], product.x, product.out, cut, product.gate, module, small)
         if not is_right():
-            return "with the norm in front it computes something else"
+            return "with the norm in front its result differs"
     return None
 
 
@@ -297,7 +297,7 @@ def _norm_pays(
     groups: Sequence[Sequence[Packed]], y: Tensor, out: Tensor, cut: Cut, gate: matvec.Gate | None, module: nvrtc.Module,
     small: nvrtc.Module, *, overlap: bool, repeat: int,
 ) -> bool | None:  # fmt: skip
-    """Whether a product with its norm takes less time than `add_norm` and the product; None if it computes something else."""
+    """Whether a product with its norm takes less time than `add_norm` and the product; None if its result differs."""
     both, one, is_right = _norm_in_front(groups, y, out, cut, gate, module, small, overlap=overlap)
     if not is_right():
         return None

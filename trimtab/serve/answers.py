@@ -60,7 +60,7 @@ class Merged:
         except Exception as exc:
             error = plain_error(exc)
             if error["class"] == "bug":
-                write_traceback(exc, "a mistake of the server while a request was answered")
+                write_traceback(exc, "internal error while a request was answered")
             self._put(index, Event("", "error", finish="error", error=error))
 
     def _put(self, index: int, event: Event) -> None:

@@ -314,7 +314,7 @@ class _Api:
         limits = self.settings.limits
         asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
-            raise BodyTooLargeError(limits.body_bytes, hint="This model takes text alone")
+            raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
         fetched = await self.fetcher.get_all(asking.urls_of(asked))
         return await self.reader.run(size, lambda: asking.messages_of(asked, limits=limits, fetched=fetched))
 

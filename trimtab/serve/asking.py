@@ -58,7 +58,7 @@ def jobs_of(
     schema = schema_of(asked, limits) if isinstance(asked, ChatRequest) else None
     calls = calling.calls_of(asked, limits) if isinstance(asked, ChatRequest) else {}
     if schema is not None and calls.get("must_call") is not None:
-        raise RequestError("cannot hold together with response_format", field="tool_choice")
+        raise RequestError("cannot be combined with response_format", field="tool_choice")
     requests = [generate_request(asked, context_tokens=context_tokens, limits=limits, index=i) for i in range(asked.n)]
     groups = [uuid.uuid4().hex if asked.n > 1 else "" for _ in prompts]
     return [
@@ -98,7 +98,7 @@ def fills_context(asked: ChatRequest | CompletionRequest) -> bool:
 def _wanted_tokens(asked: ChatRequest | CompletionRequest) -> int | None:
     given = getattr(asked, "max_completion_tokens", None)
     if given is not None and asked.max_tokens is not None:
-        raise RequestError("give it or max_tokens, not both", field="max_completion_tokens", value=given)
+        raise RequestError("set this or max_tokens, not both", field="max_completion_tokens", value=given)
     return given if given is not None else asked.max_tokens
 
 
@@ -149,7 +149,7 @@ def schema_of(asked: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
     try:
         size = len(json.dumps(wanted.json_schema.schema_, allow_nan=False))
     except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("holds a number that JSON has not", field=field) from exc
+        raise RequestError("contains a number that JSON does not allow", field=field) from exc
     if size > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
     check_ends(wanted.json_schema.schema_, field=field)
@@ -194,7 +194,7 @@ def check_media(asked: ChatRequest, *, takes: Sequence[str], limits: Limits) -> 
         if kind not in takes:
             raise RequestError(f"this model takes {', '.join(takes)}", field=field, value=part.type)
         if count >= limits.media_count:
-            raise RequestError(f"this server takes at most {limits.media_count} pictures and sounds", field=field)
+            raise RequestError(f"this server takes at most {limits.media_count} images and audio clips", field=field)
 
 
 def urls_of(asked: ChatRequest) -> dict[str, str]:

@@ -112,7 +112,7 @@ def chat_to_tokenize(asked: wire.TokenizeRequest) -> wire.ChatRequest:
 def check_tokenize(asked: wire.TokenizeRequest) -> None:
     """Raise RequestError for fields that have no effect together."""
     if (asked.prompt is None) == (asked.messages is None):
-        raise RequestError("give it or messages", field="prompt")
+        raise RequestError("set this or messages", field="prompt")
     if asked.messages is None:
         for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
             if getattr(asked, name) is not None:

@@ -30,17 +30,17 @@ def _tools_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
     try:
         size = len(json.dumps(tools, allow_nan=False))
     except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("holds a number that JSON has not", field="tools") from exc
+        raise RequestError("contains a number that JSON does not allow", field="tools") from exc
     if size > limits.tools_bytes:
         raise RequestError(f"is larger than {limits.tools_bytes} bytes", field="tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise RequestError("two tools have one name", field="tools")
+        raise RequestError("two tools have the same name", field="tools")
     if choice == "none":
         return {}
     must_call = "" if choice == "required" else choice.function.name if isinstance(choice, ToolChosen) else None
     if must_call and must_call not in names:
-        raise RequestError("is none of the tools", field="tool_choice.function.name", allowed=names[:8])
+        raise RequestError("is not one of the tools", field="tool_choice.function.name", allowed=names[:8])
     # One strict tool holds the calls of all: which one a call is of is not known before it is written.
     is_strict = any(tool["function"].get("strict") for tool in tools)
     for place, tool in enumerate(tools):
@@ -98,9 +98,9 @@ def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
     except RequestError as exc:
         raise RequestError(exc.reason, field=field) from exc
     except ValueError as exc:
-        raise RequestError("is no JSON", field=field) from exc
+        raise RequestError("is not JSON", field=field) from exc
     if not isinstance(made, dict):
-        raise RequestError("is no JSON object", field=field)
+        raise RequestError("is not a JSON object", field=field)
     return made
 
 

@@ -82,7 +82,7 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
             problems.append("models: give either [models.NAME] tables or a model")
         made.model = str(path)
     elif made.model is None:
-        problems.append("names no model: give model = or a [models.NAME] table")
+        problems.append("has no model: set model = or a [models.NAME] table")
     if problems:
         lines = "\n".join(f"  - {text}" for text in problems)
         raise CheckpointError(f"{len(problems)} problem{'s' if len(problems) > 1 else ''}\n{lines}", path=path)

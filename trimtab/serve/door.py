@@ -57,12 +57,12 @@ class Door:
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
         if self._is_local and not _names_this_machine(headers.get(b"host", b"")):
-            return http_error(421, "This server answers to this machine's own names only", code="wrong_host")
+            return http_error(421, "This server answers requests for this machine's own names only", code="wrong_host")
         given = headers.get(b"authorization", b"") or _bearer(headers.get(b"x-api-key"))
         # An admin key opens every door.
         if self._keys and not self._is_open(scope) and not _is_one_of(given, [*self._keys, *self._admin_keys]):
             return http_error(
-                401, "A valid API key is needed: Authorization: Bearer KEY", kind="authentication_error",
+                401, "A valid API key is required: Authorization: Bearer KEY", kind="authentication_error",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
         if scope["path"] in ADMIN_PATHS:
@@ -72,7 +72,7 @@ class Door:
                 )
                 return http_error(403, words, kind="permission_error", code="admin_off")
             if self._admin_keys and not _is_one_of(given, self._admin_keys):
-                words = "An admin key is needed: Authorization: Bearer KEY"
+                words = "An admin key is required: Authorization: Bearer KEY"
                 return http_error(403, words, kind="permission_error", code="admin_key_needed")
         if scope["method"] == "POST" and scope["path"] in POST_PATHS:
             kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

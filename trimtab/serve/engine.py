@@ -37,7 +37,7 @@ from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
 from trimtab.serve.shelf import AdapterShelf
 
-LESS_HINT = "Send less, or try again later"
+LESS_HINT = "Send a smaller request, or try again later"
 # What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
 HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
 
@@ -340,7 +340,7 @@ class LoadedEngine:
     def _name(self, exc: Exception, what: str) -> TrimtabError:
         if isinstance(exc, DeviceError) and exc.planned_bytes is not None:
             # What was planned is for the log.
-            write_traceback(exc, "the device has less memory than was planned")
+            write_traceback(exc, "the device has less memory than planned")
             short = str(exc).removeprefix(f"{exc.device}: ").split(":")[0]
             return DeviceError(short, device=exc.device, hint=LESS_HINT)
         if isinstance(exc, TrimtabError):
@@ -352,7 +352,7 @@ class LoadedEngine:
 
     def _name_on_host(self, exc: Exception, what: str) -> TrimtabError:
         """Return the name of an error without a question to the device. What the log says, no client is told."""
-        error_id = write_traceback(exc, f"a mistake while {what}")
+        error_id = write_traceback(exc, f"internal error while {what}")
         if _is_host_memory(exc):
             return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
         if is_out_of_memory(exc):

@@ -112,7 +112,7 @@ def error_json(
         where = f" under {request_id()}" if request_id() else ""
         name, message, fields = (
             "bug",
-            f"The server made a mistake; its log has the traceback{where}",
+            f"The server failed; its log has the traceback{where}",
             {"error_id": request_id()},
         )
     message, fields = for_clients(name, message, fields)

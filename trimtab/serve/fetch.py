@@ -57,7 +57,7 @@ class Fetcher:
     def _check(self, url: str, field: str) -> SplitResult:
         if not self._hosts:
             raise RequestError(
-                "this server fetches nothing", field=field, hint="Send the picture itself, as a data URL"
+                "this server does not fetch URLs", field=field, hint="Send the image itself as a data URL"
             )
         try:
             parts = urlsplit(url)
@@ -140,7 +140,7 @@ class Fetcher:
         except (OSError, UnicodeError) as exc:
             raise RequestError("has no address", field=field, value=host) from exc
         if not found or not all(is_public(address) for address in found):
-            raise RequestError("is not on the public network", field=field, value=host)
+            raise RequestError("is not a public address", field=field, value=host)
         return list(dict.fromkeys(found))
 
 

@@ -152,7 +152,7 @@ class Replicas:
                 if not self._is_stopping:
                     self._see([one for one in found if isinstance(one, Mapping)])
             except Exception:
-                log.exception("a mistake of the server while it heard its copies")
+                log.exception("internal error while it heard its copies")
             await asyncio.sleep(POLL_S)
 
     def _see(self, found: Sequence[Mapping[str, Any]]) -> None:
@@ -264,7 +264,7 @@ class Replicas:
         self._adapters[name] = (key, path)
 
     async def _unload(self, name: str) -> None:
-        """Forget an adapter: requests under way end with it, and each copy drops it after its last."""
+        """Unload an adapter: requests under way end with it, and each copy drops it after its last."""
         key, _ = self._adapters.pop(name)
         with suppress(
             Exception
@@ -283,7 +283,7 @@ def lost(exc: Exception) -> TrimtabError:
         return ModelFailedError(None)
     if isinstance(exc, (RayError, RayServeException)) and not isinstance(exc, RayTaskError):
         return WorkerDiedError(None, f"the copy of the model was lost ({type(exc).__name__})")
-    return MistakeError(write_traceback(exc, "a mistake of the server while a copy answered"))
+    return MistakeError(write_traceback(exc, "internal error while a copy answered"))
 
 
 def summed(found: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:

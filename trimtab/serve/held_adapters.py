@@ -77,7 +77,7 @@ class HeldAdapters:
         if needed > self.room_bytes:
             raise DoesNotFitError(
                 f"the adapters that are loaded take {self.nbytes} B", block=f"adapter {name}", device="host",
-                needed_bytes=needed, budget_bytes=self.room_bytes, hint="Unload adapters that nobody needs",
+                needed_bytes=needed, budget_bytes=self.room_bytes, hint="Unload adapters that are not needed",
             )  # fmt: skip
 
 

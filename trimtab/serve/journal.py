@@ -185,7 +185,7 @@ class Journal:
         try:
             await self._app(scope, receive, noted)
         except Exception as exc:
-            write_traceback(exc, "the server made a mistake")
+            write_traceback(exc, "the server failed")
             raise
         finally:
             self._write(scope, status, time.monotonic() - began)

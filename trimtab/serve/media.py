@@ -37,7 +37,7 @@ def from_data_url(url: str, *, field: str) -> bytes:
         raise RequestError("must be a data URL with base64", field=field, allowed=("data:image/png;base64,...",))
     media_type, start = parts
     if media_type not in IMAGE_TYPES:
-        raise RequestError("is not a picture of a known type", field=field, value=media_type, allowed=IMAGE_TYPES)
+        raise RequestError("is not an image of a known type", field=field, value=media_type, allowed=IMAGE_TYPES)
     return from_base64(url, field=field, start=start)
 
 
@@ -64,7 +64,7 @@ def _pillow_size(data: bytes, field: str) -> tuple[int, int]:
     except Image.DecompressionBombError as exc:
         raise RequestError("has more pixels than any limit", field=field) from exc
     except Exception as exc:  # Pillow's plugins raise many kinds for broken headers
-        raise RequestError("is not a png, jpeg or webp picture", field=field) from exc
+        raise RequestError("is not a png, jpeg or webp image", field=field) from exc
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
@@ -108,7 +108,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
     """
     if kind not in AUDIO_FORMATS:
         raise RequestError(
-            "is not a sound format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS
+            "is not an audio format of this server", field=f"{field}.format", value=kind, allowed=AUDIO_FORMATS
         )
     field = f"{field}.data"
     if kind in _BEGINNINGS:
@@ -117,7 +117,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
         return data
     found = _wav(data) if kind == "wav" else _flac(data)
     if found is None or not found.is_plausible:
-        raise RequestError(f"is not a {kind} file with sound in it", field=field)
+        raise RequestError(f"is not a {kind} file with audio", field=field)
     seconds = found.frames / found.rate
     if seconds > limits.audio_s:
         raise RequestError(f"has {seconds:.1f} seconds, the limit is {limits.audio_s:g}", field=field)

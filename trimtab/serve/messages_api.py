@@ -207,7 +207,7 @@ def _tool(tool: ToolDefinition) -> dict[str, Any]:
 
 def _choice(choice: Choice) -> dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
-        raise RequestError("goes with the type tool, and with no other", field="tool_choice.name")
+        raise RequestError("is allowed with the type tool only", field="tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     made: dict[str, Any] = {"tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)}
     return made | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
@@ -273,4 +273,4 @@ def _written(value: dict[str, Any], field: str) -> str:
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError as exc:  # numbers that are none, or longer than Python writes
-        raise RequestError("holds a number that JSON has not", field=field) from exc
+        raise RequestError("contains a number that JSON does not allow", field=field) from exc

@@ -35,9 +35,9 @@ UNLOADED = "(unloaded)"
 # What `PrefixCache.numbers` says.
 PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts with a cached prefix", "bytes": "Bytes of cached prefixes",
-    "hit_tokens": "Tokens that did not go through the model again", "capacity_bytes": "Most bytes of cached prefixes",
-    "evicted": "Blocks and snapshots that made room for others", "media_passes": "Passes of towers",
-    "media_lookups": "Images and groups of sounds that were looked up", "media_hits": "Those whose tower's output was kept",
+    "hit_tokens": "Tokens that were not computed again", "capacity_bytes": "Most bytes of cached prefixes",
+    "evicted": "Evicted blocks and snapshots", "media_passes": "Passes of towers",
+    "media_lookups": "Images and groups of audio that were looked up", "media_hits": "Those whose tower's output was kept",
 }  # fmt: skip
 # Of these, what only grows as long as a worker lives.
 PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
@@ -57,18 +57,18 @@ class Metrics:
         self.requests = Counter("trimtab_requests", "Requests, by how they ended", [*labels, "ended"], **made)
         self.tokens = Counter("trimtab_tokens", "Tokens of prompts and answers", [*labels, "kind"], **made)
         self.ttft = Histogram(
-            "trimtab_time_to_first_token_seconds", "From arrival to the first piece of text", labels,
+            "trimtab_time_to_first_token_seconds", "From arrival to the first token", labels,
             buckets=TTFT_BUCKETS, **made,
         )  # fmt: skip
         self.between = Histogram(
             "trimtab_time_between_pieces_seconds",
-            "Between two pieces of one answer",
+            "Time between two deltas of one answer",
             labels,
             buckets=BETWEEN_BUCKETS,
             **made,
         )
         self.queued = Histogram(
-            "trimtab_queue_seconds", "From arrival until the prompt began to go through the model", labels,
+            "trimtab_queue_seconds", "From arrival until the prompt starts to run", labels,
             buckets=QUEUE_BUCKETS, **made,
         )  # fmt: skip
         self.whole = Histogram(
@@ -84,7 +84,7 @@ class Metrics:
         self.grown = {
             name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **made))
             for name, text in (
-                ("worker_restarts", "How often the worker was put back"), ("adapter_swaps", "Adapters put on the model"),
+                ("worker_restarts", "How often the worker was restarted"), ("adapter_swaps", "Adapters put on the model"),
                 ("adapter_reloads", "Adapters whose changed files were read again"),
                 *((f"prefix_cache_{key}", PREFIX_CACHE[key]) for key in PREFIX_COUNTS),
             )
@@ -100,7 +100,7 @@ class Metrics:
                 ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
-                ("gpu_process_is_estimate", "1 where the driver does not tell that figure"),
+                ("gpu_process_is_estimate", "1 where the driver does not report that figure"),
                 ("gpu_planned_bytes", "Bytes that the plan counts for the worker on the device"),
                 *((f"prefix_cache_{key}", text) for key, text in PREFIX_CACHE.items() if key not in PREFIX_COUNTS),
             )

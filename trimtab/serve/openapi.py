@@ -21,15 +21,15 @@ from trimtab.serve.wire import ReloadRequest, VerifyRequest
 VERIFY = "/api/verify"
 _WORDS = {
     "/health": "Whether this process answers", "/ready": "Whether a model could answer now",
-    "/metrics": "Numbers in Prometheus' text form", "/openapi.json": "This description",
+    "/metrics": "Metrics in Prometheus' text form", "/openapi.json": "This description",
     "/v1/models": "Every model and adapter that is served", "/v1/models/{name}": "One of them",
     "/api/status": "What the page shows", "/v1/chat/completions": "Answer a chat, whole or as a stream of server-sent events",
-    "/v1/completions": "Go on with a text or token ids",
-    "/v1/responses": "Answer in OpenAI's Responses form; nothing is kept", "/v1/messages": "Answer in Anthropic's form",
-    "/v1/messages/count_tokens": "Count the tokens of such a request", "/v1/embeddings": "A vector for each text",
+    "/v1/completions": "Continue a text or token ids",
+    "/v1/responses": "Answer in OpenAI's Responses form, stateless", "/v1/messages": "Answer in Anthropic's form",
+    "/v1/messages/count_tokens": "Count the tokens of such a request", "/v1/embeddings": "One vector per text",
     "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
     "/v1/load_lora_adapter": "Load an adapter below the server's folder",
-    "/v1/unload_lora_adapter": "Forget an adapter", VERIFY: "Compare the running plan with another route, as a stream",
+    "/v1/unload_lora_adapter": "Unload an adapter", VERIFY: "Compare the running plan with another computation, as a stream",
     RELOAD: "Read settings, keys and adapters again",
 }  # fmt: skip
 # Routes that a server may have beside those of the API, and what their bodies are.
@@ -37,14 +37,14 @@ BESIDE: Mapping[str, type[BaseModel]] = {VERIFY: VerifyRequest, RELOAD: ReloadRe
 _OPEN = ("/health", "/ready")
 # What any request may get: heads and bodies that cannot be read, connections that are all taken, mistakes of the server.
 _ALWAYS = {
-    400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request came too slowly",
-    421: "This server answers to this machine's own names only", 431: "The head is too large",
-    500: "The server made a mistake", 501: "A transfer coding that is not read", 503: "Not now; try again after Retry-After",
+    400: "A field is wrong, or the request cannot be read", 405: "The path has another method", 408: "The request was too slow",
+    421: "This server answers requests for this machine's own names only", 431: "The head is too large",
+    500: "The server failed", 501: "A transfer coding that is not read", 503: "Busy: retry after Retry-After seconds",
 }  # fmt: skip
 _POSTED = {
     404: "No model or adapter of this name", 413: "The body is too large", 415: "The body is not JSON",
-    422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The time of the answer is over",
-    507: "An adapter has no room",
+    422: "A file of an adapter is damaged or does not match", 429: "The queue is full", 504: "The answer took too long",
+    507: "There is no memory for the adapter",
 }  # fmt: skip
 
 
@@ -97,9 +97,9 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
     if "{name}" in path:
         words[404] = _POSTED[404]
     if has_key and path not in _OPEN:
-        words[401] = "A valid API key is needed"
+        words[401] = "A valid API key is required"
     if path in ADMIN_PATHS:
-        words[403] = "An admin key is needed, or this server is not administered over HTTP"
+        words[403] = "An admin key is required, or this server is not administered over HTTP"
     if path == VERIFY:
         words[409] = "A comparison is running"
     responses = {}

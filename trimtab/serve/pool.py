@@ -156,7 +156,7 @@ class Pool:
     def _one(self, model: str | None) -> _Member:
         if model is None:
             if len(self._members) > 1:
-                raise RequestError("several models are served; say which", field="model", allowed=list(self._members))
+                raise RequestError("several models are served: name one", field="model", allowed=list(self._members))
             return next(iter(self._members.values()))
         if model not in self._members:
             raise UnknownModelError(model, list(self._members))
@@ -233,7 +233,7 @@ class Pool:
                 await self._stop_idle()
                 self._ask_numbers()
             except Exception:
-                log.exception("a mistake of the server while models changed places")
+                log.exception("internal error while models changed places")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), TICK_S)
 
@@ -352,15 +352,15 @@ class Pool:
         member.adapters[name] = path
 
     async def unload_adapter(self, model: str | None, name: str) -> None:
-        """Forget an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used or
+        """Unload an adapter. Errors: UnknownModelError if it is not loaded, RequestError if it is being used or
         was named at the start."""
         member = self._one(model)
         if name not in member.adapters:
             raise UnknownModelError(name, sorted(member.adapters), field="lora_name")
         if name in member.served.adapters:
             raise RequestError(
-                "was named when the server was started, and stays", field="lora_name", value=name,
-                hint="Only adapters that were loaded over HTTP are unloaded over HTTP",
+                "was named at the start of the server and stays", field="lora_name", value=name,
+                hint="Only adapters that were loaded over HTTP can be unloaded over HTTP",
             )  # fmt: skip
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)

@@ -38,7 +38,7 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
         return given
     form = chat.answer_form(processor, with_tools=bool(job.tools))
     if job.tools and "tools" not in form.reads:
-        raise RequestError("not supported: tools (the checkpoint's chat template has no place for them)", field="tools")
+        raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
     if job.tools and form.calls is None:
         raise RequestError(
             "not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools"

@@ -43,7 +43,7 @@ class DeadlineError(RequestError):
 
     def __init__(self, deadline_s: float, where: str) -> None:
         self.deadline_s = deadline_s
-        super().__init__(f"the time was over while {where}", field="timeout", value=deadline_s)
+        super().__init__(f"the time limit passed while {where}", field="timeout", value=deadline_s)
 
 
 class MistakeError(TrimtabError):

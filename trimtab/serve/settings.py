@@ -83,7 +83,7 @@ class Limits:
         for name, text in texts.items():
             if name not in known:
                 raise RequestError(
-                    "is no limit", field="limit", value=name, allowed=near_names(name, list(known)) or list(known)
+                    "is not a limit", field="limit", value=name, allowed=near_names(name, list(known)) or list(known)
                 )
             try:
                 values[name] = float(text) if isinstance(known[name].default, float) else int(text)
@@ -146,7 +146,7 @@ class Settings:
                 # The key itself is not repeated: messages end up in logs.
                 raise RequestError("a key has visible ASCII characters, one at least, and no spaces", field=name)
         if set(self.admin_keys) & set(self.api_keys):
-            raise RequestError("must not be an API key too: every client has those", field="admin_key")
+            raise RequestError("must not be an API key too: clients have those", field="admin_key")
         if not is_loopback(self.host) and not self.api_keys:
             raise RequestError(
                 "other machines can reach this address; an API key is required there", field="host", value=self.host,
@@ -174,7 +174,7 @@ class Settings:
         """
         if self.adapter_root is None:
             raise RequestError(
-                "this server loads no adapters for clients", field="lora_path", hint="Start it with --adapter-root"
+                "this server does not load adapters for clients", field="lora_path", hint="Start it with --adapter-root"
             )
         root = self.adapter_root.resolve()
         try:

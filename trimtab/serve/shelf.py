@@ -77,7 +77,7 @@ class AdapterShelf:
         for part in parts_of(name):
             if part in self.lost:
                 raise AdapterError(
-                    part, [self.lost[part]], hint="Unload it, and load it again once its files are there"
+                    part, [self.lost[part]], hint="Unload it, and load it again when its files are complete"
                 )
             if part not in self._held:
                 known = list(self._held)
@@ -102,7 +102,7 @@ class AdapterShelf:
         needed = sum(self._needed(key, name) for key in new)
         if needed > room:
             raise DoesNotFitError(
-                "it is larger than all the room for adapters", block=f"mix {name}", device=str(self.model.device),
+                "it is larger than the memory for adapters", block=f"mix {name}", device=str(self.model.device),
                 needed_bytes=needed, budget_bytes=room, hint="Plan with a larger budget, or with fewer adapters that are kept",
             )  # fmt: skip
 
@@ -144,7 +144,7 @@ class AdapterShelf:
         needed = self.model.adapter_bytes(held)
         if needed > room:
             raise DoesNotFitError(
-                "it is larger than all the room for adapters", block=f"adapter {name}",
+                "it is larger than the memory for adapters", block=f"adapter {name}",
                 device=str(self.model.device), needed_bytes=needed, budget_bytes=room,
             )  # fmt: skip
 
@@ -162,7 +162,7 @@ class AdapterShelf:
         return True
 
     def remove(self, name: str, in_use: Iterable[str | None]) -> None:
-        """Forget an adapter. Errors: RequestError if it is not known or a request needs it."""
+        """Unload an adapter. Errors: RequestError if it is not known or a request needs it."""
         if self.lost.pop(name, None) is not None:
             return
         self.check(name)

@@ -59,7 +59,7 @@ class StoppingError(DeviceError):
     """The server has been told to end: it takes nothing new, and what its grace time is too short for is cut."""
 
     def __init__(self) -> None:
-        super().__init__("the server is stopping", device="worker", hint="Send the request again in a moment")
+        super().__init__("the server is stopping", device="worker", hint="Send the request again shortly")
 
 
 class WorkerError(TrimtabError):
@@ -273,7 +273,7 @@ class Supervisor:
             life.process.join(5)
         except Exception:
             # Whoever hears no more would leave every request waiting for ever: a new worker and a new thread go on.
-            log.exception("a mistake of the server while it heard its worker")
+            log.exception("internal error while it heard its worker")
         if life.process.is_alive():
             life.process.kill()
             life.process.join()

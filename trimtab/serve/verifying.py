@@ -87,7 +87,7 @@ class _Verifying:
 
         task = asyncio.create_task(asyncio.to_thread(_compare, work, heard))
         try:
-            yield {"data": json.dumps({"say": "looking for room beside the model"})}
+            yield {"data": json.dumps({"say": "checking the free memory"})}
             while not (task.done() and told.empty()):
                 with suppress(TimeoutError, asyncio.TimeoutError):
                     line = await asyncio.wait_for(told.get(), 0.2)
@@ -140,7 +140,7 @@ def _check(outcome: Outcome) -> None:
     if outcome.ended == DONE:
         return
     words = {
-        OOM_HOST: "was killed, most likely for want of host memory", TIMEOUT: f"took longer than {TIMEOUT_S:.0f} s",
+        OOM_HOST: "was killed, probably for lack of host memory", TIMEOUT: f"took longer than {TIMEOUT_S:.0f} s",
     }  # fmt: skip
     how = words.get(outcome.ended, f"ended with exit code {outcome.exit_code}")
     raise DeviceError(f"the comparison {how}", device="host", hint="`trimtab verify` on the command line says more")

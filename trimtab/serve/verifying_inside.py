@@ -14,7 +14,7 @@ from trimtab.plan import Plan
 
 Tell = Callable[[dict[str, Any]], None]
 ALIVE_S = 0.5
-HINT = "The model that answers keeps its memory meanwhile; `trimtab verify` compares while no server runs"
+HINT = "The running model keeps its memory; `trimtab verify` compares while no server runs"
 
 
 def main(request: Mapping[str, Any], tell: Tell) -> None:
@@ -68,7 +68,7 @@ def check_room(plan: Plan) -> None:
     for device, (needed_bytes, free_bytes) in needed.items():
         if needed_bytes > free_bytes:
             raise DoesNotFitError(
-                "there is no room for a second copy of the plan", block=None, device=device,
+                "there is not enough memory for a second copy of the plan", block=None, device=device,
                 needed_bytes=needed_bytes, budget_bytes=free_bytes, hint=HINT,
             )  # fmt: skip
 

@@ -63,7 +63,7 @@ class Watcher:
             try:
                 self.look()
             except Exception:
-                log.exception("a mistake of the server while it looked at adapters")
+                log.exception("internal error while it looked at adapters")
 
     def look(self) -> None:
         """Look at every folder once."""

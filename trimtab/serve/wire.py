@@ -505,7 +505,7 @@ def _names_of(kind: type[BaseModel]) -> set[str]:
 
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
-        return f"not supported: {error['loc'][-1]!s:.100}. This server has no field of this name, and ignores none"
+        return f"not supported: {error['loc'][-1]!s:.100}. This server has no such field and ignores none"
     if error["type"] == "none_required":
         return f"not supported: {error['loc'][-1]!s:.100}"
     text = str(error["msg"])

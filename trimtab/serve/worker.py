@@ -217,7 +217,7 @@ class _Worker:
             answer["error"] = error_event("", exc).error
         except Exception as exc:
             # Files of a client's can be wrong in ways that nobody thought of; nothing was computed, so the others go on.
-            answer["error"] = error_event("", MistakeError(write_traceback(exc, "a mistake of the worker"))).error
+            answer["error"] = error_event("", MistakeError(write_traceback(exc, "internal error of the worker"))).error
         self.channel.send(answer)
 
     def _begin_reading(self, message: Mapping[str, Any]) -> None:

@@ -134,10 +134,10 @@ function showVoices(models, model) {
 
 /** What stands in an empty conversation: who answers here, one press away. */
 function showWelcome(model, voices) {
-  const kinds = { image: "images", audio: "sounds" };
+  const kinds = { image: "images", audio: "audio" };
   const taken = model.takes.filter((kind) => kinds[kind]).map((kind) => kinds[kind]);
   const words = `${model.name} reads text${taken.length ? `, ${taken.join(" and ")}` : ""}. ${
-    model.adapters.length ? `${counted(model.adapters.length, "adapter")} can answer in its place, or beside it.` : ""}`;
+    model.adapters.length ? `${counted(model.adapters.length, "adapter")} can answer instead, or side by side.` : ""}`;
   if (byId("welcome-text").textContent !== words) byId("welcome-text").textContent = words;
   const chosen = byId("voice-a").value;
   renew(byId("welcome-voices"), [voices, chosen], () => byId("welcome-voices").replaceChildren(...voices.map(([value]) => make("li", {}, make("button", {
