@@ -56,7 +56,7 @@ def test_two_folders_of_one_name_are_refused() -> None:
 
 def test_a_weight_of_one_names_a_folder_that_ends_like_a_weight() -> None:
     assert parse_unweighted(["a=model:2:1"], field="--adapter") == {"a": "model:2"}
-    with pytest.raises(RequestError, match="the weight 2 has no meaning here"):
+    with pytest.raises(RequestError, match="the weight 2 has no effect here"):
         parse_unweighted(["a=model:2"], field="--adapter")
 
 

@@ -64,7 +64,7 @@ def test_more_media_than_were_counted_are_refused(model):
     with pytest.raises(RequestError, match="has 3 pictures, the model was loaded for 2") as caught:
         model.prepare("one", image=[talking.png()] * 3)
     assert caught.value.field == "image"
-    with pytest.raises(RequestError, match="1.6 seconds of sound, the model was loaded for 1") as caught:
+    with pytest.raises(RequestError, match="1.6 seconds of audio, the model was loaded for 1") as caught:
         model.prepare("one", audio=[talking.wav()] * 2)
     assert caught.value.field == "audio"
 

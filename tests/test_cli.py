@@ -646,7 +646,7 @@ def test_every_command_reads_an_adapter_the_same_way(command, capsys):
         assert words in err and "--adapter" in err
     if command not in ("merge", "run"):  # which read the weight: the model is missing there
         assert cli.main([command, "no/model", *rest, "--adapter", "a=law:0.5"]) == 2
-        assert "the weight 0.5 has no meaning here" in capsys.readouterr().err
+        assert "the weight 0.5 has no effect here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "run", "verify", "bench", "merge"])

@@ -144,14 +144,15 @@ def test_what_whispers_extractor_would_cut_off_is_refused():
 
 def test_the_picture_that_is_wrong_is_named():
     with pytest.raises(
-        RequestError, match="picture 2 of 1300 x 20 pixels becomes 134 x 2 patches, this model knows 64"
+        RequestError, match="picture 2 of 1300 x 20 pixels becomes 134 x 2 patches, this model has 64"
     ) as caught:
         prepared("gemma4", images=[Image.new("RGB", size) for size in ((60, 40), (1300, 20))])
     assert caught.value.number == 1
 
 
 @pytest.mark.parametrize(
-    "size, words", [((0, 64), "no complete patch"), ((64, 0), "no complete patch"), ((80, 16), "1 x 5 patches"), ((64, 64), "")]
+    "size, words",
+    [((0, 64), "no complete patch"), ((64, 0), "no complete patch"), ((80, 16), "1 x 5 patches"), ((64, 64), "")],
 )
 def test_pixtrals_sizes_are_held_against_its_table(size, words):
     """Its processor needs torchvision; these are the sizes that it gives."""
@@ -190,6 +191,6 @@ def test_the_shortest_sound_is_heard():
 
 def test_a_sound_of_which_the_end_would_be_cut_off_is_refused():
     assert prepared("gemma4", audios=[np.zeros(480_000, np.float32)]).token_ids.count(pico.AUDIO) == 750
-    with pytest.raises(RequestError, match=r"lasts 30.1 s, this model reads 30 s and would ignore the rest") as caught:
+    with pytest.raises(RequestError, match=r"lasts 30.1 s, this model reads 30 s and would not hear the rest") as caught:
         prepared("gemma4", audios=[np.zeros(481_600, np.float32)])
     assert caught.value.field == "audio"

@@ -205,14 +205,14 @@ TEXT = {"type": "text", "text": "What is it?"}
     "parts, field, words",
     [
         ([TEXT, picture(1, 65)], "messages[0].content[1].image_url", "1 x 65 pixels becomes 2 x 134 patches"),
-        ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model knows 128 positions"),
+        ([picture(20, 1300)], "messages[0].content[0].image_url", "becomes 2 x 134 patches, this model has 128 positions"),
         ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
         ([picture(40, 40), picture(40, 40)], "messages", "has 2 pictures, the model was loaded for 1"),
         ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
         ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of sound, the model was loaded for 1"),
+        ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of audio, the model was loaded for 1"),
         ([{"type": "text", "text": "long " * 5000}], "messages", "tokens and the answer may have 40, together"),
     ],
 )  # fmt: skip
