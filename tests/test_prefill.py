@@ -11,12 +11,14 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import trimtab
 from tests import pico
+from tests.test_execution import plan as narrow_plan
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
@@ -526,7 +528,7 @@ def test_prompts_are_captured_in_the_planned_sizes(demo, monkeypatch):
 
 def test_more_rows_than_planned_capture_prompts_where_the_plan_leaves_room(demo, monkeypatch):
     batch = Batch(demo, rows=2)
-    monkeypatch.setattr(batch.steps, "is_captured", False)
+    monkeypatch.setattr(batch.steps._choice, "is_captured", False)
     prompts = batch.prompts
     prompts.captures = True
     every, before = tuple(size for size in hf_prefill.CHUNKS if size <= 384), demo.plan
@@ -589,3 +591,16 @@ def test_bytes_of_captured_prompts_grow_with_what_is_captured(tmp_path):
 def test_the_count_imports_no_torch():
     code = "import sys, trimtab.plan.prompt_memory; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_more_rows_than_were_planned_keep_the_planned_chunks():
+    """A pass of transformers' own would have a cache that a plan with chunks does not count."""
+    prompts = object.__new__(Prompts)
+    planned = narrow_plan(4)
+    assert planned.execution.prompt.mode == "eager" and planned.execution.prompt.chunks
+    prompts.model = SimpleNamespace(plan=planned, prefill_tokens=planned.prefill_tokens)
+    prompts.batch, prompts.captures = SimpleNamespace(rows=3, context_tokens=4096), True
+    prompts.extra_bytes, prompts._left_bytes = (lambda sizes: 2**30), (lambda: 2**20)
+    assert prompts._fitting(None) == (planned.execution.prompt.chunks, 2**30, 2**20) and not prompts.captures
+    prompts.captures, prompts.extra_bytes = True, lambda sizes: 2**10 * len(sizes)
+    assert prompts._fitting(None)[0] and prompts.captures  # where graphs have room there are graphs

@@ -16,7 +16,7 @@ from trimtab.plan.blocks import Block
 from trimtab.plan.budget import Choice, Item
 
 # Where the first of the spread layers lies, as shares of the distance between two.
-PHASES = (0.0, 0.25, 0.5, 0.75)
+PHASES = (0.25, 0.75)
 # So many fewer or more layers may leave: what takes the place of others is larger or smaller, and so are the staging buffers.
 MOST_LESS, MOST_MORE = 2, 3
 

@@ -166,7 +166,12 @@ class Prompts:
             return planned.chunks, self.extra_bytes(chosen[:1]), 0
         left = self._left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
-        return choose_chunks(chosen, self.extra_bytes, left), self.extra_bytes((least,)), max(left, 0)
+        fitting = choose_chunks(chosen, self.extra_bytes, left)
+        planned = self.model.plan.execution.prompt
+        if not fitting and sizes is None and planned.chunks and planned.mode not in CAPTURED:
+            self.captures = False  # as planned: a pass of transformers' own has a cache that the plan does not count
+            fitting = planned.chunks
+        return fitting, self.extra_bytes((least,)), max(left, 0)
 
     def _left_bytes(self) -> int:
         plan = self.model.plan
