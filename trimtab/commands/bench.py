@@ -45,13 +45,8 @@ def add(command: Command) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     from trimtab.speed.bench import bench
-    from trimtab.speed.picture import check_picture_path, draw
-    from trimtab.speed.report import check_save_path
+    from trimtab.speed.picture import draw
 
-    if options.save:
-        check_save_path(options.save)
-    if options.picture:
-        check_picture_path(options.picture)
     report = bench(_request(options), say=saying(options))
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
@@ -64,10 +59,16 @@ def run_bench(options: argparse.Namespace) -> int:
 def _request(options: argparse.Namespace) -> Any:
     from trimtab.proof.prompts import read_prompts
     from trimtab.speed.bench import BenchRequest
+    from trimtab.speed.picture import check_picture_path
+    from trimtab.speed.report import check_save_path
 
     load = plan_or_request(options)
     request = load.request if isinstance(load, Plan) else load
     adapter = adapter_to_use(options.use, list(request.adapters))
+    if options.save:
+        check_save_path(options.save)
+    if options.picture:
+        check_picture_path(options.picture)
     find_folder(request.model)  # before a process is started that needs them
     for path in request.adapters.values():
         read_adapter(path)

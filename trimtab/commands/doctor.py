@@ -28,7 +28,7 @@ from trimtab.commands.traces import check_model, run_lanes, run_report, run_trac
 from trimtab.errors import RequestError
 from trimtab.packages import STOCK, install_command, missing
 from trimtab.plan.max_memory import read_max_memory
-from trimtab.request import DTYPES, check_choice, full_dtype, parse_bytes
+from trimtab.request import DTYPES, QUANTS, check_choice, full_dtype, parse_bytes
 
 STOPPED = 130
 # What each flag needs beside it to have an effect.
@@ -95,7 +95,6 @@ def run_doctor(options: argparse.Namespace) -> int:
         return servers.run(options)
     if options.trace is not None:
         return run_trace(options)
-    check_model(options.model)
     if options.adapter is not None:
         options.adapter = next(iter(parse_unweighted([options.adapter], field="--adapter").values()))
     _check(options)
@@ -114,21 +113,21 @@ def run_doctor(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise RequestError for a flag without effect, before anything runs."""
+    """Raise what is wrong before anything runs, in the order of all commands: arguments, files, the model, the adapter."""
     for name, needed in _NEEDS.items():
         is_given = getattr(options, name) not in (None, False)
         if is_given and not any(getattr(options, other) for other in needed):
             flag = f"--{name.replace('_', '-')}".removesuffix("-version")
             wanted = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
             raise RequestError(f"has no effect without {wanted}", field=flag)
-    for flag, path in (("--html", options.html), ("--save", options.save)):
-        check_folder_of(path, flag)
     for name in ("gpu_memory", "host_memory", "memory_limit"):
         parse_bytes(getattr(options, name), field_name=f"--{name.replace('_', '-')}")
     if options.dtype is not None:
         check_choice(full_dtype(options.dtype) or "", DTYPES, field_name="dtype")
     if options.max_memory is not None:
         read_max_memory(read_json_object(options.max_memory, "--max-memory", MAX_MEMORY))
+    if options.quant is not None:
+        check_choice(options.quant, ("auto", *QUANTS), field_name="quant")
     if options.matrix and options.runs:
         raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
     if options.timeout is not None and options.timeout <= 0:
@@ -143,14 +142,19 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.bisect and (not options.case or len(options.case) != 1):
         raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)
+    if options.device_map is not None:
+        read_device_map(options.device_map)
+    for flag, path in (("--html", options.html), ("--save", options.save)):
+        check_folder_of(path, flag)
     if options.drafts:
         from trimtab.doctor.draft import check_folder
 
         check_folder(Path(options.drafts), overwrite=options.overwrite)
+    check_model(options.model)
     if options.model is not None:
         find_folder(options.model)
-    if options.adapter is not None and not Path(options.adapter).exists():
-        read_adapter(options.adapter)  # which says so
+    if options.adapter is not None:
+        read_adapter(options.adapter)
 
 
 def _examine(options: argparse.Namespace) -> dict[str, Any]:

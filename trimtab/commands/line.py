@@ -120,11 +120,11 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.plan.options import options_text
     from trimtab.plan.picture import check_path
 
+    request = load_request(options, head="auto", dtype="auto", decode=options.decode or "auto")
     if options.picture:
         check_path(options.picture)
     for flag, path in (("--picture", options.picture), ("--save", options.save)):
         check_folder_of(path, flag)
-    request = load_request(options, head="auto", dtype="auto", decode=options.decode or "auto")
     inputs = PlanInputs()
 
     def changes(budget_bytes: int) -> list[Option]:
@@ -272,13 +272,15 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
     from trimtab.api import plan_request
     from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
+    # Arguments first: a file is not opened for a request that cannot be made.
+    counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
+    given = plan_or_request(options, **counted, audio_s=0.0)
+    adapter = chosen(options, given)
     for path in options.image:
         read_image(path)
     sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
-    given = plan_or_request(
-        options, images=len(options.image), audio_s=sound_s, head="auto", dtype="auto", decode=decode
-    )
-    adapter = chosen(options, given)
+    if isinstance(given, LoadRequest) and sound_s:
+        given = load_request(options, **counted, audio_s=sound_s)
     return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter
 
 

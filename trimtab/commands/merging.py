@@ -22,6 +22,7 @@ from trimtab.commands.flags import (
 )
 from trimtab.commands.saying import Command, give_report, print_json, saying
 from trimtab.errors import RequestError
+from trimtab.plan import Plan
 from trimtab.request import LoadRequest
 
 DIFFERS = 1
@@ -113,21 +114,26 @@ def run_verify(options: argparse.Namespace) -> int:
     """Return 0 the same, 1 not; of a server 0 alive, 1 ignored or wrong, 9 it cannot be told."""
     from trimtab.proof.report import check_save_path
 
+    given = None if remote.is_server(options) else _request(options)
     if options.save:
         check_save_path(options.save)
-    if remote.is_server(options):
+    if given is None:
         on_server = remote.report_on(options)
         give_report(on_server, options)
         return on_server.exit_code
-    report = _compare(options)
+    report = _compare(given, options)
     give_report(report, options)
     return 0 if report.ok else DIFFERS
 
 
-def _compare(options: argparse.Namespace) -> Any:
+def _request(options: argparse.Namespace) -> Plan | LoadRequest:
     given = plan_or_request(options)
     if options.use is not None:
         adapter_to_use(options.use, list((given if isinstance(given, LoadRequest) else given.request).adapters))
+    return given
+
+
+def _compare(given: Plan | LoadRequest, options: argparse.Namespace) -> Any:
     return trimtab.verify(
         given, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,

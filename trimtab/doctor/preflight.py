@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import read_checkpoint
 from trimtab.doctor.environment import Environment, read_environment
 from trimtab.doctor.preflight_adapter import AdapterReading, read_adapter_for
@@ -84,15 +85,17 @@ def preflight(
     """
     gpu_bytes = parse_bytes(gpu_memory, field_name="gpu_memory")
     host_bytes = parse_bytes(host_memory, field_name="host_memory")
-    checkpoint = read_checkpoint(model)
     asked_map = check_map(device_map)
-    environment = environment or read_environment(python)
     device, disk_bytes = "auto", None
     if max_memory is not None:
         asked = merged_budgets(max_memory, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, device=device)
         gpu_memory = gpu_bytes = asked["gpu_memory_bytes"]
         host_memory = host_bytes = asked["host_memory_bytes"]
         device, disk_bytes = asked["device"], asked["disk_memory_bytes"]
+    checkpoint = read_checkpoint(model)
+    if adapter is not None:
+        read_adapter(os.fspath(adapter))  # before anything that takes long
+    environment = environment or read_environment(python)
     machine = machine or _machine(gpu_bytes, host_bytes, device)
     shape = read_shape(model, asked_map, quant=quant, dtype=dtype, python=python)
     reading = read_map(shape, asked_map)
