@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -245,13 +247,68 @@ def _rendered(
             options["tools"] = list(changed_tools)
         return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
 
-    try:
-        prompt: PromptText = model.control_tokens.render(render, messages, tools)
-        if any("name" in message for message in messages if message["role"] != "tool"):
-            _check_names(render, messages, tools)
-    except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
-        raise RequestError(f"the chat template refuses these messages ({exc})", field="prompt") from exc
-    return prompt
+    if "[TOOL_CALLS]" in str(owner.chat_template):
+        messages = _with_short_ids(messages)
+    problem: Exception | None = None
+    # Templates of models that see may take contents as lists of parts, as text alone, or each in some places.
+    for form in (messages, _texts_plain(messages)):
+        try:
+            prompt: PromptText = model.control_tokens.render(render, form, tools)
+            is_listed = form is messages and any(isinstance(message["content"], list) for message in form)
+            if is_listed and _LIST.search(render(_neutral(form))):
+                raise ValueError("it writes a list of parts where text belongs")
+            if any("name" in message for message in form if message["role"] != "tool"):
+                _check_names(render, form, tools)
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError) as exc:
+            problem = problem or exc
+        else:
+            return prompt
+    raise RequestError(f"the chat template refuses these messages ({problem})", field="prompt") from problem
+
+
+def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls have ids of nine letters and digits: Mistral's templates refuse others."""
+
+    def short(given: Any) -> str:
+        if re.fullmatch(r"[A-Za-z0-9]{9}", str(given)):
+            return str(given)
+        return hashlib.sha256(str(given).encode("utf-8", "replace")).hexdigest()[:9]
+
+    made = []
+    for message in messages:
+        changed = dict(message)
+        if message.get("tool_calls"):
+            changed["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]
+        if "tool_call_id" in message:
+            changed["tool_call_id"] = short(message["tool_call_id"])
+        made.append(changed)
+    return made
+
+
+# How Python and JSON write a part of a message.
+_LIST = re.compile(r"""\{["']type["']: ["']text["'], ["']text["']: """)
+
+
+def _texts_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose contents are text where they have no media."""
+    made = []
+    for message in messages:
+        parts = message["content"]
+        if isinstance(parts, list) and all(part.get("type") == "text" for part in parts):
+            message = {**message, "content": "".join(part["text"] for part in parts)}
+        made.append(dict(message))
+    return made
+
+
+def _neutral(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages of the same form with another text."""
+    made = []
+    for message in messages:
+        parts = message["content"]
+        if isinstance(parts, list):
+            parts = [{**part, "text": "x"} if part.get("type") == "text" else part for part in parts]
+        made.append({**message, "content": "x" if isinstance(parts, str) else parts})
+    return made
 
 
 def _check_names(
