@@ -284,7 +284,7 @@ def test_a_prompt_that_nobody_wants_any_more_frees_the_row(tmp_path):
 def test_rows_that_are_prepared_leave_no_prompt_with_their_states(tmp_path):
     with load("llama", tmp_path) as model:
         batch = in_chunks(model, (8,))
-        batch.steps.is_captured, batch.steps.prepare = True, lambda expected: None
+        batch.steps._choice.is_captured, batch.steps.prepare = True, lambda expected: None
         prompt = through(batch, model.prepare(ids(20)))
         expected = prompt.logits.clone()
         batch.prepare()
