@@ -35,8 +35,9 @@ TELLING, TELLING_ABOVE_NOISE, TWICE = 0.25, 0.02, 2.0
 NOT_RIGHT = 0.3
 TIMES_NOISE = 3.0
 SMALLEST = 1e-9
-# Answers farther from right than this and than twice the base's noise may be those of an adapter with slightly other values.
-SAME_VALUES, TWICE_BASE = 0.02, 2.0
+# Answers farther from right than this, than twice the base's noise and than this share of what other values would do may be those
+# of an adapter with slightly other values.
+SAME_VALUES, TWICE_BASE, SHARE_OF_OTHER = 0.02, 2.0, 0.4
 OTHER_VALUES = "another version of the adapter"
 
 
@@ -170,7 +171,8 @@ def judge(
         reason = "the answers are neither the adapter's nor those of any fault that is known here, while the base's are right"
         return _made(WRONG, "", reason, 1 - unlike, unlike, weighed, count, noise)
     possible = [one.name for one in weighed if not one.is_excluded(count)]
-    if OTHER_VALUES not in possible and not (has_logprobs and _has_same_values(asked)):
+    other = next((one.size for one in weighed if one.name == OTHER_VALUES), 0.0)
+    if OTHER_VALUES not in possible and not (has_logprobs and _has_same_values(asked, other)):
         possible.append(OTHER_VALUES)
     is_near = noise <= 2 * NOT_RIGHT * max((one.size for one in weighed if one.name == faults[0][0]), default=0.0)
     is_whole_open = any(one.name in possible and not one.is_part for one in weighed)
@@ -205,10 +207,11 @@ def _chance_of_unlike(asked: Sequence[Asked], ignored: str) -> float:
     return sign_test(sum(far), len(far) - sum(far)) if far else 1.0
 
 
-def _has_same_values(asked: Sequence[Asked]) -> bool:
-    """Return whether the answers are as near to right as the precision alone explains: an older version would be farther."""
+def _has_same_values(asked: Sequence[Asked], other: float) -> bool:
+    """Return whether an older version would be farther from right than the answers are. other: how far other values move them."""
     known = [one.base_noise for one in asked if one.base_noise is not None]
-    return _mean([one.distance[RIGHT] for one in asked]) <= max(SAME_VALUES, TWICE_BASE * _mean(known))
+    limit = max(SAME_VALUES, TWICE_BASE * _mean(known), SHARE_OF_OTHER * other)
+    return _mean([one.distance[RIGHT] for one in asked]) <= limit
 
 
 def _made(
