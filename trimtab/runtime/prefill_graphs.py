@@ -148,11 +148,9 @@ class Prompts:
         planned = self.model.plan.execution.prompt
         if self.device.type == "cuda" and not self.sizes and sizes is None and not planned.chunks:
             return f"planned so: {planned.reason}"
-        return (
-            None
-            if self.sizes
-            else f"they need {gib(needed)} more than the plan and the captured steps, {gib(left)} are left"
-        )
+        if self.sizes:
+            return None
+        return f"they need {gib(needed)} more than the plan and the captured steps, {gib(left)} are left"
 
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
         """Return the sizes of chunks that the plan leaves room for, the bytes of the least that is worth it, and those left."""
@@ -160,14 +158,13 @@ class Prompts:
         chosen = tuple(sizes or [size for size in hf_prefill.CHUNKS if size <= most])
         if not self.captures:
             return chosen, 0, 0
+        planned = self.model.plan.execution.prompt
         if sizes is None and self.batch.rows <= self.model.plan.request.batch:
-            planned = self.model.plan.execution.prompt
             self.captures = planned.mode in CAPTURED
             return planned.chunks, self.extra_bytes(chosen[:1]), 0
         left = self._left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
         fitting = choose_chunks(chosen, self.extra_bytes, left)
-        planned = self.model.plan.execution.prompt
         if not fitting and sizes is None and planned.chunks and planned.mode not in CAPTURED:
             self.captures = False  # as planned: a pass of transformers' own has a cache that the plan does not count
             fitting = planned.chunks
@@ -484,9 +481,7 @@ class Prompts:
             key, serial = self._set_adapter(adapter)
             whole = (forward.form_of(chunk), key)
             if whole not in self._graphs:
-                self._captured(
-                    whole, serial, [self.batch.cache.prompt_row], partial(self._stage, chunk, [token] * size)
-                )
+                self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
         self.packs.prepare(token, adapter)
 
     def _captured(
