@@ -11,10 +11,11 @@ import threading
 import time
 from contextlib import suppress
 
+import h11
 import pytest
 
 from tests.test_serve_run import WAIT_S, serving
-from trimtab.serve.connection import Guard
+from trimtab.serve.connection import HEAD_BYTES, Guard, StrictConnection
 from trimtab.serve.settings import Limits
 
 PATH = "/v1/chat/completions"
@@ -298,6 +299,22 @@ def test_without_file_descriptors_it_answers_on_and_says_so_once():
         running.process.terminate()
         log = running.process.communicate(timeout=WAIT_S)[1].splitlines()
     assert len(log) <= 1 and all(line.startswith("no file descriptor") for line in log), log[:3]
+
+
+def test_of_a_refused_body_bytes_are_counted_and_not_parsed():
+    body = StrictConnection(h11.SERVER, HEAD_BYTES)
+    body.receive_data(HEAD + b"Content-Length: 100000\r\n\r\n")
+    assert type(body.next_event()) is h11.Request and body.next_event() is h11.NEED_DATA
+    body.send(h11.Response(status_code=413, headers=[("content-length", "0")]))
+    body.send(h11.EndOfMessage())
+    assert body.skip(60_000) and body.skip(39_999) and not body.skip(1)
+    body.receive_data(b"." + WHOLE)  # the last byte, and the next request
+    assert [type(body.next_event()) for _ in range(2)] == [h11.Data, h11.EndOfMessage]
+    body.start_next_cycle()
+    assert type(body.next_event()) is h11.Request
+    chunked = StrictConnection(h11.SERVER, HEAD_BYTES)
+    chunked.receive_data(HEAD + b"Transfer-Encoding: chunked\r\n\r\n")
+    assert type(chunked.next_event()) is h11.Request and not chunked.skip(1)
 
 
 def test_a_refused_body_is_read_to_its_end_and_the_connection_goes_on(server):

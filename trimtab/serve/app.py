@@ -303,20 +303,23 @@ class _Api:
     ) -> Response:  # fmt: skip
         asking.check_shape(asked)
         model, adapter = asking.voice_of(self.pool, asked)
-        messages = await self._read_messages(asked, size, model)
+        messages = await self._read_messages(request, asked, size, model)
         # What stays for as long as the answer takes is each image once, decoded.
         asked = asked.model_copy(update={"messages": []})
         return await self._answer(
             request, asked, model, adapter, [messages], shape(asked), may_be_shorter=may_be_shorter
         )
 
-    async def _read_messages(self, asked: wire.ChatRequest, size: int, model: str) -> list[dict[str, Any]]:
+    async def _read_messages(
+        self, request: Request, asked: wire.ChatRequest, size: int, model: str
+    ) -> list[dict[str, Any]]:
         limits = self.settings.limits
         asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
         fetched = await self.fetcher.get_all(asking.urls_of(asked))
-        return await self.reader.run(size, lambda: asking.messages_of(asked, limits=limits, fetched=fetched))
+        read = partial(asking.messages_of, asked, limits=limits, fetched=fetched, cut=request.state.cut)
+        return await self.reader.run(size, read)
 
     async def completions(self, request: Request) -> Response:
         asked, _ = await self.reader.read(wire.CompletionRequest, request)
@@ -375,18 +378,18 @@ class _Api:
             job = beside.text_job(asked, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
         else:
             chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(asked))
-            job = await self._chat_tokens(chat, size, model)
+            job = await self._chat_tokens(request, chat, size, model)
         return await self._result(request, model, None, [job], beside.TokensShape(asked, context_tokens))
 
     async def count_tokens(self, request: Request) -> Response:
         given, size = await self.reader.read(messages_api.CountRequest, request)
         chat = await self.reader.run(size, lambda: messages_api.chat_of(given))
         model, _ = self.pool.resolve(given.model)
-        job = await self._chat_tokens(chat, size, model)
+        job = await self._chat_tokens(request, chat, size, model)
         return await self._result(request, model, None, [job], beside.CountShape(given))
 
-    async def _chat_tokens(self, chat: wire.ChatRequest, size: int, model: str) -> Job:
-        messages = await self._read_messages(chat, size, model)
+    async def _chat_tokens(self, request: Request, chat: wire.ChatRequest, size: int, model: str) -> Job:
+        messages = await self._read_messages(request, chat, size, model)
         return beside.chat_job(
             chat, messages, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
             deadline_s=self.settings.timeout_s,

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from trimtab.adapter_names import check_mix, mix_name
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime.content_parts import from_base64
 from trimtab.serve import calling, media
+from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
 from trimtab.serve.schema import check_ends
 from trimtab.serve.settings import Limits
@@ -206,8 +206,13 @@ def urls_of(asked: ChatRequest) -> dict[str, str]:
     return found
 
 
-def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes]) -> list[dict[str, Any]]:
-    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. Errors: RequestError."""
+def messages_of(
+    asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, bytes], cut: Cut | None = None
+) -> list[dict[str, Any]]:
+    """Return the messages in the worker's form, media as bytes. fetched: address -> bytes. cut: what was taken out of the body.
+
+    Errors: RequestError.
+    """
     made: list[dict[str, Any]] = []
     for place, message in enumerate(asked.messages):
         role = "system" if message.role == "developer" else message.role
@@ -216,22 +221,22 @@ def messages_of(asked: ChatRequest, *, limits: Limits, fetched: Mapping[str, byt
             made.append({**head, "content": message.content})
             continue
         parts = [
-            _part(part, f"messages[{place}].content[{number}]", limits, fetched)
+            _part(part, f"messages[{place}].content[{number}]", limits, fetched, cut or {})
             for number, part in enumerate(message.content)
         ]
         made.append({**head, "content": parts})
     return calling.with_names(made)
 
 
-def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes]) -> dict[str, Any]:
+def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes], cut: Cut) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     if isinstance(part, ImagePart):
         url, field = part.image_url.url, f"{field}.image_url.url"
-        data = fetched[url] if url in fetched else media.from_data_url(url, field=field)
+        data = fetched[url] if url in fetched else media.from_data_url(url, field=field, cut=cut)
         return media.image_part(media.check_image(data, field=field, limits=limits), detail=part.image_url.detail)
     field = f"{field}.input_audio"
-    data = from_base64(part.input_audio.data, field=f"{field}.data")
+    data = media.from_text(part.input_audio.data, field=f"{field}.data", cut=cut)
     return media.sound_part(media.check_sound(data, part.input_audio.format, field=field, limits=limits))
 
 

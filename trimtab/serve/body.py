@@ -27,6 +27,7 @@ from starlette.types import Message, Receive
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve import wire
+from trimtab.serve.cut_media import cut_media
 from trimtab.serve.settings import Limits
 
 # What every body may hold without a share of the budget, so that large ones never keep small ones out.
@@ -199,6 +200,7 @@ def _too_long(limit_bytes: int) -> BodyTooLargeError:
 class Reader:
     """Parses and validates bodies in threads of its own: small ones beside each other, large ones one at a time.
 
+    What was cut out of a large one is in `request.state.cut`.
     lenient: fields without effect are taken, and named in `request.state.ignored`.
     """
 
@@ -217,13 +219,16 @@ class Reader:
         """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
         held = _Held()
         ignored: list[str] | None = [] if self._lenient else None
-        request.state.ignored = ignored
+        request.state.ignored, request.state.cut = ignored, {}
         try:
             await _receive(request, held)
             if held.size <= SMALL_BYTES:
                 return wire.read(kind, held.whole(), ignored=ignored, most=self._most), held.size
-            read = partial(wire.read, ignored=ignored, most=self._most)
-            return await self.run(held.size, lambda: read(kind, held.whole())), held.size
+            read = partial(wire.read, kind, ignored=ignored, most=self._most)
+            if held.size <= MEMORY_BYTES:
+                return await self.run(held.size, lambda: read(held.whole())), held.size
+            body, request.state.cut = await self.run(held.size, lambda: cut_media(held.whole()))
+            return await self.run(held.size, lambda: read(body)), held.size
         finally:
             held.close()
 

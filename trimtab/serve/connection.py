@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import h11
+from h11._readers import ContentLengthReader
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -135,6 +136,8 @@ class GuardedProtocol(H11Protocol):
         if self.transport.is_closing():
             return
         self._has_spoken = True
+        if self._stage == "drain" and self.conn.skip(len(data)):
+            return
         super().data_received(data)
         self._look()
 
@@ -256,6 +259,14 @@ class StrictConnection(h11.Connection):
     @property
     def has_data(self) -> bool:
         return len(self._receive_buffer) > 0
+
+    def skip(self, count: int) -> bool:
+        """Take note of so many more bytes of a body that nobody reads; False if they have to be looked at."""
+        body = self._reader
+        if not isinstance(body, ContentLengthReader) or self._receive_buffer or body._remaining <= count:
+            return False
+        body._remaining -= count
+        return True
 
     def next_event(self) -> Any:
         try:

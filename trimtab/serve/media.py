@@ -17,6 +17,7 @@ from typing import Any
 from trimtab.errors import RequestError
 from trimtab.request import check_picture_size
 from trimtab.runtime.content_parts import from_base64, split_data_url
+from trimtab.serve.cut_media import Cut
 from trimtab.serve.settings import Limits
 
 IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
@@ -30,7 +31,7 @@ WAV_CHUNKS = 256
 SAMPLE_BYTES = 4  # samples are float32 once decoded
 
 
-def from_data_url(url: str, *, field: str) -> bytes:
+def from_data_url(url: str, *, field: str, cut: Cut | None = None) -> bytes:
     """Return the bytes of an image's data URL. Errors: RequestError."""
     parts = split_data_url(url)
     if parts is None:
@@ -38,7 +39,18 @@ def from_data_url(url: str, *, field: str) -> bytes:
     media_type, start = parts
     if media_type not in IMAGE_TYPES:
         raise RequestError("is not an image of a known type", field=field, value=media_type, allowed=IMAGE_TYPES)
-    return from_base64(url, field=field, start=start)
+    return from_text(url, field=field, start=start, cut=cut)
+
+
+def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) -> bytes:
+    """Return what base64 holds, or the name of what was cut out of the body. start: where it begins. Errors: RequestError."""
+    name = text[start : start + 64]
+    if not cut or name not in cut:
+        return from_base64(text, field=field, start=start)
+    data = cut[name]
+    if data is None:
+        raise RequestError("is not base64", field=field)
+    return data
 
 
 # Pictures -------------------------------------------------------------------------------------------------------------
