@@ -16,6 +16,7 @@ USAGE = {"prompt_tokens": 10, "completion_tokens": 4, "cached_tokens": 6}
 MODEL = {
     "name": "demo", "state": "ready", "restarts": 2, "tier_bytes": {"resident": 5, "stream": 6},
     "numbers": {"waiting": 3, "running": 4, "swaps": 7, "resident": ["a"], "kv_bytes": 8,
+        "adapter_host_bytes": 18, "adapter_host_budget_bytes": 19,
                 "prefix_cache": {"lookups": 12, "hits": 13, "hit_tokens": 14, "bytes": 15, "capacity_bytes": 16, "evicted": 17},
                 "memory": {"gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11}},
 }  # fmt: skip
@@ -74,6 +75,7 @@ def test_a_models_state_is_shown():
         "queue_length": 3, "running": 4, "worker_restarts_total": 2, "adapter_swaps_total": 7, "resident_adapters": 1,
         "worker_ready": 1, "kv_cache_bytes": 8, "gpu_bytes": 9, "gpu_peak_bytes": 10, "host_peak_bytes": 11,
         "prefix_cache_lookups_total": 12, "prefix_cache_hits_total": 13, "prefix_cache_hit_tokens_total": 14,
+        "adapter_host_bytes": 18, "adapter_host_budget_bytes": 19,
         "prefix_cache_bytes": 15, "prefix_cache_capacity_bytes": 16, "prefix_cache_evicted_total": 17,
     }  # fmt: skip
     assert {name: found[f"trimtab_{name}", label(model="demo")] for name in expected} == expected

@@ -98,6 +98,8 @@ class Metrics:
                 ("queue_length", "Requests that wait for a row"), ("running", "Requests with a row or a prompt under way"),
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
                 ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
+                ("adapter_host_bytes", "Bytes of adapters in host memory"),
+                ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory beside the plan"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
                 ("gpu_process_bytes", "Bytes that the driver holds for the worker on the device"),
                 ("gpu_process_is_estimate", "1 where the driver does not report that figure"),
@@ -166,6 +168,7 @@ class Metrics:
             "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
+            **{key: numbers.get(key, 0) for key in ("adapter_host_bytes", "adapter_host_budget_bytes")},
             **{key: memory.get(key, 0) for key in MEMORY},
             **{f"prefix_cache_{key}": kept.get(key, 0) for key in PREFIX_CACHE if key not in PREFIX_COUNTS},
         }  # fmt: skip

@@ -285,6 +285,7 @@ class _Worker:
             "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
             "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps, "reloads": shelf.reloads,
             "adapter_host_bytes": shelf.host.nbytes,
+            "adapter_host_budget_bytes": shelf.host.nbytes + shelf.host.room_bytes,
             "prompt_chunks": list(batch.prompts.sizes),
             "fallbacks": [f"{one.what}: {one.why}" for one in (*self.model.fallbacks, *batch.steps.fallbacks)],
             "prefix_cache": None if self.model.prefix_cache is None else self.model.prefix_cache.numbers(),
