@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 RECORD = Path(__file__).resolve().parents[2] / "bench" / "results" / "attackers.json"
-MOST_RATIO, MOST_HEALTH_S = 3.0, 0.06
+MOST_RATIO, MOST_HEALTH_S = 3.0, 0.1
 # A request that was under way when the worker was killed.
 OF_A_KILL = "error WorkerDiedError"
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the scenes read /proc and send signals")
@@ -64,7 +64,9 @@ def test_the_record_keeps_a_normal_client_within_three_times_its_quiet_value(sce
         quiet, attacked = found["quiet"][name], found["attacked"][name]
         assert found["p99_ratio"][name] == round(attacked["p99"] / quiet["p99"], 2) and quiet["count"] >= 10
     assert found["p99_ratio"]["first_s"] <= MOST_RATIO and found["p99_ratio"]["whole_s"] <= MOST_RATIO
-    # /health answers in milliseconds when it is quiet; what is left beside attackers is stated in the docs.
+    if scene == "attacked":
+        assert found["p99_ratio"]["health_s"] <= MOST_RATIO
+    # While a worker starts beside attackers it is more; the docs say so.
     assert found["attacked"]["health_s"]["p99"] <= MOST_HEALTH_S
     allowed = {"complete", "health 200"} | ({OF_A_KILL} if scene == "together" else set())
     for turn in ("quiet", "attacked"):
