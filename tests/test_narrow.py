@@ -4,6 +4,8 @@ import re
 
 import pytest
 
+import trimtab
+from tests import pico
 from tests.test_execution import card, plan
 from trimtab import cli
 from trimtab.demo import BASE
@@ -39,3 +41,19 @@ def test_the_command_prints_the_narrow_form_and_the_wide_one_by_flag(capsys):
     assert max(map(len, capsys.readouterr().out.splitlines())) <= WIDTH
     assert cli.main([*asked, "--wide"]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) > WIDTH
+
+
+@pytest.mark.parametrize("family", pico.FAMILIES)
+def test_a_plan_of_every_family_fits_80_columns(family, tmp_path):
+    folder = pico.build(family, tmp_path / family)
+    adapter = pico.adapter(folder, tmp_path / "adapter", targets="all")
+    made = trimtab.plan(
+        folder,
+        adapters={"an-adapter-with-quite-a-long-name-for-one-line": adapter},
+        card="T4",
+        place={"*": "stream"},
+        context=64,
+    )
+    # The model's path is the user's own: it is not cut.
+    lines = [line for line in narrow_table(made).splitlines() if str(tmp_path) not in line]
+    assert max(map(len, lines)) <= WIDTH

@@ -41,6 +41,17 @@ class AdapterFile:
     stamps: tuple[Stamp, ...] = ()
 
 
+GGUF = ".gguf"
+GGUF_HINT = "give the folder that PEFT wrote, from which it was converted"
+
+
+def _only_gguf(folder: Path) -> str | None:
+    """Return the name of a GGUF file in a folder without an adapter's own files, None for another folder."""
+    names = sorted(file.name for file in folder.iterdir())
+    packed = [name for name in names if name.lower().endswith(GGUF)]
+    return packed[0] if packed and CONFIG_NAME not in names and TENSORS_NAME not in names else None
+
+
 def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     """Return configuration and header of the adapter in a folder.
 
@@ -50,8 +61,12 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     """
     folder = Path(path)
     if not folder.is_dir():
+        if folder.is_file() and folder.suffix.lower() == GGUF:
+            raise AdapterError(folder, [f"is a GGUF file; {GGUF_HINT}"])
         what = "is a file; name the folder that holds it" if folder.is_file() else "no such folder"
         raise AdapterError(folder, [what])
+    if gguf := _only_gguf(folder):
+        raise AdapterError(folder, [f"has GGUF files and no adapter of PEFT ({gguf}); {GGUF_HINT}"])
     problems = _missing_files(folder)
     if problems:
         raise AdapterError(folder, problems)

@@ -69,7 +69,9 @@ def run_models(options: argparse.Namespace) -> int:
         print_json({"folder": str(folder), "models": models})
         return 0
     if not models:
-        print(f"no models in {folder}", file=sys.stderr)
+        packed = sorted(file.name for file in folder.glob("*.gguf"))
+        note = f"; it has GGUF files ({packed[0]}), and trimtab reads safetensors" if packed else ""
+        print(f"no models in {folder}{note}", file=sys.stderr)
     rows = [("model", "class", "size", "format", "fits"), *(_model_row(one) for one in models)]
     _print_table(rows if models else [])
     return 0

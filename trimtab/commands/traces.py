@@ -85,7 +85,7 @@ def _write(file: Path, text: str) -> None:
 
 def check_model(model: str | None) -> None:
     """Raise RequestError for a file where a model's folder belongs, with what takes such a file."""
-    if model is not None and Path(model).is_file():
+    if model is not None and Path(model).is_file() and Path(model).suffix.lower() != ".gguf":
         raise RequestError("is a file, not a model", field="MODEL", value=model, hint=TAKES)
 
 

@@ -182,8 +182,8 @@ def check_present(models: Sequence[ServedModel]) -> None:
         except CheckpointError as exc:
             problems.append(f"model {model.name}: {exc}")
         problems += [
-            f"adapter {name} of {model.name}: {path}: no such folder" for name, path in model.adapters.items()
-            if not os.path.isdir(path)
+            f"adapter {name} of {model.name}: {path}: {'is a file, not a folder' if os.path.exists(path) else 'no such folder'}"
+            for name, path in model.adapters.items() if not os.path.isdir(path)
         ]  # fmt: skip
     if problems:
         raise CheckpointError(
