@@ -165,7 +165,7 @@ def test_what_rounding_hides_is_said(base: Path, adapter: Path, tmp_path: Path) 
     found = report.check
     assert found is not None and found.passed
     assert len(found.blind) > 0 and found.to_json()["blind"] == list(found.blind)
-    assert f"cannot tell a scale wrong by 1 % in {len(found.blind)} tensors" in merge_text(report)
+    assert f"cannot detect a scale that is wrong by 1 % in {len(found.blind)} tensors" in merge_text(report)
     assert all(tensor.slope is None or 0.99 < tensor.slope < 1.01 for tensor in found.changed)
 
 

@@ -218,7 +218,7 @@ def test_a_folder_that_holds_no_model_is_refused(base, adapter, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "against, words", [("base", "an adapter to hold against"), ("alone", "two adapters"), ("bf16", "quantized load")]
+    "against, words", [("base", "an adapter to compare with"), ("alone", "two adapters"), ("bf16", "quantized load")]
 )
 def test_a_comparison_that_lacks_its_subject_is_refused(base, against, words):
     assert words in str(refused(base, against=against, quant="none"))

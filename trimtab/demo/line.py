@@ -83,21 +83,19 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
         "images": 1, "audio_s": 1.0, "head": "full", "dtype": placed.dtype, "device": placed.device,
     }  # fmt: skip
     asks = read_asks(list(options["adapters"]))
-    say("A small Gemma 4 that reads, sees and hears (CARD.md says how it was made), with three adapters.")
+    say("A small Gemma 4 for text, images and audio (see CARD.md), with three adapters.")
     say(f"files: {FOLDER}\n")
     whole = trimtab.plan(FOLDER / "base", place={"*": "resident"}, **options)
     split = _split_plan(whole, options, placed)
     peaks = [gib(plan.gpu_peak_bytes) for plan in (whole, split)]
-    say(
-        f"1. plan: with every weight resident {whole.execution_device} holds {peaks[0]} at its peak, split {peaks[1]}\n"
-    )
+    say(f"1. plan: peak on {whole.execution_device} with every weight resident {peaks[0]}, split {peaks[1]}\n")
     say(str(split))
     picture = new_picture()
     draw(split, picture)
-    say(f"\npicture of the plan: {picture}\n")
-    say("2. load, and ask the base and each adapter")
+    say(f"\nchart of the plan: {picture}\n")
+    say("2. load, and run the base and each adapter")
     answers, logits, changes = _answers(split, asks, say)
-    say("\n3. prove: the same questions to the model with every weight resident")
+    say("\n3. verify: the same prompts on the model with every weight resident")
     _, expected, expected_changes = _answers(whole, asks, None)
     check_changes(changes, expected_changes)
     largest = compare(logits, expected)

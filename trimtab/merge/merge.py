@@ -186,7 +186,7 @@ def _check_taking_out(
         if part.weight < 0 and dict(own) in merged and replaces:
             raise AdapterError(
                 spec.file.folder,
-                [f"{', '.join(replaces)}: it replaced values of the base, which cannot be computed back from the merged ones"],
+                [f"{', '.join(replaces)}: it replaced values of the base, which cannot be recovered from the merged ones"],
                 hint="Merge again from the base, without this adapter",
             )  # fmt: skip
 

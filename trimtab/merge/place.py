@@ -33,12 +33,12 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
         if here == there:
             raise RequestError(f"is {what} itself", field="out", value=str(out), hint="Name another folder")
         if there in here.parents:
-            raise RequestError(f"lies inside {what}", field="out", value=str(out), hint="Name another folder")
+            raise RequestError(f"is inside {what}", field="out", value=str(out), hint="Name another folder")
         if here in there.parents:
             raise RequestError(f"holds {what}", field="out", value=str(out), hint="Name another folder")
     parent = here.parent
     if not parent.is_dir():
-        raise RequestError("the folder that would hold it does not exist", field="out", value=str(out))
+        raise RequestError("its parent folder does not exist", field="out", value=str(out))
     if here.exists() and not here.is_dir():
         raise RequestError("is a file", field="out", value=str(out))
     if here.is_dir() and any(here.iterdir()) and not overwrite:
@@ -50,8 +50,8 @@ def check_room(out: Path, needed_bytes: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if needed_bytes > free:
         raise DoesNotFitError(
-            "the disk has less room than the merged model takes", block=None, device="disk", needed_bytes=needed_bytes,
-            budget_bytes=free, hint="Nothing was written; make room or name a place on another disk",
+            "the disk has too little space for the merged model", block=None, device="disk", needed_bytes=needed_bytes,
+            budget_bytes=free, hint="Nothing was written: free some space or name a folder on another disk",
         )  # fmt: skip
 
 
@@ -154,7 +154,7 @@ class Workplace:
             os.rename(self.folder, self.out)
             return
         if not overwrite:
-            raise RequestError("came to be while the merge ran", field="out", value=str(self.out))
+            raise RequestError("appeared while the merge ran", field="out", value=str(self.out))
         if _exchange(self.folder, self.out):
             shutil.rmtree(self.folder, ignore_errors=True)
             return
@@ -181,7 +181,7 @@ def disk_error(exc: OSError, out: Path, *, needed_bytes: int, is_resumable: bool
             free = shutil.disk_usage(out.parent).free
         return DoesNotFitError(
             f"the disk is full ({exc.strerror or exc})", block=None, device="disk", needed_bytes=needed_bytes,
-            budget_bytes=free, hint=f"OUT is as it was; {kept}",
+            budget_bytes=free, hint=f"OUT is unchanged; {kept}",
         )  # fmt: skip
     return _refused(out, exc)
 

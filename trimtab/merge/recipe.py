@@ -190,7 +190,7 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, found: Probe, base: 
     _check_shapes(recipe, checkpoint, problems)
     if problems:
         first = adapters.specs[0].file.folder
-        raise AdapterError(first, problems, hint="Load the adapter unmerged, which needs no way back to the files")
+        raise AdapterError(first, problems, hint="Load the adapter unmerged, which needs no inverse")
     return recipe
 
 
@@ -332,7 +332,7 @@ def _check_shapes(recipe: Recipe, checkpoint: Checkpoint, problems: list[str]) -
                 whole = edit.expression.replay(lambda name: torch.empty(shapes[name], device="meta"))
                 lay_back(edit.expression, leaf, torch.empty_like(whole), _target(shapes[leaf]), shapes)
             except (CannotLayBackError, RuntimeError, IndexError, TypeError) as exc:
-                problems.append(f"{edit.tensor_path} is made of {leaf} in a way that has no way back ({exc})")
+                problems.append(f"{edit.tensor_path} is made of {leaf} in a way that has no inverse ({exc})")
 
 
 def _target(shape: Sequence[int]) -> Tensor:

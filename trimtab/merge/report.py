@@ -189,7 +189,7 @@ def _check_lines(check: MergeCheck) -> list[str]:
         )
     if check.blind:
         lines.append(
-            f"  cannot tell a scale wrong by 1 % in {len(check.blind)} tensors: it would change no value of the file"
+            f"  cannot detect a scale that is wrong by 1 % in {len(check.blind)} tensors: it would change no value of the file"
         )
     lines += [f"  NOT applied: {tensor.problem}" for tensor in check.changed if not tensor.is_applied]
     return lines + [f"  NOT equal: {name}" for name in check.not_equal]

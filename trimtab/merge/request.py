@@ -57,7 +57,7 @@ class MergeRequest:
                 raise RequestError("two adapters have this name", field="adapters", value=part.name)
             check_weight(part.name, part.weight)
         if not self.out:
-            raise RequestError("an empty name is no folder", field="out")
+            raise RequestError("the name is empty", field="out")
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -188,7 +188,7 @@ def difference(first: Tensor, second: Tensor) -> Difference:
     if first.shape != second.shape or first.dim() != 2:
         raise RequestError(
             f"logits of shape {list(first.shape)} cannot be compared with {list(second.shape)}", field="logits",
-            hint="Both routes must see the same tokens and have the same vocabulary",
+            hint="Both sides need the same tokens and the same vocabulary",
         )  # fmt: skip
     positions, vocabulary = first.shape
     step = max(1, _PIECE_VALUES // max(1, vocabulary))

@@ -139,7 +139,7 @@ def _stock_case(
 
 def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if common["adapter"] is None:
-        raise RequestError("needs an adapter to hold against the base", field="adapter", hint="Give one with adapters=")
+        raise RequestError("needs an adapter to compare with the base", field="adapter", hint="Give one with adapters=")
     reference, subject = replace(ours, label=f"adapter {common['adapter']}"), replace(ours, label="the base")
     return Case(
         against="base", reference=reference, subject=subject, subject_adapter=None, expected=compare.DIFFERS, **common
@@ -160,7 +160,7 @@ def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
 def _full_head_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if request.head == "full":
         raise RequestError(
-            "compares an 8-bit head with the whole one: ask for the first", field="against", value="full-head",
+            "compares an 8-bit head with the full one: request the 8-bit head", field="against", value="full-head",
             hint="head='int8'",
         )  # fmt: skip
     whole = _of(ours, "the whole head", head="full", place={"*": "resident"}, device_map=None, gpu_memory_bytes=None)
@@ -200,7 +200,7 @@ def _folder_case(
 ) -> Case:
     if common["adapter"] is None:
         raise RequestError(
-            "needs the adapter that was merged, to hold the merged model against", field="adapter",
+            "needs the merged adapter to compare with", field="adapter",
             hint="Give one with adapters=",
         )  # fmt: skip
     packed = bool(split_packed(read_checkpoint(folder))[1])
@@ -226,7 +226,7 @@ def _merged_folder(word: str, checkpoint: Checkpoint) -> Path:
         if ours != theirs
     ]
     if wrong:
-        raise RequestError(f"is no merge of this model: {'; '.join(wrong)}", field="against", value=word)
+        raise RequestError(f"is not a merge of this model: {'; '.join(wrong)}", field="against", value=word)
     return merged.folder
 
 

@@ -230,6 +230,6 @@ def _shown(error: Line, stage: str) -> dict[str, Any]:
 def _ended(ended: str, stderr: str) -> dict[str, Any]:
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     return {
-        "type": ended, "message": lines[-1][:300] if lines else "the process said nothing", "package": "?",
+        "type": ended, "message": lines[-1][:300] if lines else "the process printed nothing", "package": "?",
         "installed": "?", "frames": [],
     }  # fmt: skip

@@ -188,7 +188,7 @@ class ParityReport:
 def check_save_path(path: str | os.PathLike[str]) -> None:
     """Raise RequestError for a report file of an unknown form, or in a folder that is not there."""
     if Path(path).suffix.lower() not in FORMATS:
-        raise RequestError("unknown form of a report", field="save", value=str(path), allowed=FORMATS)
+        raise RequestError("unknown format of a report", field="save", value=str(path), allowed=FORMATS)
     if not Path(path).resolve().parent.is_dir():
         raise RequestError("its folder does not exist", field="save", value=str(path))
 

@@ -131,9 +131,7 @@ def _items(case: Case, given: Sequence[Prompt], rows: Sequence[Mapping[str, Any]
             continue
         items += [Item(**row, adapter=name) for name in names]
     if not items:
-        raise RequestError(
-            "batches are compared on prompts without pictures and sounds; none is given", field="prompts"
-        )
+        raise RequestError("batches are compared on text prompts, and there is none", field="prompts")
     return tuple(items)
 
 

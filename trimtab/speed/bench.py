@@ -72,7 +72,7 @@ class BenchRequest:
         if media and self.prompt_tokens is not None:
             raise RequestError(f"has no effect beside {media[0]}", field="--prompt-tokens", value=self.prompt_tokens)
         if self.decode == "eager" and self.against == "eager":
-            raise RequestError("both sides would compute their steps the same way", field="--decode", value="eager")
+            raise RequestError("both sides would run the same steps", field="--decode", value="eager")
         if self.adapter is not None and self.adapter not in self.request.adapters:
             raise RequestError(
                 "no adapter of this name is given", field="--use", value=self.adapter,
@@ -95,12 +95,12 @@ def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
         packages.check_installed(packages.STOCK, field="against", value="stock")
     with tempfile.TemporaryDirectory(prefix="trimtab-bench-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
-        speak("planning, and making the prompts' inputs")
+        speak("planning and preparing the prompts")
         prepared = _prepared(asked, work)
         plan = Plan.from_json(prepared["plan"])
         if asked.against == "eager" and asked.decode == "auto" and plan.execution_device == "cpu":
             raise RequestError(
-                "both sides would compute their steps the same way: there is no GPU to capture them on",
+                "both sides would run the same steps: there is no GPU to capture them on",
                 field="--against", value="eager", allowed=("stock",),
             )  # fmt: skip
         rows: dict[str, list[dict[str, Any]]] = {OURS: [], asked.against: []}
@@ -115,7 +115,7 @@ def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
                 except TrimtabError as exc:
                     failures[name] = (exc, run)
                     speak(f"{name} failed: {exc}")
-    speak("reading the machine")
+    speak("measuring the machine")
     bandwidth = _bandwidth([row for made in rows.values() for row in made])
     sides = [_side(name, made, prepared, bandwidth, plan, failures.get(name)) for name, made in rows.items()]
     shown = tuple({key: value for key, value in item.items() if key != "file"} for item in prepared["items"])
@@ -161,7 +161,7 @@ def _run(
     if name == "stock" and plan.request.keep_unquantized:
         row["notes"] = [*row["notes"], "quantizes what --keep-unquantized names as well"]
     if name == "stock" and plan.request.head != "full":
-        row["notes"] = [*row["notes"], "computes with the whole head, not with 8 bits of it"]
+        row["notes"] = [*row["notes"], "computes with the full head, not with an 8-bit copy"]
     return row | {"figures": figures.run_figures(row)}
 
 

@@ -20,7 +20,7 @@ FIGURES = (
 )  # fmt: skip
 NAMES = {
     "load_s": "load", "first_token_ms": "first token", "decode_tok_s": "decode", "between_p50_ms": "between tokens, p50",
-    "between_p99_ms": "between tokens, p99", "cpu_ms": "CPU time a token",
+    "between_p99_ms": "between tokens, p99", "cpu_ms": "CPU time per token",
     "device_peak_gib": "device peak", "host_peak_gib": "host peak",
 }  # fmt: skip
 

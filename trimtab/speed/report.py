@@ -201,12 +201,12 @@ def _notes(report: Report) -> list[str]:
             at = f"in run {(side.failed_run or 0) + 1}"
             lines.append(f"failed    {side.name}, {at}: {type(side.failure).__name__}: {side.failure}")
     for found in report.differences():
-        same = "the same tokens" if found["equal"] else f"tokens differ from place {found['first_difference']} on"
+        same = "the same tokens" if found["equal"] else f"tokens differ from position {found['first_difference']} on"
         lines.append(f"tokens    {found['id']}: {same}, of {found['tokens']}")
     for side in (report.ours, report.other):
         changed = figures.unsteady(side.rows)
         if changed:
-            lines.append(f"unsteady  {side.name} answered {', '.join(changed)} with other tokens in a later run")
+            lines.append(f"unsteady  {side.name} gave other tokens for {', '.join(changed)} in a later run")
         lines += [f"slower    {side.name}: {found['what']}: {found['why']}" for found in side.fallbacks]
         lines += [f"note      {side.name}: {note}" for note in side.notes]
         if side.limit is not None and (side is report.ours or side.reads != report.ours.reads):
