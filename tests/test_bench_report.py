@@ -209,7 +209,7 @@ def test_fallbacks_notes_and_changed_tokens_are_said_once(world):
     assert found.to_json()["same_tokens"] == [{"id": "text", "tokens": 4, "equal": False, "first_difference": 1}]
     text = str(found)
     assert text.count("slower    trimtab: graph: there is no GPU") == 1 and text.count("note      stock: as it is") == 1
-    assert "text: tokens differ from place 1 on, of 4" in text
+    assert "text: tokens differ from position 1 on, of 4" in text
     assert "unsteady  trimtab answered text" in text and "unsteady  stock" not in text
 
 
