@@ -8,13 +8,17 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError
+from trimtab.errors import CheckpointError, DeviceError, DoesNotFitError, RequestError
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime import chat
+from trimtab.serve.client_errors import for_client
 from trimtab.serve.client_words import HIDDEN, RENAMED
 from trimtab.serve.faults import error_json, raised_error
+from trimtab.serve.job import Job
 from trimtab.serve.request_kinds import REQUESTS
 from trimtab.serve.supervisor import ModelFailedError
 
@@ -113,3 +117,15 @@ def test_what_a_client_has_sent_comes_back_as_it_was():
     for own, theirs in RENAMED.items():
         error = error_json("RequestError", f"{own}: is too large", {"field": own})[1]["error"]
         assert error["message"] == f"{theirs}: is too large" and error["param"] == theirs
+
+
+def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
+    model = SimpleNamespace(context_tokens=8)
+    errors = {}
+    for kind, most in (("embedding", 0), ("answer", 4)):
+        with pytest.raises(RequestError) as caught:
+            chat.check_fits(model, SimpleNamespace(prompt_tokens=9), most)
+        job = Job("a", {"text": "long"}, GenerateRequest(), kind=kind)
+        errors[kind] = for_client(caught.value, job)
+    assert str(errors["embedding"]) == "input: the prompt has 9 tokens, more than the context of 8. Shorten it"
+    assert errors["answer"].field == "prompt" and errors["answer"].hint == "Shorten it, or lower max_tokens"

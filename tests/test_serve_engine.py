@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import re
 import shutil
 import struct
@@ -424,3 +425,44 @@ def test_a_damaged_adapter_is_refused_by_name_or_answers(model, tmp_path, data):
     else:
         assert run(engine, ask("a", adapter="damaged", tokens=2))["a"][1].kind in ("done", "error")
         engine.shelf.remove("damaged", [])
+
+
+def test_media_are_decoded_by_the_pool_before_the_thread_that_tokenizes(engine, monkeypatch):
+    seen = []
+    decode, prepare = chat.decode_media, chat.prepare
+
+    def decoded(*arguments):
+        seen.append(("decode", threading.current_thread().name.rstrip("01")))
+        return decode(*arguments)
+
+    def prepared(model, prompt, **options):
+        kinds = {isinstance(part["image"], Image.Image) for part in prompt[0]["content"] if part["type"] == "image"}
+        seen.append(("prepare", threading.current_thread().name, kinds))
+        return prepare(model, prompt, **options)
+
+    stock = prepare(engine.model, LOOK)
+    monkeypatch.setattr(chat, "decode_media", decoded)
+    monkeypatch.setattr(chat, "prepare", prepared)
+    inputs = engine.prepare(Job("a", LOOK, GenerateRequest(max_new_tokens=2))).result(60)
+    assert seen == [("decode", "trimtab-media-"), ("prepare", "trimtab-prepare", {True})]
+    assert inputs.token_ids == stock.token_ids and inputs.marks == stock.marks
+    for name, tensor in stock.tensors.items():
+        assert torch.equal(inputs.tensors[name], tensor), name
+
+
+def test_a_picture_one_pixel_wide_writes_nothing_into_the_log(model):
+    told = logging.getLogger("transformers.image_utils")
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    told.addHandler(handler)
+    filters = list(told.filters)
+    try:
+        picture = Image.new("RGB", (1, 40))
+        for kept in (filters, []):
+            told.filters = kept
+            model.processor(text=["<|image|>"], images=[picture], return_tensors="pt")
+            assert bool(records) == (not kept)  # without the filter it is written
+    finally:
+        told.removeHandler(handler)
+        told.filters = filters

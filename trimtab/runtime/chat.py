@@ -111,9 +111,10 @@ def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict
 def check_fits(model: Any, inputs: Inputs, max_new_tokens: int) -> None:
     """Raise RequestError if prompt and answer are longer than the context that was planned."""
     if inputs.prompt_tokens + max_new_tokens > model.context_tokens:
+        answer = f" and the answer may have {max_new_tokens}, together" if max_new_tokens else ","
         raise RequestError(
-            f"the prompt has {inputs.prompt_tokens} tokens and the answer may have {max_new_tokens}, together more than the "
-            f"context of {model.context_tokens}", field="prompt", hint=CONTEXT_HINT,
+            f"the prompt has {inputs.prompt_tokens} tokens{answer} more than the context of {model.context_tokens}",
+            field="prompt", hint=CONTEXT_HINT,
         )  # fmt: skip
 
 

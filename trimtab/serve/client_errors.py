@@ -29,8 +29,10 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
     if field in PARTS:
         # Inside, a medium is called after its Python type.
         field, value = _path(field, exc.number, job.prompt), None
+    if job.kind == "embedding" and field == "prompt":
+        field = "input"
     if hint == CONTEXT_HINT:
-        hint = "Shorten it, or lower max_tokens"
+        hint = "Shorten it, or lower max_tokens" if job.kind == "answer" else "Shorten it"
     elif hint.startswith(PLAN_HINT):
         hint = ""
     return RequestError(exc.reason, field=field, value=value, allowed=exc.allowed, hint=hint)
