@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 DEMO = ROOT / "trimtab" / "demo"
 KEPT, OTHERS = "style", ("rslora-dora", "specialist")
-READY_S = 120
+READY_S = 300  # a busy machine starts Python, torch and the model in minutes
 ADMIN = "-admin"  # what the admin key has behind the client's
 
 
