@@ -391,7 +391,7 @@ def test_run_prints_each_share_of_the_memory_when_asked(asks, world):
     lines = [line.split() for line in err.splitlines()]
     assert code == 0 and lines[0] == ["device", "memory", "planned", "measured"]
     assert [line[0] for line in lines[1:]] == [
-        "weights", "adapters", "adapter", "kv", "staging", "activations", "process"
+        "weights", "unpacked", "adapters", "adapter", "kv", "staging", "activations", "process"
     ]  # fmt: skip
 
 
@@ -644,7 +644,7 @@ def test_every_command_reads_an_adapter_the_same_way(command, capsys):
         assert cli.main([command, "no/model", *rest, "--adapter", text]) == 2
         err = capsys.readouterr().err
         assert words in err and "--adapter" in err
-    if command not in ("merge", "run"):  # which read the weight: the model is missing there
+    if command not in ("merge", "run", "serve"):  # which read the weight: the model is missing there
         assert cli.main([command, "no/model", *rest, "--adapter", "a=law:0.5"]) == 2
         assert "the weight 0.5 has no effect here" in capsys.readouterr().err
 
