@@ -6,6 +6,7 @@ one more checkpoint on disk at a time.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -126,17 +127,11 @@ class MergedReference(Reference):
     def _loaded(self) -> Any:
         if self._merged is None:
             out = self._work / "merged"
-            self._open.callback(_remove, out)
+            self._open.callback(shutil.rmtree, out, ignore_errors=True)
             merge_adapters(self._placed.model, out, adapters={self.adapter: self._folder}, overwrite=out.exists())
             plan = plan_request(replace(self._placed, model=str(out)))
             self._merged = self._open.enter_context(load(plan, decode="eager"))
         return self._merged
-
-
-def _remove(folder: Path) -> None:
-    for file in sorted(folder.rglob("*"), reverse=True):
-        file.rmdir() if file.is_dir() else file.unlink()
-    folder.rmdir()
 
 
 @contextmanager
