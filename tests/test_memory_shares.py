@@ -73,24 +73,25 @@ def test_what_cannot_be_measured_has_no_figure(base):
 def test_the_shares_of_a_gpu_add_up_to_the_process(monkeypatch, is_estimate):
     plan = SimpleNamespace(
         gpu={"weights": 1000, "fixed": 24, "adapters": 50, "kv_cache": 60, "activations": 70, "workspaces": 8, "kernels": 9,
-             "graphs": 11, "cuda_context": 300, "allocator_reserve": 40, "staging": 30},
+             "graphs": 11, "cuda_context": 300, "allocator_reserve": 40, "staging": 30, "unpacked_weights": 5},
         gpu_needed_bytes=1700,
     )  # fmt: skip
     model = SimpleNamespace(
         device=torch.device("cuda:0"), plan=plan, weight_bytes=1020, streamer=None, route=SimpleNamespace(holders={}),
-        prefix_cache=None,
-        memory=lambda: {"gpu_peak_bytes": 1150},
+        prefix_cache=None, unpacked=SimpleNamespace(nbytes=5),
+        memory=lambda: {"gpu_peak_bytes": 1155},
     )  # fmt: skip
     batch = SimpleNamespace(
         cache=SimpleNamespace(nbytes=lambda: 60), steps=SimpleNamespace(graph_bytes=10),
         prompts=SimpleNamespace(graph_bytes=1, copies_bytes=0),
     )  # fmt: skip
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1200)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1205)
     monkeypatch.setattr(memory_shares, "process_on_gpu", lambda device: (1520, is_estimate))
     shares = by_name(memory_shares.shares_of(model, batch))
     assert shares["process"].is_estimate is is_estimate and shares["process"].measured_bytes == 1520
     measured = {name: one.measured_bytes for name, one in shares.items() if one.measured_bytes is not None}
     assert measured["activations, with workspaces and buffers"] == 70 and measured["allocator slack"] == 50
+    assert (shares["unpacked weights"].planned_bytes, shares["unpacked weights"].measured_bytes) == (5, 5)
     assert shares["workspaces"].planned_bytes == 8 and shares["workspaces"].measured_bytes is None
     text = memory_shares.shares_text(tuple(shares.values()))
     if is_estimate:
