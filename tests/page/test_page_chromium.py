@@ -395,7 +395,7 @@ def test_nothing_is_shown_of_a_model_that_is_not_loaded(opened):
     page.keyboard.press("Escape")
     page.select_option("#model", "other")
     page.click("#memory")
-    expect(page.locator("#state-text")).to_contain_text("asleep")
+    expect(page.locator("#state-text")).to_contain_text("unloaded")
     expect(page.locator("#bars")).to_have_text("The chart appears once the model is loaded.")
     expect(page.locator("#load-note, #legend")).to_have_text(["", ""])
     expect(page.locator("#numbers")).to_be_hidden()
