@@ -144,6 +144,10 @@ def _check(options: argparse.Namespace) -> None:
         raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)
     if options.device_map is not None:
         read_device_map(options.device_map)
+    if options.runs:
+        from trimtab.doctor.matrix import read_runs
+
+        read_runs(options.runs)
     for flag, path in (("--html", options.html), ("--save", options.save)):
         check_folder_of(path, flag)
     if options.drafts:

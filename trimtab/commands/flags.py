@@ -250,6 +250,15 @@ def check_folder_of(path: str | None, flag: str) -> None:
         raise RequestError("there is no such folder", field=flag, value=str(Path(path).parent))
 
 
+def check_media(images: Sequence[str], audios: Sequence[str]) -> float:
+    """Return how many seconds the sounds last. Errors: RequestError for a file that is no image or no sound."""
+    from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
+
+    for path in images:
+        read_image(path)
+    return sum(len(read_audio(path)) for path in audios) / SAMPLE_RATE
+
+
 def is_saved_plan(options: argparse.Namespace) -> bool:
     """Return whether the model is the file of a plan: that of --plan, or MODEL."""
     path = Path(options.model)

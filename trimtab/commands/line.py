@@ -25,6 +25,7 @@ from trimtab.commands.flags import (
     add_sampling,
     as_text,
     check_folder_of,
+    check_media,
     decode_of,
     group_of,
     load_request,
@@ -270,15 +271,12 @@ def prompt_of(options: argparse.Namespace) -> str:
 def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan, Any]:
     """Return the plan, and the adapter or mix that answers."""
     from trimtab.api import plan_request
-    from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
     # Arguments first: a file is not opened for a request that cannot be made.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
     given = plan_or_request(options, **counted, audio_s=0.0)
     adapter = chosen(options, given)
-    for path in options.image:
-        read_image(path)
-    sound_s = sum(len(read_audio(path)) for path in options.audio) / SAMPLE_RATE
+    sound_s = check_media(options.image, options.audio)
     if isinstance(given, LoadRequest) and sound_s:
         given = load_request(options, **counted, audio_s=sound_s)
     return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter

@@ -112,11 +112,14 @@ def _new_tokens(options: argparse.Namespace) -> int:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Return 0 the same, 1 not; of a server 0 alive, 1 ignored or wrong, 9 it cannot be told."""
+    from trimtab.proof.prompts import read_prompts
     from trimtab.proof.report import check_save_path
 
     given = None if remote.is_server(options) else _request(options)
     if options.save:
         check_save_path(options.save)
+    if options.prompts:
+        read_prompts(options.prompts)
     if given is None:
         on_server = remote.report_on(options)
         give_report(on_server, options)

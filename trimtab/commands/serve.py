@@ -176,7 +176,8 @@ def run_serve(options: argparse.Namespace) -> int:
         now = configured(given)
         return served_models(now), settings_of(now)
 
-    if serve(served_models(options), settings_of(options), together=together, say=say, reread=reread):
+    settings = settings_of(options)  # keys and limits are read before the models' files
+    if serve(served_models(options), settings, together=together, say=say, reread=reread):
         raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
 
