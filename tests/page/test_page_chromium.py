@@ -478,5 +478,5 @@ def test_the_parity_verdict_is_shown_as_a_table(opened):
     error = {"error": {"message": "not enough memory for a second copy", "class": "DoesNotFitError", "fields": {}}}
     page.route("**/api/verify", lambda route: route.fulfill(status=507, json=error))
     page.click("#verify-send")
-    expect(page.locator("#verify-error")).to_contain_text("no room")
+    expect(page.locator("#verify-error")).to_contain_text("not enough memory for a second copy")
     expect(page.locator("#verify-send")).to_be_enabled()
