@@ -86,6 +86,27 @@ FRAMES = '  File "/x/site-packages/{}", line 1, in {}\n    pass\n'
     FRAMES.format("torch/nn/modules/module.py", "to") + "NotImplementedError: Cannot copy out of meta tensor; no data!",
     FRAMES.format("accelerate/big_modeling.py", "dispatch_model") + FRAMES.format("torch/nn/modules/module.py", "to")
     + "NotImplementedError: Cannot copy out of meta tensor; no data!",
+    # An assertion of bitsandbytes beside a printed default.
+    FRAMES.format("bitsandbytes/nn/modules.py", "forward")
+    + 'AssertionError\n{"load_in_4bit": true, "llm_int8_skip_modules": null}',
+    FRAMES.format("bitsandbytes/nn/modules.py", "forward") + "AssertionError\nllm_int8_skip_modules=['lm_head']",
+    FRAMES.format("bitsandbytes/nn/modules.py", "fix_4bit_weight_quant_state_from_module")
+    + 'AssertionError\n{"llm_int8_skip_modules": null}',
+    # Words near a trace whose frames are elsewhere.
+    FRAMES.format("transformers/modeling_utils.py", "from_pretrained")
+    + FRAMES.format("transformers/quantizers/quantizer_bnb_8bit.py", "create_quantized_param")
+    + "AttributeError: 'Parameter' object has no attribute 'SCB'\n"
+    'BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=["lm_head"])',
+    FRAMES.format("transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py", "forward")
+    + "TypeError: torch.finfo() requires a floating point input type.\n\nIs it the same as that of Gemma4AudioModel?",
+    FRAMES.format("transformers/models/llama/modeling_llama.py", "forward")
+    + "RuntimeError: Tensor on device meta is not on the expected device cuda:0!\n\nLike Gemma 4 and its embed_tokens",
+    FRAMES.format("my/data.py", "pick") + "RuntimeError: Boolean value of Tensor with more than one value is ambiguous\n\n"
+    "I merged with safe_merge and bnb before.",
+    FRAMES.format("my/model.py", "mask") + "RuntimeError: Tensor.item() cannot be called on meta tensors\n\n"
+    "Others see it in quant_state.as_dict(packed=True).",
+    FRAMES.format("my/model.py", "forward") + "AttributeError: 'Parameter' object has no attribute 'quant_state'\n\n"
+    "I never call model.dequantize() or merge_and_unload().",
     # 'SCB' while loading.
     FRAMES.format("bitsandbytes/nn/modules.py", "_load_from_state_dict")
     + "AttributeError: 'Parameter' object has no attribute 'SCB'",

@@ -18,10 +18,10 @@ class Signature:
 
     type: the exception's class name. message: searched for, spaces made one. frame: searched for in the frames, one a
     line, as "file:function", outermost first; "" needs none. innermost: frame must be that of the last frame outside
-    torch. code: a source line or arrow that says the same as the frame, for a paste without frames. settings: what the
-    configuration of a run, or the text around a paste, must name as well. foreign: frames of another project that does the
-    same on its own. stages: where a recorded run shows it, () is anywhere. ask: what to ask for when the rest is missing.
-    meaning: one line for people.
+    torch. code: a source line or arrow that says the same as the frame, for a paste that lost its frames. beside_frames: it
+    counts beside other frames too, which a shortened trace is left with. settings: what the configuration of a run, or the
+    text around a paste, must name as well. foreign: frames of another project that does the same on its own. stages: where
+    a recorded run shows it, () is anywhere. ask: what to ask for when the rest is missing. meaning: one line for people.
     """
 
     label: str
@@ -30,6 +30,7 @@ class Signature:
     frame: str = ""
     innermost: bool = False
     code: str = ""
+    beside_frames: bool = False
     settings: str = ""
     foreign: str = ""
     stages: tuple[str, ...] = ()
@@ -59,6 +60,9 @@ _BNB = r"bitsandbytes/(functional|_ops|nn/|autograd/|backends/)"
 _GEMMA = r"transformers/models/gemma(4|3n)\w*/modeling_gemma(4|3n)\w*\.py"
 _SAME_DEVICE = r"Expected all tensors to be on the same device"
 _COPY_OF_META = r"Cannot copy out of meta tensor; no data"
+# A list, or a variable that holds one: a printed default (null, None) replaces nothing.
+_SKIP_LIST = r"\bllm_int8_skip_modules\W{0,3}[:=]\s{0,4}(?!\s|null\b|None\b)"
+_TIED_HEAD = "a skip list replaced the default one and the tied head was quantized"
 
 SIGNATURES: tuple[Signature, ...] = (
     Signature(
@@ -69,7 +73,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_QUANT_STATE_META_ITEM", type="RuntimeError", message=r"Tensor\.item\(\) cannot be called on meta tensors",
-        frame=r"bitsandbytes/functional\.py:as_dict", code=r"quant_state\.as_dict\(|QuantState\.as_dict|nested_offset",
+        frame=r"bitsandbytes/functional\.py:as_dict$", code=r"quant_state\.as_dict\(|QuantState\.as_dict|nested_offset",
         catalogue="A1", owner="bitsandbytes",
         meaning="the scales of an offloaded 4-bit weight are gone when its state is asked for",
         ask="whether a frame is in bitsandbytes/functional.py, as_dict",
@@ -94,14 +98,15 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_DISPATCH_OF_DISK_WEIGHTS", type="NotImplementedError", message=_COPY_OF_META,
         frame=r"peft/peft_model\.py:[\s\S]*accelerate/big_modeling\.py:dispatch_model",
-        code=r"infer_auto_device_map\(\W*(\d+\W+)?self\b[\s\S]{0,600}dispatch_model\(\W*(\d+\W+)?self\b", stages=_LOADING,
-        catalogue="B5", owner="peft", meaning="PEFT plans one device and moves weights that are on disk",
+        code=r"infer_auto_device_map\(\W*(\d+\W+)?self\b[\s\S]{0,600}dispatch_model\(\W*(\d+\W+)?self\b",
+        beside_frames=True, stages=_LOADING, catalogue="B5", owner="peft",
+        meaning="PEFT plans one device and moves weights that are on disk",
         ask="whether a frame in peft/peft_model.py calls accelerate's dispatch_model; without one it is a .to() of an empty model",
     ),
     Signature(
         label="FAIL_DISK_OFFLOAD_INDEX", type="KeyError", message=r"base_model\.model\.[\w.]*",
         frame=r"peft/peft_model\.py:_update_offload|accelerate/(utils/offload|hooks)\.py",
-        code=r"base_model\.model\.model\.model\.|offloaded to the disk|self\.index\[key\]",
+        code=r"base_model\.model\.model\.model\.|offloaded to the disk|self\.index\[key\]", beside_frames=True,
         catalogue="B5", owner="peft", meaning="PEFT joins the names of a disk-offloaded base wrongly",
         ask="whether the base had modules on disk, and the frames in peft/peft_model.py and accelerate/utils/offload.py",
     ),
@@ -186,7 +191,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_DEQUANTIZED_UNDER_LORA", type="AttributeError",
-        message=r"'Parameter' object has no attribute 'quant_state'", frame=r"peft/tuners/lora/bnb\.py:(un)?merge",
+        message=r"'Parameter' object has no attribute 'quant_state'", frame=r"peft/tuners/lora/bnb\.py:(un)?merge$",
         code=r"\.dequantize\(\)[\s\S]{0,2000}merge_and_unload", catalogue="F2", owner="peft",
         meaning="the base was dequantized under the adapter's 4-bit layers",
         ask="whether model.dequantize() was called after the adapter was loaded",
@@ -199,11 +204,15 @@ SIGNATURES: tuple[Signature, ...] = (
         ask="whether safe_merge=True was given and the adapter has lora_bias",
     ),
     Signature(
-        label="FAIL_SKIP_LIST_TIED", type="AssertionError|AttributeError",
-        message=r"^$|module\.weight\.shape\[1\] == 1|'Parameter' object has no attribute 'S?CB'",
-        frame=r"bitsandbytes/nn/modules\.py:(fix_4bit_weight_quant_state_from_module|forward)$", innermost=True,
-        code=r"load_in_8bit=True", settings=r"llm_int8_skip_modules", catalogue="H4", owner="transformers",
-        meaning="a skip list replaced the default one and the tied head was quantized",
+        label="FAIL_SKIP_LIST_TIED", type="AssertionError", message=r"^$|module\.weight\.shape\[1\] == 1",
+        frame=r"bitsandbytes/nn/modules\.py:fix_4bit_weight_quant_state_from_module$", innermost=True,
+        settings=r"llm_int8_skip_modules(?!\W{0,4}(null|None)\b)", catalogue="H4", owner="transformers", meaning=_TIED_HEAD,
+        ask="llm_int8_skip_modules of the BitsAndBytesConfig, and the innermost frame in bitsandbytes",
+    ),
+    Signature(
+        label="FAIL_SKIP_LIST_TIED", type="AttributeError", message=r"'Parameter' object has no attribute 'S?CB'",
+        frame=r"bitsandbytes/nn/modules\.py:forward$", innermost=True, code=r"load_in_8bit=True", settings=_SKIP_LIST,
+        catalogue="H4", owner="transformers", meaning=_TIED_HEAD,
         ask="llm_int8_skip_modules of the BitsAndBytesConfig, and the innermost frame in bitsandbytes",
     ),
     Signature(
@@ -288,5 +297,7 @@ def _where(signature: Signature, frames: Sequence[str], code: str) -> str:
         last = found.group(0).splitlines()[-1]
         whole = next((frame for frame in reversed(looked_at) if last in frame), last)
         return f"frame {whole.rstrip(':')}"
+    if not signature.beside_frames and any(not frame.endswith(":") for frame in outside):
+        return ""  # the frames say that it failed elsewhere; a file that prose mentions ("file:") says nothing
     line = re.search(signature.code, code, re.IGNORECASE) if signature.code else None
     return f"source line {' '.join(line.group(0).split())[:60]!r}" if line else ""
