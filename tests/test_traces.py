@@ -18,6 +18,7 @@ from trimtab.doctor.preflight_findings import find_bug
 from trimtab.doctor.traces.answer import diagnose, diagnosis_text
 from trimtab.doctor.traces.classify import UNKNOWN, classify
 from trimtab.doctor.traces.reading import MOST_BYTES, MOST_LINE_CHARS, MOST_LINES, read_paste
+from trimtab.doctor.traces.signatures import plain_message
 from trimtab.errors import RequestError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +67,7 @@ def test_signature_has_a_frame_or_a_message_that_no_foreign_paste_has(signature)
     assert signature.frame or len(signature.message) >= 10
     if signature.has_own_message:
         foreign = [entry["text"] for entry in ENTRIES if entry["label"] == UNKNOWN]
-        assert not [text for text in foreign if re.search(signature.message, " ".join(text.split()))]
+        assert not [text for text in foreign if re.search(signature.message, plain_message(text))]
 
 
 FRAMES = '  File "/x/site-packages/{}", line 1, in {}\n    pass\n'
@@ -185,6 +186,20 @@ def test_one_failure_in_every_form_is_named_by_its_frame(change):
 ])  # fmt: skip
 def test_frames_of_boxes_and_notebooks_are_read(text, frame):
     assert read_paste(text).traces[0].frames == (frame,)
+
+
+@pytest.mark.parametrize("quotes", ["``", "“”", "‘’", "„“", "«»", "‚‘", "''", '""', "´´"])
+@pytest.mark.parametrize("text, label", [
+    ("ValueError: We need an `offload_dir` to dispatch this model according to this device_map", "FAIL_OFFLOAD_DIR_NEEDED"),
+    ("We need an `offload_dir`", "FAIL_OFFLOAD_DIR_NEEDED"),
+    (FRAMES.format("accelerate/utils/modeling.py", "set_module_tensor_to_device")
+     + 'ValueError: weight is on the meta device, we need a `value` to put in on 0.\ndevice_map={"model.vision": "disk", "": 0}',
+     "FAIL_CATCH_ALL_DISK"),
+    ("TypeError: Params4bit.__new__() got an unexpected keyword argument `_is_hf_initialized`", "FAIL_BNB_PARAM_CONSTRUCTOR"),
+    ("AttributeError: `SequentialHook` object has no attribute `weights_map`", "FAIL_SAVE_SEQUENTIAL_HOOK"),
+])  # fmt: skip
+def test_message_is_recognized_whatever_its_quotes(text, label, quotes):
+    assert label_of(re.sub(r"`(\w+)`", rf"{quotes[0]}\1{quotes[1]}", text)) == label
 
 
 def test_message_before_its_trace_belongs_to_it():

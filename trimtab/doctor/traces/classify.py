@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from trimtab.doctor.traces.reading import PASTE_LINES, Paste, Trace, read_paste
-from trimtab.doctor.traces.signatures import SIGNATURES, Match, match
+from trimtab.doctor.traces.signatures import SIGNATURES, Match, match, plain_message
 
 UNKNOWN = "UNKNOWN"
 HIGH, MEDIUM, NONE = "high", "medium", "none"
@@ -80,7 +80,7 @@ def _of_whole(paste: Paste) -> Match | None:
 
 def _asks(kind: str, message: str) -> tuple[str, ...]:
     """Return what would decide: what each signature with this message needs beside it."""
-    plain = " ".join(message.split())
+    plain = plain_message(message)
     return tuple(dict.fromkeys(
         signature.ask for signature in SIGNATURES
         if signature.ask and (not kind or re.fullmatch(signature.type, kind)) and re.search(signature.message, plain)

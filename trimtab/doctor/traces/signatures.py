@@ -16,8 +16,8 @@ from dataclasses import dataclass
 class Signature:
     """One failure. label: its name. catalogue: its id, "" for what is no bug. owner: whose it is.
 
-    type: the exception's class name. message: searched for, spaces made one. frame: searched for in the frames, one a
-    line, as "file:function", outermost first; "" needs none. innermost: frame must be that of the last frame outside
+    type: the exception's class name. message: searched for in what `plain_message` returns. frame: searched for in the frames, one
+    a line, as "file:function", outermost first; "" needs none. innermost: frame must be that of the last frame outside
     torch. code: a source line or arrow that says the same as the frame, for a paste that lost its frames. beside_frames: it
     counts beside other frames too, which a shortened trace is left with. settings: what the configuration of a run, or the
     text around a paste, must name as well. foreign: frames of another project that does the same on its own. stages: where
@@ -68,7 +68,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_BNB_PARAM_CONSTRUCTOR", type="TypeError",
         message=r"(Params4bit|Int8Params|Parameter)\.__new__\(\) got an unexpected keyword argument '_is_hf_initialized'"
-        r"|TypeError.{0,120}unexpected `?_is_hf_initialized`? argument",
+        r"|TypeError.{0,120}unexpected '?_is_hf_initialized'? argument",
         catalogue="A3", owner="accelerate", meaning="accelerate rebuilds a weight with an attribute that it does not take",
     ),
     Signature(
@@ -127,7 +127,7 @@ SIGNATURES: tuple[Signature, ...] = (
         ask="whether the line above says shared_kv_states[...], and which model it is",
     ),
     Signature(
-        label="FAIL_OFFLOAD_DIR_NEEDED", type="ValueError", message=r"We need an `?offload_dir`? to dispatch", stages=_LOADING,
+        label="FAIL_OFFLOAD_DIR_NEEDED", type="ValueError", message=r"We need an '{0,2}offload_dir\b", stages=_LOADING,
         catalogue="B7", owner="peft", meaning="PEFT's plan puts something on disk and was given no folder",
     ),
     Signature(
@@ -152,7 +152,7 @@ SIGNATURES: tuple[Signature, ...] = (
         ask="the innermost frame outside torch",
     ),
     Signature(
-        label="FAIL_CATCH_ALL_DISK", type="ValueError", message=r"is on the meta device, we need a `?value`? to put in on",
+        label="FAIL_CATCH_ALL_DISK", type="ValueError", message=r"is on the meta device, we need a '{0,2}value'{0,2} to put in on",
         frame=r"accelerate/", settings=r"""\A(?=[\s\S]*["']disk["'])(?=[\s\S]*["']["']\s*:)""", stages=_LOADING, catalogue="C1",
         owner="accelerate", meaning="a catch-all entry places what another entry left on disk",
         ask="the device_map: with a \"\" key and a \"disk\" value it is C1; else a tensor is missing from the checkpoint",
@@ -241,6 +241,14 @@ SIGNATURES: tuple[Signature, ...] = (
 )  # fmt: skip
 
 
+_QUOTE = re.compile('["`´′″‘’‚‛“”„‟‹›«»＂＇]')
+
+
+def plain_message(message: str) -> str:
+    """Return a message as the patterns expect it: spaces made one, every quote an apostrophe."""
+    return _QUOTE.sub("'", " ".join(message[:MESSAGE_CHARS].split()))
+
+
 def match(
     kind: str, message: str, frames: Sequence[str], *, stage: str | None = None, settings: str = "", code: str = ""
 ) -> Match | None:
@@ -250,7 +258,7 @@ def match(
     first. stage: of a recorded run, None for a paste. settings: the configuration, or the text around a paste. code: source
     lines of a paste that may stand for frames.
     """
-    plain = " ".join(message[:MESSAGE_CHARS].split())
+    plain = plain_message(message)
     for signature in SIGNATURES:
         rests_on = _seen(signature, kind, plain, frames, stage, settings, code)
         if rests_on is not None:
