@@ -96,6 +96,21 @@ def test_the_index_lists_every_page_once_and_the_readme_leads_to_it():
     assert len(readme.splitlines()) < 120
 
 
+def test_the_second_example_of_the_readme_tests_a_server_and_shows_the_pages_output():
+    readme = (ROOT / "README.md").read_text("utf-8")
+    examples = readme.partition("## First commands")[2].partition("\nIn Python:")[0]
+    blocks = re.findall(r"(?:^ {4}trimtab .+\n)+", examples, re.M)
+    verbs = [[line.split()[1] for line in block.splitlines()] for block in blocks]
+    assert verbs == [["plan", "run", "chat"], ["verify"]]
+    words = shlex.split(blocks[1])
+    assert {"--against", "--remote-model", "--remote-base"} <= set(words)
+    page = (DOCS / "is-my-adapter-alive.md").read_text("utf-8")
+    assert blocks[1] in page
+    shown = [text.partition("<!-- output:alive -->\n")[2].partition("<!-- /output -->")[0] for text in (readme, page)]
+    assert shown[0].startswith("    WRONG: ") and len(shown[0].splitlines()) >= 2
+    assert shown[1].startswith(shown[0])
+
+
 def test_every_page_says_its_task_in_one_heading():
     for page in DOCS.glob("*.md"):
         text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.M)
