@@ -266,6 +266,26 @@ def test_answer_to_one_failure_fits_one_screen(entry):
     assert len(lines) <= 26 and max(map(len, lines)) <= 113
 
 
+def test_answer_to_several_failures_fits_one_screen_the_surest_in_full():
+    medium = "KeyError: 'base_model.model.x' was offloaded to the disk\n"
+    paste = medium + META + "".join(f"Traceback (most recent call last):\n{line}\n" for line in (
+        FLAG, "TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'",
+        "ValueError: We need an `offload_dir` to dispatch this model", "OutOfMemoryError: CUDA out of memory",
+        *(f"KeyError: {key}" for key in range(10)),
+    ))  # fmt: skip
+    found = diagnose(paste)
+    assert found.label == "FAIL_QUANT_STATE_META_ITEM" and found.answers[0].confidence == "high"
+    first, second, third, others, unknown = diagnosis_text(found).split("\n\n")
+    assert "trackers" in first and "ask next" in first
+    for text, label in ((second, "FAIL_OFFLOAD_FLAG_NEEDED"), (third, "FAIL_BNB_PARAM_CONSTRUCTOR")):
+        assert text.startswith(f"{label}: ") and len(text.splitlines()) == 4
+        assert "  pasted     line " in text and "  way round  " in text
+    assert "FAIL_OFFLOAD_DIR_NEEDED (line " in others and "FAIL_DISK_OFFLOAD_INDEX (line 1)" in others
+    assert unknown.splitlines()[-1] == "and 7 more"
+    lines = diagnosis_text(found).splitlines()
+    assert len(lines) <= 36 and max(map(len, lines)) <= 113
+
+
 @pytest.mark.parametrize("text, unit", [
     ("x" * (MOST_LINE_CHARS + 1), "characters in one line"), ("x\n" * MOST_LINES, "lines"), ("é\n" * 2 + "x" * 10, ""),
     (("x" * 1000 + "\n") * (MOST_BYTES // 1000), "bytes"), (" \n\t\n", "no text"), ("", "no text"),

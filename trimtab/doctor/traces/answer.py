@@ -18,7 +18,7 @@ from trimtab.doctor.trackers import OPEN, Tracker, known_trackers, release
 
 MOST_SHOWN = 3
 MOST_TRACKERS = 3
-MOST_UNKNOWN = 6
+MOST_UNKNOWN = 3
 WIDTH = 112
 ASK_UNKNOWN = (
     "the whole traceback, from its first line on",
@@ -68,14 +68,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a pasted text shows. answers: known failures first. versions: that the text says."""
+    """What a pasted text shows. answers: known failures first, surest first. versions: that the text says."""
 
     answers: tuple[Answer, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """The first known failure, or UNKNOWN."""
+        """The surest known failure, or UNKNOWN."""
         return self.answers[0].label
 
     def to_json(self) -> dict[str, Any]:
@@ -165,11 +165,13 @@ def _ask(finding: Finding, bug: Bug | None, versions: Mapping[str, str]) -> tupl
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:
-    """Return the answers as text for one screen: known failures in full, the others in a line each."""
+    """Return the answers as text for one screen: the first known failure in full, others in a few lines, the rest in one."""
     known = [one for one in diagnosis.answers if one.label != UNKNOWN]
     unknown = [one for one in diagnosis.answers if one.label == UNKNOWN]
-    parts = ["\n".join(_answer_lines(one)) for one in known[:MOST_SHOWN]]
-    parts += [f"{one.label} as well, at line {one.line}" for one in known[MOST_SHOWN:]]
+    parts = ["\n".join(_answer_lines(one)) for one in known[:1]]
+    parts += ["\n".join(_short_lines(one)) for one in known[1:MOST_SHOWN]]
+    others = ", ".join(f"{one.label} (line {one.line})" for one in known[MOST_SHOWN:])
+    parts += [textwrap.fill(f"As well: {others}", WIDTH)] if others else []
     if not known:
         parts.append("\n".join(_answer_lines(unknown[0])))
         unknown = unknown[1:]
@@ -184,6 +186,19 @@ def _answer_lines(answer: Answer) -> list[str]:
     times = f", {answer.times} times" if answer.times > 1 else ""
     lines = [f"{answer.label}: {answer.meaning}"]
     return lines + [line for name, value in _rows(answer, times) for line in _wrapped(name, value)]
+
+
+def _short_lines(answer: Answer) -> list[str]:
+    """Return four lines: the failure, where the paste has it, whose it is and the way round."""
+    bug = f", known bug {answer.bug.id}" if answer.bug else ""
+    rows = (
+        ("pasted", f"line {answer.line}: {answer.exception}" if answer.exception else "without its exception"),
+        ("owner", f"{answer.owner or 'nobody'}{bug}, confidence {answer.confidence}"),
+        ("way round", answer.way_round or "none known"),
+    )
+    room = WIDTH - 13
+    short = [(name, value if len(value) <= room else value[: room - 4] + " ...") for name, value in rows]
+    return [f"{answer.label}: {answer.meaning}", *(f"  {name:<11}{value}" for name, value in short)]
 
 
 def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:

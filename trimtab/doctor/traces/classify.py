@@ -43,7 +43,7 @@ class Finding:
 
 
 def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
-    """Return what a text holds and what each of its exceptions is, known ones first. Errors: as `read_paste`."""
+    """Return what a text holds and what each of its exceptions is, the surest known one first. Errors: as `read_paste`."""
     paste = read_paste(text)
     findings = [_of_trace(trace, paste) for trace in paste.traces]
     if not any(finding.match for finding in findings):
@@ -57,7 +57,8 @@ def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
     unknown = [finding for finding in findings if finding.match is None]
     if not findings:
         unknown = [Finding(None, None, _asks("", paste.text))]
-    return paste, (*known.values(), *unknown)
+    surest = sorted(known.values(), key=lambda finding: finding.confidence != HIGH)
+    return paste, (*surest, *unknown)
 
 
 def _of_trace(trace: Trace, paste: Paste) -> Finding:
