@@ -15,7 +15,7 @@ import h11
 import pytest
 
 from tests.test_serve_run import WAIT_S, serving
-from trimtab.serve.connection import HEAD_BYTES, Guard, StrictConnection
+from trimtab.serve.connection import HEAD_BYTES, RESERVE, Guard, StrictConnection
 from trimtab.serve.settings import Limits
 
 PATH = "/v1/chat/completions"
@@ -280,6 +280,51 @@ def test_beyond_the_limit_health_answers_and_others_get_503():
             connection.sock.close()
             answer.close()
         running.until(lambda: running.ask("GET", "/v1/models")[0] == 200)
+
+
+def unread(server, requests=400):
+    """Return a connection that asks for much, again and again, and reads nothing."""
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+    one.settimeout(WAIT_S)
+    one.connect((server.host, server.port))
+    with suppress(OSError):
+        one.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * requests)
+    return one
+
+
+def test_answers_that_nobody_reads_end_after_their_time():
+    with serving(limits={"connections": 3, "send_s": 4}) as running:
+        held = [unread(running) for _ in range(3)]
+        time.sleep(1)  # until the server has read them: what has not sent its head makes room for others
+        assert running.ask("GET", "/v1/models")[0] == 503
+        assert running.ask("GET", "/health")[0] == 200
+        running.until(lambda: running.ask("GET", "/v1/models")[0] == 200, WAIT_S)
+        for one in held:
+            one.close()
+
+
+def test_one_that_is_closed_beyond_the_limit_does_not_make_its_successor_one_of_those_that_are_answered():
+    class Connection:
+        was_cut = False
+
+        def cut(self):
+            self.was_cut = True
+
+    guard = Guard(Limits(), 2)
+    answered = [Connection() for _ in range(2)]
+    for one in answered:
+        assert guard.enter(one)
+        guard.move(one, "head", "answer")
+    for _ in range(3 * RESERVE):
+        half_open, successor = Connection(), Connection()
+        assert not guard.enter(half_open) and not guard.enter(successor)
+        assert half_open.was_cut
+        guard.move(successor, "head", "answer")  # an answer that it does not read
+        assert len(guard) <= 2 + RESERVE
+        guard.leave(successor)
+    guard.leave(answered[0])
+    assert guard.enter(Connection())
 
 
 @posix

@@ -66,7 +66,8 @@ class Guard:
 
     def enter(self, connection: GuardedProtocol) -> bool:
         """Count a connection in, closing another one if there is no room. False: it may ask OPEN_PATHS alone, or is closed."""
-        has_room = len(self) < self._most or self.make_room()
+        # Where what was closed was itself one beyond the limit, its successor is one too.
+        has_room = len(self) < self._most or (self.make_room() and len(self) < self._most)
         if not has_room and len(self) >= self._most + RESERVE:
             connection.cut()
             return False
@@ -120,6 +121,7 @@ class GuardedProtocol(H11Protocol):
         self._guard, self._limits = guard, guard.limits
         self._stage = "head"
         self._timer: asyncio.TimerHandle | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
         self._has_spoken = False
 
     # What asyncio calls -----------------------------------------------------------------------------------------------
@@ -143,9 +145,25 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_deadline(None)
+        self._stop_waiting_for_a_reader()
         self._guard.leave(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to: an answer that nobody reads ends after `send_s`."""
+        super().pause_writing()
+        self._stop_waiting_for_a_reader()
+        self._reading_timer = self.loop.call_later(self._limits.send_s, self.cut)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_waiting_for_a_reader()
+
+    def _stop_waiting_for_a_reader(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
 
     # What uvicorn calls -----------------------------------------------------------------------------------------------
 
