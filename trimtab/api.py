@@ -86,9 +86,9 @@ def plan(
             batch=batch,
             images=images,
             audio_s=audio_s,
-            place=dict(place or {}),
+            place=dict(place) if isinstance(place, Mapping) else {} if place is None else place,
             device_map=dict(device_map) if device_map is not None else None,
-            keep_unquantized=tuple(keep_unquantized),
+            keep_unquantized=keep_unquantized if isinstance(keep_unquantized, str) else tuple(keep_unquantized),  # type: ignore[arg-type]
             offload_dir=str(offload_dir) if offload_dir is not None else None,
             head=head,
             decode=decode,

@@ -7,6 +7,7 @@ fields and raise RequestError; neither touches a file or imports torch.
 from __future__ import annotations
 
 import math
+import numbers
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -51,7 +52,7 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
     """
     if value is None:
         return None
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (numbers.Integral, float)) and not isinstance(value, bool):
         if not math.isfinite(value):
             raise RequestError("not a size", field=field_name, value=value, allowed=SIZES)
         if value != int(value):
@@ -68,7 +69,10 @@ def parse_bytes(value: int | float | str | None, *, field_name: str) -> int | No
         if not unit:
             hint = f"Did you mean {number}GiB? {number}B is that many bytes"
             raise RequestError("needs a unit", field=field_name, value=value, allowed=SIZES, hint=hint)
-        size = int(float(number) * _UNITS[unit.upper()])
+        amount = float(number) * _UNITS[unit.upper()]
+        if not math.isfinite(amount):
+            raise RequestError("not a size", field=field_name, value=f"{str(value)[:20]}...", allowed=SIZES)
+        size = int(amount)
     if size <= 0:
         raise RequestError("a size must be above zero", field=field_name, value=value)
     return size
@@ -147,8 +151,15 @@ class LoadRequest:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
-        if not 0 <= self.audio_s <= MAX_SOUND_S:
+        if isinstance(self.audio_s, numbers.Real) and not isinstance(self.audio_s, (int, float)):
+            object.__setattr__(self, "audio_s", float(self.audio_s))  # numpy's numbers
+        if not isinstance(self.audio_s, (int, float)) or not 0 <= self.audio_s <= MAX_SOUND_S:
             raise RequestError(f"must be between 0 and {MAX_SOUND_S:g} seconds", field="audio_s", value=self.audio_s)
+        for name in ("adapters", "place"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise RequestError("must be a mapping", field=name, value=getattr(self, name))
+        if isinstance(self.keep_unquantized, str) or not all(isinstance(one, str) for one in self.keep_unquantized):
+            raise RequestError("must be a sequence of patterns", field="keep_unquantized", value=self.keep_unquantized)
         for name in self.adapters:
             if not isinstance(name, str) or not NAME.fullmatch(name):
                 raise RequestError(NAME_RULE, field="adapters", value=name)
@@ -160,7 +171,7 @@ class LoadRequest:
             check_choice(tier, TIERS, field_name=f"place[{pattern!r}]")
         if self.place and self.device_map is not None:
             raise RequestError("place and device_map both set tiers; pass one of them", field="device_map")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+        if not isinstance(self.device, str) or not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise RequestError(
                 "unknown device", field="device", value=self.device, allowed=("auto", "cpu", "cuda", "cuda:N")
             )

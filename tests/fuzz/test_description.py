@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 
@@ -53,3 +54,10 @@ def test_a_record_with_a_fault_is_no_proof():
         ({"statuses": {name: {"400": 1} for name in record["statuses"]}}, f"no 200 of {chat}"),
     ):  # fmt: skip
         assert words in toy_problems({**record, **changed})
+
+
+def test_the_page_says_how_many_requests_the_record_has():
+    record = json.loads(run.RECORD.read_text("utf-8"))
+    page = (run.RECORD.parents[2] / "docs" / "server-under-load.md").read_text("utf-8")
+    counts = [record[name]["test_cases"]["generated"] for name in ("toy", "demo")]
+    assert [f"{count:,}" for count in counts] == re.findall(r"([\d,]+)(?: requests generated| more to the demo)", page)
