@@ -8,7 +8,7 @@ import pytest
 
 from trimtab import cli
 from trimtab.doctor.servers import report as servers
-from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, MAY_APPLY, ServerBug, numbers
+from trimtab.doctor.servers.known import APPLIES, FAULTS, FIXED, LATER, MAY_APPLY, MERGED, ServerBug, numbers
 from trimtab.doctor.servers.report import examine
 from trimtab.errors import RequestError
 
@@ -38,10 +38,10 @@ def test_vllm_is_known_by_its_version_and_its_open_bugs_are_told():
     found = examine("http://host:8000/v1", transport=transport)
     assert (found.identity.kind, found.identity.version) == ("vLLM", "0.19.2rc1.dev134")
     assert found.identity.models == ("base", "mine")
-    assert [bug.id for bug in found.bugs(APPLIES)] == ["V1"]
+    assert [bug.id for bug in found.bugs(APPLIES)] == ["V1", "V4"]
     text = str(found)
     assert "https://github.com/vllm-project/vllm/issues/41754" in text
-    assert "reported with this release:" in text
+    assert "applies to this release:" in text
     assert "check first:\n  1. the model name in the request is the adapter's name" in text
 
 
@@ -79,7 +79,51 @@ def test_a_bug_applies_to_the_release_it_was_seen_with_and_not_from_the_fix_on()
         APPLIES, MAY_APPLY, FIXED, FIXED, MAY_APPLY, MAY_APPLY
     ]  # fmt: skip
     assert numbers("b10121-abc") == (10121,)
-    assert numbers("v0.5.12.post1") == (0, 5, 12)
+    assert numbers("v0.5.12.post1") == (0, 5, 12, 1)
+    assert numbers("0.4.6") < numbers("0.4.6.post1") < numbers("0.4.6.post2") < numbers("0.4.7")
+
+
+# Entry -> releases on both sides of a change, and what holds there.
+CHANGES = {
+    "V4": (("0.18.1", LATER), ("0.19.0", APPLIES), ("0.28.0", APPLIES)),
+    "V6": (("0.6.6.post1", MAY_APPLY), ("0.7.0", FIXED), ("0.12.11", FIXED)),
+    "V7": (("0.29.0", MAY_APPLY), ("0.30.0", FIXED), (None, MAY_APPLY)),
+    "S4": (("0.4.6.post1", MAY_APPLY), ("0.4.6.post2", FIXED)),
+    "S5": (("0.5.3.post3", MAY_APPLY), ("0.5.4", FIXED)),
+    "L4": (("b3825", MAY_APPLY), ("b3826-ea9c32be", FIXED)),
+    "O1": (("0.1.29", MERGED), ("0.34.1", MERGED)),
+    "O5": (("0.12.10", MAY_APPLY), ("0.12.11", FIXED)),
+    "O6": (("0.34.0", LATER), ("0.34.1", APPLIES), ("0.40.0", APPLIES)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_entry_changes_with_the_release(name):
+    bug = next(bug for server in servers.SERVERS for bug in server.bugs if bug.id == name)
+    assert [bug.standing(version) for version, _ in CHANGES[name]] == [standing for _, standing in CHANGES[name]]
+
+
+@pytest.mark.parametrize("server", servers.SERVERS, ids=lambda server: server.name)
+def test_each_server_has_an_entry_whose_release_is_known(server):
+    assert {bug.id for bug in server.bugs if bug.since or bug.fixed_in} & set(CHANGES)
+
+
+def test_three_releases_of_vllm_get_three_answers():
+    def text(version):
+        return str(examine("http://host:1", transport=answering(version={"version": version})))
+
+    assert len({text(version).partition("\n")[2] for version in ("0.6.3", "0.12.11", "0.30.0")}) == 3
+    assert "fixed in this release:" not in text("0.6.3")
+    assert re.search(r"came with a later release:\n  V4 .*\(since 0\.19\.0: ", text("0.12.11"))
+    assert re.search(r"fixed in this release:\n  V6 .*\n  V7 .*\(fixed in 0\.30\.0: ", text("0.30.0"))
+    # What is fixed stands nowhere else.
+    assert text("0.30.0").count("  V7 ") == 1
+
+
+def test_a_merged_fix_of_unknown_release_is_said_apart():
+    text = str(examine("http://host:1", transport=answering(api__version={"version": "0.20.0"})))
+    assert "fixed upstream, release not known:\n  O1 " in text
+    assert text.index("may apply") < text.index("fixed upstream")
 
 
 @pytest.mark.parametrize("server", servers.SERVERS, ids=lambda server: server.name)
@@ -90,6 +134,8 @@ def test_every_entry_has_a_source_and_a_name_of_its_own(server):
     for bug in server.bugs:
         assert bug.fault in ("", *FAULTS)
         assert bug.title and bug.when and bug.way_round and bug.state
+        assert bool(bug.evidence) == bool(bug.since or bug.fixed_in)
+        assert not (bug.merged and bug.fixed_in)
         for source in bug.sources:
             assert re.fullmatch(
                 r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+|https://github\.com/\S+/blob/[0-9a-f]{40}/\S+",

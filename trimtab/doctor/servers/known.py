@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 
 APPLIES, MAY_APPLY, FIXED = "applies", "may apply", "fixed"
+MERGED, LATER = "fixed upstream, release not known", "came later"
+STANDINGS = (APPLIES, MAY_APPLY, MERGED, FIXED, LATER)
 # What `verify --against` calls the fault, where it is one of those that it tries.
 FAULTS = (
     "ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored", "DoRA ignored", "tower parts dropped",
@@ -18,8 +20,9 @@ class ServerBug:
     """One entry.
 
     id: letter and number. title: what a user sees, in one line. when: whom it hits. fault: what `verify --against` calls it, ""
-    for one that is refused or answers wrongly from time to time. seen: the release it was reported with ("" if not said). since,
-    fixed_in: releases, where known. way_round: what helps today. sources: the threads. state: theirs, as read on `read`.
+    for one that is refused or answers wrongly from time to time. seen: the release it was reported with ("" if not said). since:
+    the first release with it, fixed_in: the first without, where known. merged: the fix is merged, its release not known.
+    evidence: what since and fixed_in rest on. way_round: what helps today. sources: the threads. state: theirs, as read on `read`.
     """
 
     id: str
@@ -33,16 +36,25 @@ class ServerBug:
     seen: str = ""
     since: str | None = None
     fixed_in: str | None = None
+    merged: bool = False
+    evidence: str = ""
 
     def standing(self, version: str | None) -> str:
-        """Return whether it applies to a release: "applies" only from the release on that it was seen with."""
+        """Return whether it applies to a release: one of STANDINGS.
+
+        "applies" from `since` on; where that is not known, for the release that it was seen with (its patches included).
+        """
         here = numbers(version)
+        if here is not None and self.fixed_in is not None and here >= (numbers(self.fixed_in) or ()):
+            return FIXED
+        if self.merged:
+            return MERGED
         if here is None:
             return MAY_APPLY
-        if self.fixed_in is not None and here >= (numbers(self.fixed_in) or ()):
-            return FIXED
-        first = numbers(self.since or self.seen)
-        return APPLIES if first is not None and here == first else MAY_APPLY
+        since, seen = numbers(self.since), numbers(self.seen)
+        if since is not None:
+            return APPLIES if here >= since else LATER
+        return APPLIES if seen is not None and here[: len(seen)] == seen else MAY_APPLY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +67,9 @@ class Server:
 
 
 def numbers(version: str | None) -> tuple[int, ...] | None:
-    """Return the numbers at the start of a release ("0.19.2rc1" -> 0, 19, 2; "b10121" -> 10121), None if there are none."""
-    matched = re.match(r"[vb]?(\d{1,9}(?:\.\d{1,9}){0,5})", version or "", re.ASCII)
-    return tuple(int(part) for part in matched.group(1).split(".")) if matched else None
+    """Return the numbers at the start of a release, None if there are none.
+
+    "0.19.2rc1" -> 0, 19, 2; "0.4.6.post2" -> 0, 4, 6, 2; "b10121" -> 10121.
+    """
+    matched = re.match(r"[vb]?(\d{1,9}(?:\.(?:post)?\d{1,9}){0,5})", version or "", re.ASCII)
+    return tuple(int(part.removeprefix("post")) for part in matched.group(1).split(".")) if matched else None

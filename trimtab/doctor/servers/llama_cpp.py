@@ -34,8 +34,10 @@ LLAMA_CPP = Server(
         ),
         ServerBug(
             id="L4", title="the head's part of a Gemma 2 adapter is left out when it is converted", fault="one module dropped",
-            when="adapters on lm_head of a model with tied embeddings", way_round="convert again with a later converter, or merge",
-            sources=(f"{THREAD}/issues/9065",), state="closed", read=READ,
+            when="adapters on lm_head of a model with tied embeddings, converted with an older release",
+            way_round="convert again with a later converter (it refuses such adapters), or merge", fixed_in="b3826",
+            evidence="the converter of build 3826 refuses the adapter; builds shortly before it were not read",
+            sources=(f"{THREAD}/issues/9065", f"{THREAD}/pull/9103"), state="pull request merged", read=READ,
         ),
         ServerBug(
             id="L5", title="DoRA cannot be converted", when="use_dora", way_round="merge", sources=(f"{THREAD}/issues/6536",),

@@ -18,7 +18,9 @@ OLLAMA = Server(
         ServerBug(
             id="O1", title="an adapter is loaded and has no effect", fault="ignored", when="adapters in the old GGML form",
             way_round="convert to GGUF, or merge and import the merged model", seen="0.1.29",
-            sources=(f"{THREAD}/issues/4825",), state="closed", read=READ,
+            merged=True,
+            sources=(f"{THREAD}/issues/4825", f"{THREAD}/issues/5788", f"{THREAD}/pull/6327"),
+            state="closed: the old form is no longer taken, GGUF and safetensors are", read=READ,
         ),
         ServerBug(
             id="O2", title="`ollama create` says that all is well and the model is not there",
@@ -35,8 +37,18 @@ OLLAMA = Server(
             way_round="write a whole number", sources=(f"{THREAD}/pull/17377",), state="fix proposed, open", read=READ,
         ),
         ServerBug(
-            id="O5", title="the OpenAI-compatible API gives no logprobs", when="chat and completions of some releases",
-            way_round="--against ollama:NAME uses the own API", sources=(f"{THREAD}/issues/16117",), state="closed", read=READ,
+            id="O5", title="the OpenAI-compatible API gives no logprobs", when="chat and completions of earlier releases",
+            fixed_in="0.12.11", evidence="users of 0.12.11 get logprobs by its OpenAI-compatible API",
+            way_round="upgrade: the own API, which --against ollama:NAME uses, gives them from the same release on",
+            sources=(f"{THREAD}/issues/16117", "https://github.com/BerriAI/litellm/issues/17165"), state="closed", read=READ,
+        ),
+        ServerBug(
+            id="O6", title="`ollama create` refuses a Modelfile with an ADAPTER line",
+            when="new models with an adapter; models made before still answer",
+            since="0.34.1", evidence="a project whose build broke with 0.34.1 names the change",
+            way_round="merge and import the merged model, or create the model with an older release",
+            sources=(f"{THREAD}/pull/14969", "https://github.com/generative-computing/mellea/issues/1651"),
+            state="pull request merged: removed on purpose", read=READ,
         ),
     ),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trimtab.doctor.servers.identify import Identity, identify
-from trimtab.doctor.servers.known import APPLIES, FIXED, MAY_APPLY, Server, ServerBug
+from trimtab.doctor.servers.known import APPLIES, FIXED, LATER, MAY_APPLY, MERGED, Server, ServerBug
 from trimtab.doctor.servers.llama_cpp import LLAMA_CPP
 from trimtab.doctor.servers.ollama import OLLAMA
 from trimtab.doctor.servers.sglang import SGLANG
@@ -58,13 +58,15 @@ class ServerReport:
         lines.append(f"models    {', '.join(identity.models) or 'none listed'}")
         if identity.adapters:
             lines.append(f"adapters  {', '.join(identity.adapters)}")
-        for standing, title in ((APPLIES, "reported with this release"), (MAY_APPLY, "may apply: look there first")):
-            found = self.bugs(standing)
-            if found:
-                lines += ["", f"{title}:", *(line for bug in found for line in _bug_lines(bug))]
-        fixed = self.bugs(FIXED)
-        if fixed:
-            lines += ["", f"fixed in this release: {', '.join(bug.id for bug in fixed)}"]
+        titles = {APPLIES: "applies to this release", MAY_APPLY: "may apply: look there first", MERGED: MERGED}
+        for standing, title in titles.items():
+            bugs = self.bugs(standing)
+            if bugs:
+                lines += ["", f"{title}:", *(line for bug in bugs for line in _bug_lines(bug))]
+        for standing, title in ((FIXED, "fixed in this release"), (LATER, "came with a later release")):
+            bugs = self.bugs(standing)
+            if bugs:
+                lines += ["", f"{title}:", *(_short_line(bug, standing) for bug in bugs)]
         return "\n".join(
             [*lines, "", "check first:", *(f"  {place}. {text}" for place, text in enumerate(self.checks, 1))]
         )
@@ -79,6 +81,11 @@ def _bug_lines(bug: ServerBug) -> list[str]:
         f"       do: {bug.way_round}",
         f"       {bug.state} ({bug.read}): {' '.join(bug.sources)}",
     ]
+
+
+def _short_line(bug: ServerBug, standing: str) -> str:
+    first = f"fixed in {bug.fixed_in}" if standing == FIXED else f"since {bug.since}"
+    return f"  {bug.id:<4} {bug.title} ({first}: {bug.evidence})"
 
 
 def is_address(model: str | None) -> bool:

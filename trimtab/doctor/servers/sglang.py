@@ -33,12 +33,14 @@ SGLANG = Server(
         ),
         ServerBug(
             id="S4", title="a request without an adapter is answered with the one before", fault="another adapter",
-            when="requests with and without adapters in turn", way_round="upgrade", sources=(f"{THREAD}/issues/4739",),
-            state="closed", read=READ,
+            when="requests with and without adapters in turn", way_round="upgrade", fixed_in="0.4.6.post2",
+            evidence="the package 0.4.6.post1 keeps the last adapters for a batch without any, 0.4.6.post2 does not",
+            sources=(f"{THREAD}/issues/4739",), state="closed", read=READ,
         ),
         ServerBug(
             id="S5", title="the adapter's name as model is not understood", fault="ignored",
             when="releases before the model parameter could name an adapter", way_round="give lora_path in the request, or upgrade",
+            fixed_in="0.5.4", evidence="the package 0.5.4 reads BASE:ADAPTER, 0.5.3.post3 does not",
             sources=(f"{THREAD}/pull/11570",), state="pull request merged", read=READ,
         ),
     ),

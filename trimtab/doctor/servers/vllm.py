@@ -38,22 +38,28 @@ VLLM = Server(
         ServerBug(
             id="V4", title="an adapter outside the allowed target modules answers as the base", fault="ignored",
             when="--lora-target-modules names none of the adapter's modules", way_round="name them, or leave the flag out",
-            seen="0.28.0", sources=(f"{THREAD}/issues/55193",), state="closed", read=READ,
+            seen="0.28.0", since="0.19.0",
+            evidence="the flag came with 0.19.0, by the notes of a package that uses it; the report is of 0.28.0",
+            sources=(f"{THREAD}/issues/55193", f"{THREAD}/pull/34984"),
+            state="closed; the package 0.30.0 writes a debug line and answers as the base", read=READ,
         ),
         ServerBug(
             id="V5", title="alpha_pattern and rank_pattern are ignored", fault="alpha_pattern ignored",
             when="adapters with other scales or ranks for some modules: the configuration is read without these fields",
             way_round="write the scale into lora_B and take the patterns out, or merge",
             sources=(f"{THREAD}/blob/02143692ba86a7ba6198a67e12982c5317c8bd2f/vllm/lora/peft_helper.py",),
-            state="read in the source of that commit; later releases were not read", read=READ,
+            state="read in the source of that commit and of the package 0.30.0", read=READ,
         ),
         ServerBug(
-            id="V6", title="rsLoRA is scaled by alpha / r", fault="scale", when="use_rslora, in releases before the fix was merged",
-            way_round="upgrade", sources=(f"{THREAD}/issues/10798", f"{THREAD}/pull/6909"), state="pull request merged", read=READ,
+            id="V6", title="rsLoRA is scaled by alpha / r", fault="scale", when="use_rslora", fixed_in="0.7.0",
+            evidence="the package 0.6.6.post1 refuses rsLoRA, 0.7.0 scales it by alpha / sqrt(r)", way_round="upgrade",
+            sources=(f"{THREAD}/issues/10798", f"{THREAD}/pull/6909"), state="pull request merged", read=READ,
         ),
         ServerBug(
             id="V7", title="rsLoRA on experts is scaled by alpha / r", fault="scale", when="use_rslora with LoRA on experts",
-            way_round="merge, or write the scale into lora_B", sources=(f"{THREAD}/issues/55545",), state="closed", read=READ,
+            fixed_in="0.30.0", evidence="the package 0.29.0 packs experts by alpha / r, 0.30.0 by the adapter's own scale",
+            way_round="upgrade, or merge, or write the scale into lora_B",
+            sources=(f"{THREAD}/issues/55545", f"{THREAD}/pull/55548"), state="pull request merged", read=READ,
         ),
         ServerBug(
             id="V8", title="the experts' part of a Gemma 4 adapter is dropped", fault="expert part dropped",
@@ -79,7 +85,8 @@ VLLM = Server(
         ),
         ServerBug(
             id="V12", title="DoRA and modules_to_save are refused when the adapter is loaded", when="use_dora or modules_to_save",
-            way_round="merge", sources=(f"{THREAD}/issues/6983", f"{THREAD}/issues/9280"), state="closed", read=READ,
+            way_round="merge", sources=(f"{THREAD}/issues/6983", f"{THREAD}/issues/9280"),
+            state="closed as stale; the package 0.30.0 still refuses both", read=READ,
         ),
     ),
 )  # fmt: skip
