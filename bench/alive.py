@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from math import comb
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Both, Planted
+from bench.rates import at_most
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
@@ -403,21 +403,6 @@ def write_figures(page: Path, summary: dict[str, Any]) -> None:
     """Put the figures of the summary in their place in the page."""
     text = page.read_text(encoding="utf-8")
     page.write_text(FIGURES.sub(lambda match: match[1] + figures(summary) + match[2], text), encoding="utf-8")
-
-
-def at_most(alarms: int, cases: int) -> float | None:
-    """Return the upper bound, with 95 % confidence, of a rate that gave so many alarms. Source: Clopper and Pearson 1934.
-
-    The rate at which so few alarms have a chance of 5 %, by bisection.
-    """
-    if not cases:
-        return None
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        rate = (low + high) / 2
-        few = sum(comb(cases, k) * rate**k * (1 - rate) ** (cases - k) for k in range(alarms + 1))
-        low, high = (rate, high) if few > 0.05 else (low, rate)
-    return round(high, 4)
 
 
 def main() -> None:

@@ -46,6 +46,29 @@ def test_score_on_every_half_has_no_false_alarm_and_enough_recall():
         assert one["recall"] >= 0.85, half
 
 
+def test_shares_are_shown_with_the_lower_bound_of_their_sample():
+    unknown = [entry for entry in ENTRIES if entry["label"] == UNKNOWN]
+    named = [entry for entry in ENTRIES if entry["label"] != UNKNOWN]
+    one = score_traces.score(named[:20])
+    assert one["precision"] == one["recall"] == 1.0
+    assert one["precision_at_least"] == one["recall_at_least"] == pytest.approx(0.05 ** (1 / 20), abs=1e-4)
+    missed = score_traces.score([*named[:19], {**unknown[0], "label": "FAIL_CROSS_DEVICE"}])
+    assert missed["recall"] == 0.95 and missed["recall_at_least"] == pytest.approx(1 - 0.2161, abs=1e-3)
+    assert missed["precision_at_least"] == pytest.approx(0.05 ** (1 / 19), abs=1e-4)
+    assert score_traces.score(unknown)["precision_at_least"] is None
+    row = score_traces.page("<!-- scores -->\n<!-- /scores -->", {"tune": one}).splitlines()[3]
+    assert row.count("100 % (at least 86 %)") == 2
+
+
+def test_page_and_record_name_the_labels_without_a_paste():
+    without = {one.label for one in SIGNATURES} - {entry["label"] for entry in ENTRIES}
+    shown = (
+        score_traces.PAGE.read_text(encoding="utf-8").partition("<!-- scores -->")[2].partition("<!-- /scores -->")[0]
+    )
+    assert without and set(re.findall("`([A-Z0-9_]+)`", shown)) == without
+    assert set(json.loads(score_traces.RESULT.read_text(encoding="utf-8"))["labels_without_a_paste"]) == without
+
+
 def test_committed_scores_and_the_page_are_what_the_corpora_and_the_doctor_give():
     assert score_traces.main(["--check"]) == 0  # else: python tools/score_traces.py
 
@@ -108,6 +131,9 @@ FRAMES = '  File "/x/site-packages/{}", line 1, in {}\n    pass\n'
     "Others see it in quant_state.as_dict(packed=True).",
     FRAMES.format("my/model.py", "forward") + "AttributeError: 'Parameter' object has no attribute 'quant_state'\n\n"
     "I never call model.dequantize() or merge_and_unload().",
+    # A list of packages is no setting.
+    FRAMES.format("transformers/modeling_utils.py", "from_pretrained") + "RuntimeError: size mismatch for model.layers.0.mlp."
+    'experts.gate_up_proj\n\nbitsandbytes==0.49.2\n{"load_in_4bit": false, "bnb_4bit_quant_type": null}',
     # 'SCB' while loading.
     FRAMES.format("bitsandbytes/nn/modules.py", "_load_from_state_dict")
     + "AttributeError: 'Parameter' object has no attribute 'SCB'",
@@ -131,6 +157,14 @@ def test_message_that_several_causes_share_is_unknown_without_its_frame(text):
     (FRAMES.format("accelerate/utils/modeling.py", "set_module_tensor_to_device")
      + "ValueError: weight is on the meta device, we need a `value` to put in on 0.\n"
      'device_map={"model.vision_tower": "disk", "": 0}', "FAIL_CATCH_ALL_DISK"),
+    (FRAMES.format("transformers/models/gemma4/modeling_gemma4.py", "forward")
+     + "RuntimeError: Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!",
+     "FAIL_CROSS_DEVICE"),
+    ("safetensors.SafetensorError: device device(type='cuda', index=0) is invalid", "FAIL_DEVICE_OBJECT_ON_DISK"),
+    (FRAMES.format("bitsandbytes/_ops.py", "_") + "RuntimeError: Tensor on device meta is not on the expected device cuda:0!",
+     "FAIL_QUANT_STATE_META_USE"),
+    (FRAMES.format("transformers/modeling_utils.py", "from_pretrained") + "RuntimeError: size mismatch for model.layers.0.mlp."
+     "experts.gate_up_proj: copying a param\nmodel: unsloth/some-moe-unsloth-bnb-4bit", "FAIL_PREQUANTIZED_EXPERTS"),
 ])  # fmt: skip
 def test_the_same_message_with_its_frame_or_setting_is_named(text, label):
     assert label_of("Traceback (most recent call last):\n" + text) == label

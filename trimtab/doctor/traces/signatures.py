@@ -226,8 +226,9 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_PREQUANTIZED_EXPERTS", type="RuntimeError", message=r"(size mismatch|mismatched sizes).{0,2000}experts",
-        frame=r"transformers/", innermost=True, settings=r"bnb|bitsandbytes|4bit", stages=("base",), catalogue="H5",
-        owner="transformers", meaning="per-expert 4-bit files of an older release",
+        frame=r"transformers/", innermost=True, stages=("base",), catalogue="H5", owner="transformers",
+        settings=r"load_in_4bit\W{1,4}[Tt]rue|-bnb-4bit|quant_method\W{1,5}bitsandbytes",
+        meaning="per-expert 4-bit files of an older release",
         ask="whether bitsandbytes packed the checkpoint expert by expert",
     ),
     Signature(
