@@ -131,6 +131,10 @@ FRAMES = '  File "/x/site-packages/{}", line 1, in {}\n    pass\n'
     "Others see it in quant_state.as_dict(packed=True).",
     FRAMES.format("my/model.py", "forward") + "AttributeError: 'Parameter' object has no attribute 'quant_state'\n\n"
     "I never call model.dequantize() or merge_and_unload().",
+    FRAMES.format("my/data.py", "pick") + "KeyError: 'base_model.model.lm_head.weight'\n\nSome was offloaded to the disk.",
+    # A user's own file whose name begins as torch's do.
+    FRAMES.format("transformers/models/gemma4/modeling_gemma4.py", "forward") + FRAMES.format("torch_mask.py", "mask")
+    + "TypeError: torch.finfo() requires a floating point input type.",
     # A list of packages is no setting.
     FRAMES.format("transformers/modeling_utils.py", "from_pretrained") + "RuntimeError: size mismatch for model.layers.0.mlp."
     'experts.gate_up_proj\n\nbitsandbytes==0.49.2\n{"load_in_4bit": false, "bnb_4bit_quant_type": null}',
@@ -301,7 +305,7 @@ def test_answer_to_one_failure_fits_one_screen(entry):
 
 
 def test_answer_to_several_failures_fits_one_screen_the_surest_in_full():
-    medium = "KeyError: 'base_model.model.x' was offloaded to the disk\n"
+    medium = "KeyError: 'base_model.model.x'\nbecause they were offloaded to the disk\n"
     paste = medium + META + "".join(f"Traceback (most recent call last):\n{line}\n" for line in (
         FLAG, "TypeError: Params4bit.__new__() got an unexpected keyword argument '_is_hf_initialized'",
         "ValueError: We need an `offload_dir` to dispatch this model", "OutOfMemoryError: CUDA out of memory",

@@ -106,7 +106,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_DISK_OFFLOAD_INDEX", type="KeyError", message=r"base_model\.model\.[\w.]*",
         frame=r"peft/peft_model\.py:_update_offload|accelerate/(utils/offload|hooks)\.py",
-        code=r"base_model\.model\.model\.model\.|offloaded to the disk|self\.index\[key\]", beside_frames=True,
+        code=r"base_model\.model\.model\.model\.|because they were offloaded to the disk|self\.index\[key\]", beside_frames=True,
         catalogue="B5", owner="peft", meaning="PEFT joins the names of a disk-offloaded base wrongly",
         ask="whether the base had modules on disk, and the frames in peft/peft_model.py and accelerate/utils/offload.py",
     ),
@@ -299,7 +299,7 @@ def _seen(
 
 def _where(signature: Signature, frames: Sequence[str], code: str) -> str:
     """Return the frame, or the source line in its place, in words; "" for neither."""
-    outside = [frame for frame in frames if not frame.startswith("torch")]
+    outside = [frame for frame in frames if not frame.startswith("torch/")]
     looked_at = outside[-1:] if signature.innermost else list(frames)
     found = re.search(signature.frame, "\n".join(looked_at), re.MULTILINE)
     if found:
