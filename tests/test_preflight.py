@@ -456,7 +456,7 @@ def test_answer_goes_down_the_tree_as_memory_shrinks(e2b, e2b_adapter):
 
 def test_answer_that_does_not_fit_says_which_settings_would(e2b, e2b_adapter):
     hopeless = judge(e2b, adapter=e2b_adapter, machine=gpu(0.2, 24)).answer
-    assert hopeless.kind == DOES_NOT_FIT and "smaller model of the family" in hopeless.reason
+    assert hopeless.kind == DOES_NOT_FIT and "No smaller context, head or prompt fits." in hopeless.reason
     least = float(re.search(r"smallest placement needs ([\d.]+) GiB", hopeless.reason).group(1))
     found = judge(e2b, adapter=e2b_adapter, machine=gpu(1.15, 24)).answer
     assert found.kind == DOES_NOT_FIT

@@ -18,6 +18,7 @@ from typing import Any
 from trimtab.checkpoint.folder import Checkpoint
 from trimtab.doctor.preflight_adapter import AdapterReading
 from trimtab.doctor.preflight_shape import ModelShape, device_of
+from trimtab.doctor.preflight_smaller import SMALLER_NAME, has_smaller, smaller_shape
 from trimtab.doctor.preflight_stock import quantized_paths, stock_bytes, stock_kept
 from trimtab.errors import DoesNotFitError, TrimtabError, gib
 from trimtab.plan import Plan, make_plan
@@ -62,7 +63,8 @@ class Asking:
     """All that the answer depends on.
 
     given: what the user said about memory, as flag -> text. towers_dense: the installed stock stack computes wrongly, or
-    fails, with quantized towers (H1, D2 of the catalogue), so that its call has to keep them out.
+    fails, with quantized towers (H1, D2 of the catalogue), so that its call has to keep them out. python: the interpreter whose
+    stack is asked about, None for this one.
     """
 
     checkpoint: Checkpoint
@@ -73,6 +75,7 @@ class Asking:
     rates: Rates
     given: Mapping[str, str]
     towers_dense: bool = False
+    python: str | os.PathLike[str] | None = None
 
 
 def answer_for(asking: Asking) -> Answer:
@@ -113,7 +116,37 @@ def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
 
 
 def _what_would_fit(asking: Asking) -> str:
-    """Return which settings would fit and what each would need, the one that asks least first; else what remains."""
+    """Return what would fit, with figures: other settings, and the smaller model of the family."""
+    smaller = _smaller_model(asking)
+    fits = _fitting_ways(asking)
+    if fits:
+        return f"What fits: {'; '.join([*fits[:MOST_WAYS], *smaller])}. "
+    nothing = "No smaller context, head or prompt fits"
+    return f"{nothing}; what fits: {smaller[0]}. " if smaller else f"{nothing}. "
+
+
+def _smaller_model(asking: Asking) -> list[str]:
+    """Return the smaller model of the family with what it needs, nothing if there is none or if it does not fit either.
+
+    An adapter counts with the bytes of the one that was named: one for the smaller model is not larger.
+    """
+    if not has_smaller(asking.checkpoint.config):
+        return []
+    try:
+        shape = smaller_shape(quant=asking.shape.quant, dtype=asking.request.dtype, python=asking.python)
+        plan = _try(replace(asking, shape=shape), asking.request)
+    except TrimtabError:  # a transformers that cannot build it
+        return []
+    if isinstance(plan, Plan):
+        return [
+            f"{SMALLER_NAME} of the same family, as asked ({gib(plan.gpu_needed_bytes)} of {gib(plan.gpu_budget_bytes)})"
+        ]
+    ways = _fitting_ways(replace(asking, shape=shape))
+    return [f"{SMALLER_NAME} of the same family with {ways[0]}"] if ways else []
+
+
+def _fitting_ways(asking: Asking) -> list[str]:
+    """Return the settings that would fit, each with what it needs, the one that asks least first."""
     request = asking.request
     fewer = {
         f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens
@@ -130,9 +163,7 @@ def _what_would_fit(asking: Asking) -> str:
             continue
         if isinstance(plan, Plan):
             fits.append(f"{words} ({gib(plan.gpu_needed_bytes)})")
-    if fits:
-        return f"What fits: {'; '.join(fits[:MOST_WAYS])}. "
-    return "No smaller context, head or prompt fits: take a smaller model of the family (E2B for E4B). "
+    return fits
 
 
 def _try(asking: Asking, request: LoadRequest) -> Plan | DoesNotFitError:
