@@ -5,12 +5,13 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import trimtab
 from bench.planted import Planted
 from trimtab import cli
 from trimtab.demo.line import FOLDER as DEMO
+from trimtab.doctor.servers.known import FAULTS
 from trimtab.errors import RequestError
 from trimtab.proof.remote import choosing, verify_remote
 from trimtab.proof.remote.channels import Channel
@@ -174,6 +175,37 @@ def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
     without = next(fault for fault in faults if fault.name == "alpha_pattern ignored")
     assert {float(scale) for scale in trimtab.inspect(folder, model=BASE)["scales"]} == {2.0, 8.0}
     assert {float(scale) for scale in trimtab.inspect(without.folder, model=BASE)["scales"]} == {2.0}
+
+
+def test_a_connectors_part_that_is_dropped_is_a_fault_of_its_own(tmp_path):
+    folder = copied(STYLE, tmp_path / "joined")
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(str(file))
+    weights = {}
+    for shard in BASE.glob("*.safetensors"):
+        weights |= load_file(str(shard))
+    path, weight = next(
+        (name.removesuffix(".weight"), weight) for name, weight in weights.items()
+        if "embed_vision" in name and name.endswith(".weight") and weight.ndim == 2
+    )  # fmt: skip
+    config = json.loads((folder / "adapter_config.json").read_text("utf-8"))
+    rank = config["r"]
+    added = {"A": torch.ones(rank, weight.shape[1]), "B": torch.ones(weight.shape[0], rank)}
+    tensors |= {f"base_model.model.{path}.lora_{role}.weight": tensor for role, tensor in added.items()}
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    plan = trimtab.plan(BASE, adapters={"j": folder}, quant="none", context=64)
+    with trimtab.load(plan, decode="eager") as model:
+        spec = model._specs["j"]
+        assert {target.part for target in spec.targets} == {"language", "connector"}
+        faults, _ = write_faults(spec, tmp_path / "faults", {})
+    names = [fault.name for fault in faults]
+    # One part is one fault: not that of all towers besides.
+    assert "connector part dropped" in names and "tower parts dropped" not in names
+    assert "connector part dropped" in FAULTS
+    dropped = next(fault for fault in faults if fault.name == "connector part dropped")
+    kept = load_file(str(dropped.folder / "adapter_model.safetensors"))
+    assert set(tensors) - set(kept) == {name for name in tensors if path in name}
+    assert not dropped.is_part
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ STANDINGS = (APPLIES, MAY_APPLY, MERGED, FIXED, LATER)
 # What `verify --against` calls the fault, where it is one of those that it tries.
 FAULTS = (
     "ignored", "scale", "alpha_pattern ignored", "rank_pattern ignored", "DoRA ignored", "tower parts dropped",
+    "connector part dropped",
     "expert part dropped", "one module dropped", "another adapter",
 )  # fmt: skip
 

@@ -76,6 +76,7 @@ class _Writer:
             ("DoRA ignored", "the magnitudes of DoRA are ignored", self._no_dora, False),
             ("vision part dropped", "the vision tower's part is dropped", lambda: self._without("vision"), False),
             ("audio part dropped", "the audio tower's part is dropped", lambda: self._without("audio"), False),
+            ("connector part dropped", "the connector's part is dropped", lambda: self._without("connector"), False),
             ("tower parts dropped", "only the language model's part acts", lambda: self._without(*TOWERS), False),
             ("expert part dropped", "the experts' part is dropped", self._without_experts, False),
             ("A and B swapped", "A and B are swapped in square modules", self._swapped, False),
