@@ -27,6 +27,13 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+@pytest.fixture
+def no_files(monkeypatch):
+    """Models, adapters and media that are not there: what is wrong with them is tried in test_late_checks."""
+    for name in ("find_folder", "read_adapter", "check_media"):
+        monkeypatch.setattr(command, name, lambda *arguments: None)
+
+
 def asked(*arguments):
     return command._request(cli.parser().parse_args(["bench", *arguments]))
 
@@ -65,7 +72,7 @@ def test_the_demo_beside_stock(capsys, tmp_path, monkeypatch):
     assert found["environment"]["packages"] and str(DEMO) not in saved.read_text("utf-8")
 
 
-def test_ours_that_did_not_run_is_the_exit_code_and_the_table_still_comes(capsys, world):  # noqa: F811
+def test_ours_that_did_not_run_is_the_exit_code_and_the_table_still_comes(capsys, world, no_files):  # noqa: F811
     def says(name, run):
         if name == "trimtab":
             raise DeviceError("out of memory", device="cuda:0")
@@ -78,7 +85,7 @@ def test_ours_that_did_not_run_is_the_exit_code_and_the_table_still_comes(capsys
     assert code == 6 and json.loads(said.out)["engines"]["trimtab"]["failure"]["class"] == "DeviceError"
 
 
-def test_flags_become_the_request(tmp_path):
+def test_flags_become_the_request(tmp_path, no_files):
     prompts = tmp_path / "p.jsonl"
     prompts.write_text('{"id": "a", "text": "why"}\n', encoding="utf-8")
     found = asked(
@@ -92,7 +99,7 @@ def test_flags_become_the_request(tmp_path):
     assert (media.images, media.audios, media.adapter) == (("a.png", "b.png"), ("c.wav",), None)
 
 
-def test_the_defaults_of_the_line_are_those_of_the_request():
+def test_the_defaults_of_the_line_are_those_of_the_request(no_files):
     assert asked("m") == BenchRequest(load=asked("m").load)
 
 
@@ -109,7 +116,7 @@ def test_what_cannot_be_meant_is_refused_by_its_flag(capsys, world, arguments, f
     assert code == 2 and json.loads(said.out)["error"]["fields"]["field"] == field and world.asked == []
 
 
-def test_a_budget_beside_a_saved_plan_is_refused(tmp_path):
+def test_a_budget_beside_a_saved_plan_is_refused(tmp_path, no_files):
     from tests.test_planner import plan
 
     plan().save(tmp_path / "plan.json")

@@ -210,7 +210,7 @@ def test_fallbacks_notes_and_changed_tokens_are_said_once(world):
     text = str(found)
     assert text.count("slower    trimtab: graph: there is no GPU") == 1 and text.count("note      stock: as it is") == 1
     assert "text: tokens differ from position 1 on, of 4" in text
-    assert "unsteady  trimtab answered text" in text and "unsteady  stock" not in text
+    assert "unsteady  trimtab gave other tokens for text" in text and "unsteady  stock" not in text
 
 
 def test_a_peak_that_the_process_cannot_say_is_what_was_seen_from_outside(world):

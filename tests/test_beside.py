@@ -109,7 +109,7 @@ def test_what_cannot_be_embedded_is_refused_by_name(engine):
         job("a", {"text": "word " * 400}, kind="embedding"),
         job("b", {"text": "a"}, kind="embedding", adapter="no"),
     )
-    assert events["a"][-1].error["fields"]["field"] == "prompt" and "context of 256" in events["a"][-1].error["message"]
+    assert events["a"][-1].error["fields"]["field"] == "input" and "context of 256" in events["a"][-1].error["message"]
     assert events["b"][-1].error["fields"]["field"] == "model"
 
 

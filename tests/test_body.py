@@ -135,7 +135,7 @@ def test_a_large_body_to_a_model_of_text_alone_is_refused_beside_one_of_images()
     server = client(pool, limits=Limits(body_bytes=1000))
     pool.is_running = True
     error = error_of(post(server, sized(2000)), 413)
-    assert error["fields"]["limit_bytes"] == 1000 and "text alone" in error["message"]
+    assert error["fields"]["limit_bytes"] == 1000 and "supports text only" in error["message"]
 
 
 def test_too_many_values_and_too_much_depth_are_refused_by_name():

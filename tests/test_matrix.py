@@ -406,7 +406,7 @@ def test_a_catch_all_asks_of_what_can_leave(asked, kept):
     run.look(plan, SimpleNamespace(memory=lambda: {"gpu_bytes": 1, "gpu_peak_bytes": 2}), asked)
     assert told["placement_kept"] is kept
     real = trimtab.plan(DEMO / "base", device="cpu", device_map={"": "cpu"}, context=64)
-    unasked = {row.block_path for row in real.placements if not row.reason.startswith("asked for")}
+    unasked = {row.block_path for row in real.placements if not row.reason.startswith("requested: ")}
     assert unasked == {"lm_head"}  # the planner says so in these words: the head is tied
     rows[0].tier = "resident"  # asked off the GPU, and there
     run.look(plan, SimpleNamespace(memory=lambda: {"gpu_bytes": 1, "gpu_peak_bytes": 2}), {"": "cpu"})

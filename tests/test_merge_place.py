@@ -207,10 +207,10 @@ def test_the_model_itself_is_no_place(base: Path, adapter: Path) -> None:
     before = content(base)
     assert "is the model itself" in str(refused(base, base, overwrite=True))
     assert "is the model itself" in str(refused(base, base / ".." / "base", overwrite=True))
-    assert "lies inside the model" in str(refused(base, base / "merged"))
+    assert "is inside the model" in str(refused(base, base / "merged"))
     assert "holds the model" in str(refused(base, base.parent, overwrite=True))
     assert "is the adapter a itself" in str(refused(base, adapter, adapters={"a": adapter}, overwrite=True))
-    assert "lies inside the adapter a" in str(refused(base, adapter / "x", adapters={"a": adapter}))
+    assert "is inside the adapter a" in str(refused(base, adapter / "x", adapters={"a": adapter}))
     assert content(base) == before
 
 

@@ -57,6 +57,9 @@ def leave_stopped() -> None:
 
 
 def _raise(number: int, frame: object) -> None:
+    # An exception in the middle of torch's import goes through C++ that aborts the process: nothing is there to put away yet.
+    if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        _end(number, frame)
     # Python loses an exception that is raised in a destructor or callback: whoever waits presses once more.
     signal.signal(signal.SIGINT, _end_second)
     raise KeyboardInterrupt

@@ -69,15 +69,15 @@ def _request(options: argparse.Namespace) -> Any:
         check_save_path(options.save)
     if options.picture:
         check_picture_path(options.picture)
-    prompts = read_prompts(options.prompts) if options.prompts else None
+    timed = BenchRequest(
+        load=load, adapter=adapter,
+        against=options.against, runs=options.runs, new_tokens=options.new_tokens, prompt_tokens=options.prompt_tokens,
+        prompts=read_prompts(options.prompts) if options.prompts else None, images=tuple(options.image),
+        audios=tuple(options.audio), decode=options.decode,
+    )  # fmt: skip
     if options.image or options.audio:
         check_media(options.image, options.audio)
     find_folder(request.model)  # before a process is started that needs them
     for path in request.adapters.values():
         read_adapter(path)
-    return BenchRequest(
-        load=load, adapter=adapter,
-        against=options.against, runs=options.runs, new_tokens=options.new_tokens, prompt_tokens=options.prompt_tokens,
-        prompts=prompts, images=tuple(options.image),
-        audios=tuple(options.audio), decode=options.decode,
-    )  # fmt: skip
+    return timed

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 
+from trimtab.errors import RequestError
 from trimtab.machine.own_folder import own_folder, read_own, write_own
 from trimtab.plan.cost import Rates
 
@@ -32,7 +33,7 @@ def read(device_name: str, torch_version: str, threads: int) -> Rates | None:
         text = read_own(path, path.name, limit_bytes=MOST_BYTES)
         values = {} if text is None else json.loads(text)
         return Rates(**values) if set(values) == names else None
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RequestError):
         return None
 
 

@@ -64,7 +64,7 @@ class AdapterShelf:
     @property
     def mixes(self) -> tuple[str, ...]:
         """Mixes on the model, the one used longest ago first."""
-        return tuple(key for key in self._resident if is_mix(key))
+        return tuple(dict.fromkeys(_name(key) for key in self._resident if is_mix(key)))
 
     def key(self, name: str | None) -> str | None:
         """Return what a name is called on the model now."""
@@ -237,7 +237,7 @@ class AdapterShelf:
     def _make_room(self, key: str, name: str, used: set[str]) -> None:
         def fits() -> bool:
             is_place = self._limit is None or len(self._resident) < self._limit
-            mixes = self.mixes if is_mix(key) else ()
+            mixes = tuple(other for other in self._resident if is_mix(other)) if is_mix(key) else ()
             return is_place and len(mixes) < MOST_MIXES and self._needed(key, name) <= self.model.free_adapter_bytes()
 
         # Mixes first: they are made again from what is in host memory, as they were before.
