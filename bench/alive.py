@@ -351,11 +351,13 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     below = [row for row in wrong if row not in above]
     alarms = sum(map(is_alarm, right))
     return {
-        "right_cases": len(right), "false_alarms": alarms, "false_alarm_rate_at_most": at_most(alarms, len(right)),
+        "right_cases": len(right), "right_servers": len({(row["adapter"], row["server"]) for row in right}),
+        "false_alarms": alarms, "false_alarm_rate_at_most": at_most(alarms, len(right)),
         "right_words": dict(Counter(row["verdict"] for row in right)),
         "right_words_by_way": {way: dict(Counter(row["verdict"] for row in right if way_of(row) == way)) for way in WAYS},
         "right_alive_as_a_whole": sum(row["is_as_a_whole"] for row in right),
         "faults_above_noise": len(above), "named": sum(map(is_right, above)), "called_wrong": sum(map(is_alarm, above)),
+        "named_at_least": at_least(sum(map(is_right, above)), len(above)),
         "alive_above_noise": sum(row["verdict"] == "alive" for row in above),
         "faults_below_noise": len(below), "words_below_noise": dict(Counter(row["verdict"] for row in below)),
         "older_not_given": dict(Counter(row["verdict"] for row in unknown)),
@@ -383,16 +385,28 @@ def figures(summary: dict[str, Any]) -> str:
     shares = "; ".join(f"{way}: {one.get('alive', 0)} of {sum(one.values())}" for way, one in ways)
     lines = [
         f"- **Right servers: {summary['right_cases']} cases, {summary['false_alarms']} called ignored or wrong.** The exact bound "
-        f"of that rate is {summary['false_alarm_rate_at_most']:.1%} (95 % confidence, Clopper and Pearson).",
+        f"of that rate is {summary['false_alarm_rate_at_most']:.1%} (95 % confidence, Clopper and Pearson) if every case counts. "
+        f"{_independent(summary)}",
         f"- Of these, {words.get('alive', 0)} were called alive and {words.get('cannot tell', 0)} could not be told; of "
         f"{summary['right_alive_as_a_whole']} every fault of the whole adapter was excluded. Alive by {shares}.",
         f"- Planted faults that stand above the noise: {above} cases, {summary['called_wrong']} called ignored or wrong, "
-        f"{summary['named']} named for what they are, {summary['alive_above_noise']} called alive.",
+        f"{summary['named']} named for what they are, {summary['alive_above_noise']} called alive. The exact lower bound of the "
+        f"share that is named is {summary['named_at_least']:.1%} (95 % confidence).",
         f"- Planted faults below the noise: {below} cases{_counted(summary['words_below_noise'])}.",
         "- An older version of the adapter of which the command knows nothing: "
         f"{sum(summary['older_not_given'].values())} cases{_counted(summary['older_not_given'])}.",
     ]
     return "\n".join(lines)
+
+
+def _independent(summary: dict[str, Any]) -> str:
+    """Return what the cases are: those of one server are not independent, so the bound of the servers alone is given too."""
+    cases, servers, alarms = (summary[name] for name in ("right_cases", "right_servers", "false_alarms"))
+    bound = at_most(min(alarms, servers), servers) or 0.0
+    return (
+        f"The {cases} cases are {servers} servers and adapters, each asked in {cases // servers} ways; with the {servers} alone "
+        f"the bound is {bound:.1%}."
+    )
 
 
 def _counted(words: dict[str, int]) -> str:
@@ -403,6 +417,12 @@ def write_figures(page: Path, summary: dict[str, Any]) -> None:
     """Put the figures of the summary in their place in the page."""
     text = page.read_text(encoding="utf-8")
     page.write_text(FIGURES.sub(lambda match: match[1] + figures(summary) + match[2], text), encoding="utf-8")
+
+
+def at_least(named: int, cases: int) -> float | None:
+    """Return the lower bound, with 95 % confidence, of the share of cases that were named, from that of the misses."""
+    missed = at_most(cases - named, cases)
+    return None if missed is None else round(1 - missed, 4)
 
 
 def main() -> None:

@@ -467,6 +467,8 @@ def test_demands_of_the_thread_have_a_test_or_a_reason():
     for one in demands:
         assert one["state"] in ("works", "partly", "refused")
         assert one["tests"] if one["state"] == "works" else one["reason"], one["demand"]
+        # What works has no shortfall; the one reason beside it says why a refusal is meant.
+        assert one["state"] != "works" or not one["reason"] or "on purpose" in one["reason"], one["demand"]
         for name in one["tests"]:
             file, _, test = name.partition("::")
             assert test.startswith("test_") and test in existing[file], name
