@@ -121,3 +121,15 @@ def test_a_model_loaded_in_a_program_follows_the_variable_and_leaves_the_environ
     }
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["3"]
+
+
+def test_the_page_says_what_the_record_has():
+    root = Path(__file__).resolve().parent.parent
+    record = json.loads((root / "bench" / "results" / "threads.json").read_text("utf-8"))
+    page = (root / "docs" / "run-on-a-cpu.md").read_text("utf-8")
+    for way in ("chosen", "all_cores"):
+        assert (
+            f"{record['medians'][way]['tokens_per_s']:.1f}" in page
+            and f"{record['medians'][way]['process_s']:.1f} s" in page
+        )
+    assert record["all_cores_over_chosen"]["decode_s"] > 1.2
