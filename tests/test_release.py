@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import trimtab
 from trimtab import cli
@@ -109,6 +112,66 @@ def test_wheel_is_small_and_runs_the_demo_in_a_fresh_environment_from_an_empty_f
     printed = run(python.with_name("trimtab.exe" if os.name == "nt" else "trimtab"), "demo", cwd=empty)
     assert "positions: largest difference of a logit 0\n   same" in printed, printed
     assert list(empty.iterdir()) == []
+
+
+def needed_distributions(name):
+    """Return the distributions that `pip install NAME` brings here, without extras, by their normalized names."""
+    needed, waiting = {}, [(name, frozenset())]
+    while waiting:
+        one, extras = waiting.pop()
+        key = re.sub(r"[-_.]+", "-", one).lower()
+        if key in needed:
+            continue
+        needed[key] = found = metadata.distribution(one)
+        for text in found.requires or ():
+            requirement = Requirement(text)
+            if requirement.marker is None or any(requirement.marker.evaluate({"extra": x}) for x in extras or {""}):
+                waiting.append((requirement.name, frozenset(requirement.extras)))
+    return needed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="makes links")
+def test_what_an_installation_brings_is_enough_for_every_command_of_the_readme(tmp_path):
+    """The environment has the packages that the dependencies of the wheel name, and none of the others that are installed here."""
+    fresh = tmp_path / "fresh"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(fresh)], check=True, timeout=120)
+    python = fresh / "bin" / "python"
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    for name, distribution in needed_distributions("trimtab").items():
+        if name == "trimtab":
+            continue
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(Path(str(distribution.locate_file(top))))
+    (site / "trimtab").symlink_to(ROOT / "trimtab")
+    assert not (site / "pytest").exists()
+    base, style = ROOT / "trimtab/demo/base", ROOT / "trimtab/demo/adapters/style"
+    placed = (str(base), "--adapter", f"style={style}", "--device", "cpu", "--context", "256")
+
+    def trimtab_(*arguments):
+        return run(python, "-m", "trimtab", *arguments, cwd=tmp_path)
+
+    trimtab_("plan", *placed, "--picture", str(tmp_path / "plan.png"))
+    trimtab_(
+        "run",
+        *placed,
+        "Who are you?",
+        "--max-new-tokens",
+        "4",
+        "--image",
+        str(ROOT / "trimtab/demo/images/image_1.png"),
+    )
+    trimtab_("merge", str(base), str(tmp_path / "merged"), "--adapter", f"style={style}", "--check", "--device", "cpu")
+    verified = json.loads(trimtab_("verify", *placed, "--against", "stock", "--max-new-tokens", "4", "--json"))
+    assert verified["verdict"].startswith("same")
+    timed = json.loads(
+        trimtab_("bench", *placed, "--runs", "1", "--new-tokens", "4", "--prompt-tokens", "32", "--json")
+    )
+    assert {name: one["failure"] for name, one in timed["engines"].items()} == {"trimtab": None, "stock": None}
+    verdicts = json.loads(trimtab_("doctor", "--json"))["verdicts"]
+    unknown = [json.dumps(one) for one in verdicts if one["state"] == "unknown"]
+    assert verdicts and [one for one in unknown if "No module named" in one or "not installed" in one] == []
 
 
 def run(python, *arguments, cwd=None):
