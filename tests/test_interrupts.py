@@ -13,6 +13,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -278,3 +279,18 @@ def test_what_was_started_without_ctrl_c_stays_so() -> None:
     subprocess.run(
         [sys.executable, "-c", code], check=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)
     )
+
+
+def test_ctrl_c_while_torch_is_imported_ends_at_once_and_raises_otherwise(monkeypatch):
+    """An exception in the middle of that import goes through C++ that aborts the process."""
+    before, ended = signal.getsignal(signal.SIGINT), []
+    monkeypatch.setattr(interrupts, "_end", lambda number, frame: ended.append(number))
+    try:
+        for is_imported, ends in ((False, []), (True, [signal.SIGINT])):
+            torch = SimpleNamespace(__spec__=SimpleNamespace(_initializing=is_imported))
+            monkeypatch.setitem(sys.modules, "torch", torch)
+            with pytest.raises(KeyboardInterrupt):
+                interrupts._raise(signal.SIGINT, None)
+            assert ended == ends
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -6,7 +6,8 @@ block's buffer. A leaf whose block is not staged fetches it, so the answer never
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,22 @@ class Leaf(nn.Module):
         if slots is not None and slots.covers(self):
             return slots.add(self, x, y)
         return lora.apply_linear(self, x, y) if self.adapters else y
+
+
+@contextmanager
+def with_products(layers: Sequence[Leaf], make: Callable[[Leaf], Callable[[Tensor], Tensor]]) -> Iterator[None]:
+    """Let each layer compute its base product with `make(layer)` while the block runs; no class is touched."""
+    before: list[tuple[Leaf, Any]] = []
+    try:
+        for leaf in layers:
+            before.append((leaf, vars(leaf).get("base")))
+            vars(leaf)["base"] = make(leaf)
+        yield
+    finally:
+        for leaf, base in before:
+            vars(leaf).pop("base", None)
+            if base is not None:
+                vars(leaf)["base"] = base
 
 
 class StillLeaf(Leaf):

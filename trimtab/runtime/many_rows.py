@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.runtime import cuts, matvec, nvrtc
-from trimtab.runtime.leaves import Leaf
+from trimtab.runtime.leaves import Leaf, with_products
 from trimtab.runtime.matvec import LoraArgs
 from trimtab.runtime.quant import Packed, dequantize
 
@@ -198,17 +199,8 @@ def covering(
     leaves: Sequence[Leaf], module: Any, *, least: int = cuts.MAX_ROWS + 1, most: int = MOST_ROWS
 ) -> Iterator[None]:
     """Let these layers multiply `least` to `most` rows by the kernel while the block runs; module None: as they do."""
-    before: list[tuple[Leaf, Any]] = []
-    try:
-        for leaf in leaves if module is not None else ():
-            before.append((leaf, vars(leaf).get("base")))
-            vars(leaf)["base"] = _base(leaf, module, least, most)
+    with with_products(leaves if module is not None else (), partial(_base, module=module, least=least, most=most)):
         yield
-    finally:
-        for leaf, base in before:
-            vars(leaf).pop("base", None)
-            if base is not None:
-                vars(leaf)["base"] = base
 
 
 def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], Tensor]:

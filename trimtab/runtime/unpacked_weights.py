@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trimtab.plan.unpacked import ITEM
-from trimtab.runtime.leaves import Leaf, ResidentLeaf
+from trimtab.runtime.leaves import Leaf, ResidentLeaf, with_products
 from trimtab.runtime.quant import dequantize
 
 
@@ -72,16 +73,8 @@ class UnpackedWeights:
     @contextmanager
     def covering(self, *, least: int) -> Iterator[None]:
         """Let the layers multiply `least` rows and more with these weights while the block runs."""
-        before = [(leaf, vars(leaf).get("base")) for leaf in self._starts]
-        try:
-            for leaf, _ in before:
-                vars(leaf)["base"] = self._base(leaf, least)
+        with with_products(list(self._starts), partial(self._base, least=least)):
             yield
-        finally:
-            for leaf, base in before:
-                vars(leaf).pop("base", None)
-                if base is not None:
-                    vars(leaf)["base"] = base
 
     def _base(self, leaf: Leaf, least: int) -> Callable[[Tensor], Tensor]:
         original, weight = leaf.base, self.weight(leaf)
