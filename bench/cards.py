@@ -7,7 +7,7 @@ to fit as well. Each case is a fresh process and uses the public API: plan, load
 text with a rank-8 adapter on text, vision and audio. `tok_s` is taken between an answer of 33 and one of 801 tokens.
 `process_gib` is the device's free memory before the process began less the free memory after its last answer; `planned_gib` is
 what the plan asks of the device, context and reserve included. copies 4: every copy to the device is issued four times, as a
-link of a quarter of the rate takes (PCIe 4.0 x8).
+link of a quarter of the rate takes (PCIe 4.0 x8). Rows that FILE has already stay in it (`merged`).
 """
 
 from __future__ import annotations
@@ -263,6 +263,19 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
+def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str, Any]) -> dict[str, Any]:
+    """Return the results of earlier runs with these rows behind them, as one more run. Rows that failed are left out; of a case
+    that was measured before, the earlier row stays and the later one counts."""
+    kept = results.get("rows", [])
+    run = max((row.get("run", 0) for row in kept), default=0) + 1
+    other = {} if results.get("environment", where) == where else {"environment": where}
+    return {
+        "environment": where,
+        **results,
+        "rows": [*kept, *({**row, "run": run, **other} for row in rows if "error" not in row)],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path)
@@ -280,6 +293,7 @@ def main() -> None:
         print("ROW " + json.dumps((run_stock_case if case.get("engine") == "stock" else run_trimtab)(case, given.work)))
         return None
     begun, rows = time.monotonic(), []
+    before = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
     wanted = [case for case in CASES if not given.cases or name_of(case) in given.cases.split(",")]
     given.work.mkdir(parents=True, exist_ok=True)
     holder = Holder()
@@ -296,7 +310,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
             if given.save:
-                given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+                given.save.write_text(json.dumps(merged(before, rows, environment()), indent=1) + "\n")
     finally:
         holder.close()
     print(table(rows))
