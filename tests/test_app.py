@@ -246,6 +246,9 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
          "response_format.json_schema.schema"),
         ({"stop": [""]}, 400, "stop"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": ""}]}, 400, "messages[0].content"),
+        ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": " "}]}]}, 400,
+         "messages[1].content"),
         ({"messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "http://10.0.0.1/x.png"}}]}]}, 400,
          "messages[0].content[0].image_url.url"),

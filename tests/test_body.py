@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import threading
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tests.serving import MockPool, client, forever
 from tests.test_app import CHAT, PNG, chat, error_of
 from trimtab.errors import RequestError
-from trimtab.serve import wire
+from trimtab.serve import body, wire
 from trimtab.serve.app import make_app
 from trimtab.serve.body import FREE_BYTES, BodiesFullError, BodyLimits, BodyTooLargeError, Budget, JsonCounter
 from trimtab.serve.metrics import Metrics
@@ -226,3 +227,39 @@ def test_bodies_without_room_get_503_and_their_room_comes_back():
 async def _until(condition):
     while not condition():
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/load_lora_adapter"])
+def test_no_body_is_parsed_on_the_event_loop_however_small_it_is(count, path, monkeypatch):
+    loops, parsers = set(), set()
+    read, receive = wire.read, body._receive
+
+    async def noted(*arguments):
+        loops.add(threading.get_ident())
+        return await receive(*arguments)
+
+    def parsed(*arguments, **options):
+        parsers.add(threading.get_ident())
+        return read(*arguments, **options)
+
+    monkeypatch.setattr(body, "_receive", noted)
+    monkeypatch.setattr(wire, "read", parsed)
+    post(client(MockPool(takes=("text",), context=2**20)), sized(count), path)
+    assert loops and parsers and not loops & parsers
+
+
+def test_small_bodies_do_not_wait_for_larger_ones():
+    reader = body.Reader(Limits(body_bytes=2**21))
+    is_over = threading.Event()
+
+    async def small_beside_large():
+        large = [asyncio.create_task(reader.run(size, lambda: is_over.wait(60))) for size in [2**20] * 4 + [2**26] * 2]
+        await asyncio.sleep(0)
+        try:
+            return await asyncio.wait_for(reader.run(100, threading.get_ident), 30)
+        finally:
+            is_over.set()
+            await asyncio.gather(*large)
+
+    assert asyncio.run(small_beside_large()) != threading.get_ident()

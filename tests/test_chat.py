@@ -96,6 +96,18 @@ def test_a_system_text_comes_first(model):
         ([1, 10**9], {}, "prompt"),
         ("", {}, "prompt"),
         (" \n", {}, "prompt"),
+        ([{"role": "user", "content": ""}], {}, "prompt"),
+        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], {"system": "Be kind"}, "prompt"),
+        (
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b"},
+                {"role": "user", "content": "\n"},
+            ],
+            {},
+            "prompt",
+        ),
+        ([{"role": "system", "content": ""}], {}, "prompt"),
         ([{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {"system": "c"}, "system"),
     ],
 )
@@ -103,6 +115,11 @@ def test_what_is_no_question_is_refused(model, prompt, options, field):
     with pytest.raises(RequestError) as caught:
         model.prepare(prompt, **options)
     assert caught.value.field == field
+
+
+def test_a_message_that_only_shows_something_is_a_prompt(model):
+    shown = [{"role": "user", "content": [{"type": "text", "text": ""}, {"type": "image", "image": talking.png()}]}]
+    assert model.prepare(shown).has_media
 
 
 def test_a_modality_that_the_model_lacks_is_refused(llama):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.runtime.answer_forms import AnswerForm, form_of
-from trimtab.runtime.content_parts import own_form
+from trimtab.runtime.content_parts import empty_place, own_form
 from trimtab.runtime.control_tokens import ControlTokens, PromptText
 from trimtab.runtime.hf_processor import TOKENIZER_HINT
 from trimtab.runtime.hf_slots import media_ids, placeholder_ids
@@ -64,7 +64,7 @@ def prepare(
     tools: what the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the tensors
     are put, None is the model's.
     Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
-    known form; CheckpointError if the folder has no processor.
+    known form, no prompt at all (empty text, or an empty last message of a user); CheckpointError if the folder has no processor.
     """
     if is_token_ids(prompt):
         if images or audios or system or template_kwargs or tools:
@@ -75,6 +75,8 @@ def prepare(
     if isinstance(prompt, str) and not (prompt.strip() or images or audios):
         raise RequestError("is empty: there is no prompt", field="prompt", value=prompt)
     messages, pictures, sounds = _messages(prompt, images, audios, system)
+    if (place := empty_place(messages)) is not None:
+        raise RequestError(f"message {place} is empty: there is no prompt", field="prompt")
     _check_modalities(model, pictures, sounds)
     _check_planned(model, "image", len(pictures), "images", "pictures")
     processor, device = model.processor, device or model.device

@@ -13,7 +13,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trimtab.errors import RequestError
@@ -81,3 +81,18 @@ def from_base64(text: str, *, field: str, start: int = 0) -> bytes:
     if not data:
         raise RequestError("is empty", field=field)
     return data
+
+
+def empty_place(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return which message leaves a chat without a prompt: a user's that ends it and says and shows nothing, or the last one of
+    a chat in which no message does; None for a chat with a prompt. messages: at least one."""
+    last = len(messages) - 1
+    if _says_something(messages[last]):
+        return None
+    return last if messages[last]["role"] == "user" or not any(map(_says_something, messages)) else None
+
+
+def _says_something(message: Mapping[str, Any]) -> bool:
+    content = message["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+    return bool(message.get("tool_calls")) or any(part["type"] != "text" or part["text"].strip() for part in parts)

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from trimtab.serve.faults import error_response, plain_error, told_error
+from trimtab.serve.field_names import Names, client_error
 from trimtab.serve.job import Event
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.metrics import Seen
@@ -39,11 +40,14 @@ class Merged:
     """The events of several jobs as one stream of (choice, event); it ends when all have, or at the first error.
 
     What nobody has read yet is kept as few events: the pieces of one choice are joined, so that a slow reader costs no more
-    memory than the answer it has not read. on_start: called when a job's prompt begins to go through the model.
+    memory than the answer it has not read. on_start: called when a job's prompt begins to go through the model. names: of the
+    chat's fields in the request that the client sent.
     """
 
-    def __init__(self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[], None] | None = None) -> None:
-        self._on_start = on_start
+    def __init__(
+        self, streams: Sequence[AsyncIterator[Event]], on_start: Callable[[], None] | None = None, *, names: Names | None = None
+    ) -> None:  # fmt: skip
+        self._on_start, self._names = on_start, names or {}
         self._waiting: deque[tuple[int, Event]] = deque()
         self._more, self._decided = asyncio.Event(), asyncio.Event()
         self._open = len(streams)
@@ -68,6 +72,8 @@ class Merged:
             if self._on_start is not None:
                 self._on_start()
             return
+        if event.error is not None:
+            event = replace(event, error=client_error(event.error, self._names))
         last = self._waiting[-1] if self._waiting else None
         if last is not None and last[0] == index and last[1].kind == event.kind and event.kind in JOINED:
             joined = replace(last[1], text=last[1].text + event.text, tokens=last[1].tokens + event.tokens)

@@ -29,8 +29,9 @@ from trimtab.serve import asking, beside, journal, messages_api, responses_api, 
 from trimtab.serve.answers import CLIENT_LEFT, Merged, answer
 from trimtab.serve.body import BodyLimits, BodyTooLargeError, Reader
 from trimtab.serve.door import Door, client_of
-from trimtab.serve.faults import error_json, error_response, http_error, raised_error, without_paths
+from trimtab.serve.faults import error_json, error_response, http_error, plain_error, told_error, without_paths
 from trimtab.serve.fetch import Fetcher
+from trimtab.serve.field_names import Names, client_error
 from trimtab.serve.job import Event, Job
 from trimtab.serve.live import Live
 from trimtab.serve.messages_shape import MessagesShape, error_object
@@ -96,9 +97,15 @@ def on_trimtab_error(folders: Sequence[str] = ()) -> Callable[[Request, Exceptio
 
     async def handle(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, TrimtabError)
-        return _as_asked(request, *raised_error(exc, folders))
+        return _as_asked(request, *told_error(client_error(plain_error(exc), _names_of(request)), folders))
 
     return handle
+
+
+def _names_of(request: Request) -> Names:
+    """Return what the client of a request calls the fields of the chat that it became."""
+    names: Names = getattr(request.state, "names", {})
+    return names
 
 
 def _as_asked(request: Request, status: int, body: Mapping[str, Any]) -> Response:
@@ -285,14 +292,14 @@ class _Api:
 
     async def responses(self, request: Request) -> Response:
         given, size = await self.reader.read(responses_api.ResponsesRequest, request)
-        asked = await self.reader.run(size, lambda: responses_api.chat_of(given))
+        asked, request.state.names = await self.reader.run(size, lambda: responses_api.chat_of(given))
         return await self._chat(request, asked, size, lambda chat: ResponsesShape(chat, given))
 
     async def messages(self, request: Request) -> Response:
         given, size = await self.reader.read(messages_api.MessagesRequest, request)
         longest = self.pool.context_tokens(self.pool.resolve(given.model)[0])
         longest = min(longest, self.settings.limits.max_tokens or longest)
-        asked = await self.reader.run(size, lambda: messages_api.chat_of(given, longest=longest))
+        asked, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(given, longest=longest))
         if given.thinking is not None and given.thinking.budget_tokens is not None:
             request.state.ignored = [*(request.state.ignored or ()), "thinking.budget_tokens"]
         return await self._chat(request, asked, size, MessagesShape, may_be_shorter=True)
@@ -339,11 +346,11 @@ class _Api:
         )  # fmt: skip
         # Schemas may take a moment to look through.
         is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
-        jobs = await self.reader.run(0, make) if is_long else make()
+        jobs = await self.reader.run(self.settings.limits.body_bytes, make) if is_long else make()
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
         seen = self._begin(request, model, adapter, choices=len(jobs))
-        merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started)
+        merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
         wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
@@ -383,7 +390,7 @@ class _Api:
 
     async def count_tokens(self, request: Request) -> Response:
         given, size = await self.reader.read(messages_api.CountRequest, request)
-        chat = await self.reader.run(size, lambda: messages_api.chat_of(given))
+        chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(given))
         model, _ = self.pool.resolve(given.model)
         job = await self._chat_tokens(request, chat, size, model)
         return await self._result(request, model, None, [job], beside.CountShape(given))
@@ -406,7 +413,7 @@ class _Api:
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape
     ) -> Response:
         seen = self._begin(request, model, adapter, choices=1)
-        merged = Merged([beside.in_turn(self.pool, model, jobs)])
+        merged = Merged([beside.in_turn(self.pool, model, jobs)], names=_names_of(request))
         return await answer(
             request, merged, shape, seen, wants_usage=False, send_s=self.settings.limits.send_s, folders=self.folders
         )  # fmt: skip

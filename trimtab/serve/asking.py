@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from trimtab.adapter_names import check_mix, mix_name
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+from trimtab.runtime.content_parts import empty_place
 from trimtab.serve import calling, media
 from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
@@ -225,6 +226,8 @@ def messages_of(
             for number, part in enumerate(message.content)
         ]
         made.append({**head, "content": parts})
+    if (empty := empty_place(made)) is not None:
+        raise RequestError("is empty: there is no prompt", field=f"messages[{empty}].content")
     return calling.with_names(made)
 
 

@@ -34,7 +34,7 @@ from trimtab.serve.settings import Limits
 FREE_BYTES = 64 * 2**10
 # A body is held in memory up to here, and in a temporary file beyond it.
 MEMORY_BYTES = 2**20
-# What is parsed on the event loop: well under a millisecond.
+# What is parsed beside larger bodies, in a thread of its own: a few milliseconds at most.
 SMALL_BYTES = 16 * 2**10
 WINDOW_BYTES = 64 * 2**10
 RETRY_AFTER_S = 2.0
@@ -198,7 +198,8 @@ def _too_long(limit_bytes: int) -> BodyTooLargeError:
 
 
 class Reader:
-    """Parses and validates bodies in threads of its own: small ones beside each other, large ones one at a time.
+    """Parses and validates bodies in threads of its own, none on the event loop: small ones never wait for larger ones, and very
+    large ones are read one at a time.
 
     What was cut out of a large one is in `request.state.cut`.
     lenient: fields without effect are taken, and named in `request.state.ignored`.
@@ -206,6 +207,7 @@ class Reader:
 
     def __init__(self, limits: Limits, *, lenient: bool = False) -> None:
         self.use(limits, lenient=lenient)
+        self._small = ThreadPoolExecutor(1, thread_name_prefix="trimtab-small-body")
         self._many = ThreadPoolExecutor(2, thread_name_prefix="trimtab-body")
         self._one = ThreadPoolExecutor(1, thread_name_prefix="trimtab-large-body")
 
@@ -222,8 +224,6 @@ class Reader:
         request.state.ignored, request.state.cut = ignored, {}
         try:
             await _receive(request, held)
-            if held.size <= SMALL_BYTES:
-                return wire.read(kind, held.whole(), ignored=ignored, most=self._most), held.size
             read = partial(wire.read, kind, ignored=ignored, most=self._most)
             if held.size <= MEMORY_BYTES:
                 return await self.run(held.size, lambda: read(held.whole())), held.size
@@ -234,7 +234,7 @@ class Reader:
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
         """Return what work on a body of a size gives, done in a thread."""
-        threads = self._many if size <= self._body_bytes else self._one
+        threads = self._small if size <= SMALL_BYTES else self._many if size <= self._body_bytes else self._one
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 

@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag
 
 from trimtab.errors import RequestError
 from trimtab.serve import wire
+from trimtab.serve.field_names import Names
 from trimtab.serve.wire import (
     FIRST_ERROR,
     Adapter,
@@ -171,12 +172,26 @@ class CountRequest(_Question):
     """POST /v1/messages/count_tokens."""
 
 
-def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> ChatRequest:
-    """Return the same request as a chat. longest: the most tokens of an answer; clients that must say a number say more.
+# Fields of the chat -> those of the request. Messages and their parts: see `_messages`.
+_NAMES = {
+    "stop": "stop_sequences", "reasoning_effort": "thinking.type", "chat_template_kwargs": "thinking",
+    "chat_template_kwargs.enable_thinking": "thinking.type", "tool_choice.function": "tool_choice",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}  # fmt: skip
 
-    Errors: RequestError for blocks that stand where none may.
+
+def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
+    """Return the same request as a chat, and what its fields are called in the request.
+
+    longest: the most tokens of an answer; clients that must say a number say more. Errors: RequestError for blocks that stand
+    where none may.
     """
-    made: dict[str, Any] = {"model": asked.model, "adapter": asked.adapter, "messages": _messages(asked)}
+    messages, places = _messages(asked)
+    names = {**_NAMES, **places}
+    for place, _ in enumerate(asked.tools or ()):
+        names[f"tools[{place}].function"] = f"tools[{place}]"
+        names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
+    made: dict[str, Any] = {"model": asked.model, "adapter": asked.adapter, "messages": messages}
     if asked.tools:
         made["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
@@ -192,7 +207,7 @@ def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) 
             "top_p": asked.top_p,
         }
         made |= {"top_k": asked.top_k, "stop": asked.stop_sequences or None}
-    return wire.chat_of(made)
+    return wire.chat_of(made, names), names
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
@@ -213,60 +228,91 @@ def _choice(choice: Choice) -> dict[str, Any]:
     return made | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
 
 
-def _messages(asked: MessagesRequest | CountRequest) -> list[dict[str, Any]]:
+def _messages(asked: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the messages of the chat, and where each and its parts stand in the request."""
     made: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
     if asked.system:
         text = asked.system if isinstance(asked.system, str) else "\n".join(block.text for block in asked.system)
+        names |= {"messages[0]": "system", "messages[0].content": "system"}
         made.append({"role": "system", "content": text})
     for place, turn in enumerate(asked.messages):
+        field = f"messages[{place}]"
         if isinstance(turn.content, str):
-            made.append({"role": turn.role, "content": turn.content})
+            found: list[tuple[dict[str, Any], dict[str, str]]] = [({"role": turn.role, "content": turn.content}, {})]
         elif turn.role == "user":
-            made += _user(turn.content, f"messages[{place}].content")
+            found = _user(turn.content, f"{field}.content")
         else:
-            made.append(_assistant(turn.content, f"messages[{place}].content"))
-    return made
+            found = [_assistant(turn.content, f"{field}.content")]
+        for number, (_, places) in enumerate(found, start=len(made)):
+            names[f"messages[{number}]"] = field
+            names |= {f"messages[{number}].{part}": name for part, name in places.items()}
+        made += [message for message, _ in found]
+    return made, names
 
 
-def _user(blocks: Sequence[Any], field: str) -> list[dict[str, Any]]:
-    results: list[dict[str, Any]] = []
+def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
+    """Return the messages that a user's blocks become, each with the places of its parts."""
+    results: list[tuple[dict[str, Any], dict[str, str]]] = []
     parts: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
     for place, block in enumerate(blocks):
+        own, part = f"{field}[{place}]", f"content[{len(parts)}]"
         match block:
             case ToolResultBlock():
                 text = block.content or ""
                 text = text if isinstance(text, str) else "\n".join(part.text for part in text)
                 text = f"Error: {text}" if block.is_error else text
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                message = {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+                results.append((message, {"content": f"{own}.content", "tool_call_id": f"{own}.tool_use_id"}))
             case TextBlock():
+                places[part] = own
                 parts.append({"type": "text", "text": block.text})
             case ImageBlock(source=Base64Source() as source):
+                places |= {
+                    part: own,
+                    f"{part}.image_url": f"{own}.source",
+                    f"{part}.image_url.url": f"{own}.source.data",
+                }
                 parts.append(
                     {"type": "image_url", "image_url": {"url": f"data:{source.media_type};base64,{source.data}"}}
                 )
             case ImageBlock(source=UrlSource() as source):
+                places |= {
+                    part: own,
+                    f"{part}.image_url": f"{own}.source",
+                    f"{part}.image_url.url": f"{own}.source.url",
+                }
                 parts.append({"type": "image_url", "image_url": {"url": source.url}})
             case _:
-                raise RequestError(f"a user's message has no {block.type}", field=f"{field}[{place}]")
-    return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
+                raise RequestError(f"a user's message has no {block.type}", field=own)
+    return [*results, *([({"role": "user", "content": parts}, places)] if parts or not results else [])]
 
 
-def _assistant(blocks: Sequence[Any], field: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
+def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the message that an assistant's blocks become, with the places of its parts."""
+    texts, thoughts = [], []
+    calls: list[dict[str, Any]] = []
+    places: dict[str, str] = {}
     for place, block in enumerate(blocks):
+        own = f"{field}[{place}]"
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
+                places.setdefault("reasoning_content", f"{own}.thinking")
                 thoughts.append(block.thinking)
             case ToolUseBlock():
-                call = {"name": block.name, "arguments": _written(block.input, f"{field}[{place}].input")}
+                call = {"name": block.name, "arguments": _written(block.input, f"{own}.input")}
+                part = f"tool_calls[{len(calls)}]"
+                places |= {part: own, f"{part}.function": own, f"{part}.function.arguments": f"{own}.input"}
+                places.setdefault("tool_calls", field)
                 calls.append({"id": block.id, "type": "function", "function": call})
             case _:
-                raise RequestError(f"an assistant's message has no {block.type}", field=f"{field}[{place}]")
+                raise RequestError(f"an assistant's message has no {block.type}", field=own)
     made: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
     made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    return made | ({"tool_calls": calls} if calls else {})
+    return made | ({"tool_calls": calls} if calls else {}), places
 
 
 def _written(value: dict[str, Any], field: str) -> str:

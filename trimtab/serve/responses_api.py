@@ -6,12 +6,14 @@ refer to what a server would keep are refused by name.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from trimtab.errors import RequestError
 from trimtab.serve import wire
+from trimtab.serve.field_names import Names
 from trimtab.serve.wire import (
     FIRST_ERROR,
     Adapter,
@@ -191,10 +193,24 @@ class ResponsesRequest(Strict):
     prompt: None = None
 
 
-def chat_of(asked: ResponsesRequest) -> ChatRequest:
-    """Return the same request as a chat. Errors: RequestError."""
+# Fields of the chat -> those of the request. A part of a message is at the place that it had, see `_messages`.
+_NAMES = {
+    "messages": "input", "max_tokens": "max_output_tokens", "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort", "chat_template_kwargs": "reasoning",
+    "chat_template_kwargs.reasoning_effort": "reasoning.effort", "response_format": "text.format",
+    "response_format.type": "text.format.type", "response_format.json_schema": "text.format",
+    "tool_choice.function": "tool_choice",
+}  # fmt: skip
+
+
+def chat_of(asked: ResponsesRequest) -> tuple[ChatRequest, Names]:
+    """Return the same request as a chat, and what its fields are called in the request. Errors: RequestError."""
+    messages, places = _messages(asked)
+    names = {**_NAMES, **places}
+    for place, _ in enumerate(asked.tools or ()):
+        names[f"tools[{place}].function"] = f"tools[{place}]"
     made: dict[str, Any] = {
-        "model": asked.model, "adapter": asked.adapter, "messages": _messages(asked),
+        "model": asked.model, "adapter": asked.adapter, "messages": messages,
         "temperature": asked.temperature, "top_p": asked.top_p,
         "max_completion_tokens": asked.max_output_tokens, "stream": bool(asked.stream), "user": asked.user,
         "parallel_tool_calls": asked.parallel_tool_calls,
@@ -212,7 +228,7 @@ def chat_of(asked: ResponsesRequest) -> ChatRequest:
         made["reasoning_effort"] = asked.reasoning.effort
     if asked.text is not None and asked.text.format is not None:
         made["response_format"] = _format(asked.text.format)
-    return wire.chat_of(made)
+    return wire.chat_of(made, names), names
 
 
 def _format(given: TextFormat) -> dict[str, Any]:
@@ -223,41 +239,82 @@ def _format(given: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
 
 
-def _messages(asked: ResponsesRequest) -> list[dict[str, Any]]:
+def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return the messages of the chat, and where each and its parts stand in the request."""
     made: list[dict[str, Any]] = []
+    # Of each message: where it stands, and where its parts do.
+    places: list[dict[str, str]] = []
+
+    def add(message: dict[str, Any], field: str, **parts: str) -> dict[str, Any]:
+        made.append(message)
+        places.append({"": field, **parts})
+        return message
+
     if asked.instructions:
-        made.append({"role": "system", "content": asked.instructions})
+        add({"role": "system", "content": asked.instructions}, "instructions", content="instructions")
     items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
     # An assistant's thoughts, text and calls are items of their own, and one message of a chat.
     turn: dict[str, Any] | None = None
+    thoughts: list[str] = []
     for place, item in enumerate(items):
-        field = f"input[{place}]"
+        field = "input" if isinstance(asked.input, str) else f"input[{place}]"
         is_ours = not isinstance(item, FunctionOutputItem) and getattr(item, "role", "assistant") == "assistant"
         if not is_ours:
             turn = None
         elif turn is None or (isinstance(item, MessageItem) and turn["content"] is not None):
-            turn = {"role": "assistant", "content": None}
-            made.append(turn)
+            turn, thoughts = add({"role": "assistant", "content": None}, field), []
         match item:
             case MessageItem(role="assistant"):
                 assert turn is not None
                 turn["content"] = _text(item.content, f"{field}.content")
+                places[-1]["content"] = f"{field}.content"
             case MessageItem():
-                made.append({"role": item.role, "content": _content(item.content, f"{field}.content")})
+                content = field if isinstance(asked.input, str) else f"{field}.content"
+                add({"role": item.role, "content": _content(item.content)}, field, content=content)
+                if not isinstance(item.content, str):
+                    places[-1] |= _part_places(item.content, content)
             case FunctionCallItem():
                 assert turn is not None
                 call = {"name": item.name, "arguments": item.arguments}
-                turn.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": call})
+                calls = turn.setdefault("tool_calls", [])
+                places[-1].setdefault("tool_calls", field)
+                places[-1][f"tool_calls[{len(calls)}]"] = field
+                places[-1][f"tool_calls[{len(calls)}].function"] = field
+                calls.append({"id": item.call_id, "type": "function", "function": call})
             case FunctionOutputItem():
-                made.append(
-                    {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, f"{field}.output")}
-                )
+                text = _text(item.output, f"{field}.output")
+                message = {"role": "tool", "tool_call_id": item.call_id, "content": text}
+                add(message, field, content=f"{field}.output", tool_call_id=f"{field}.call_id")
             case ReasoningItem():
                 assert turn is not None
-                thought = "".join(part.text for part in item.content or ())
-                turn |= {"reasoning_content": turn.get("reasoning_content", "") + thought} if thought else {}
+                thoughts += [part.text for part in item.content or ()]
+                places[-1].setdefault("reasoning_content", f"{field}.content")
+        if (
+            turn is not None
+            and thoughts
+            and (place + 1 == len(items) or not isinstance(items[place + 1], ReasoningItem))
+        ):
+            turn["reasoning_content"] = "".join(thoughts)
     # Thoughts of which nothing came are no message.
-    return [m for m in made if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m]
+    kept = [
+        at for at, m in enumerate(made) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
+    ]
+    names = {
+        f"messages[{number}]{'.' if part else ''}{part}": field
+        for number, at in enumerate(kept)
+        for part, field in places[at].items()
+    }
+    return [made[at] for at in kept], names
+
+
+def _part_places(parts: Sequence[Any], field: str) -> dict[str, str]:
+    """Return the names of images among the parts of a message: the other parts have those of the chat."""
+    images = [place for place, part in enumerate(parts) if isinstance(part, InputImage)]
+    return {
+        f"content[{place}].image_url{inner}": f"{field}[{place}].{name}"
+        for place in images
+        for inner, name in (("", "image_url"), (".url", "image_url"), (".detail", "detail"))
+    }
 
 
 def _text(content: Any, field: str) -> str:
@@ -269,7 +326,7 @@ def _text(content: Any, field: str) -> str:
     return "".join(part.text for part in content)
 
 
-def _content(content: Any, field: str) -> Any:
+def _content(content: Any) -> Any:
     if isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []

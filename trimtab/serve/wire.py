@@ -26,6 +26,7 @@ from pydantic_core import from_json, to_json
 
 from trimtab.errors import RequestError
 from trimtab.request import MOST_BIAS, MOST_PENALTY, PENALTIES
+from trimtab.serve.field_names import Names, client_field
 
 Asked = TypeVar("Asked", bound=BaseModel)
 Text = Annotated[str, Field(max_length=16 * 2**20)]
@@ -452,20 +453,20 @@ def read(
     raise _first(found)
 
 
-def chat_of(fields: Mapping[str, Any]) -> ChatRequest:
-    """Return a chat made of another API's request. Errors: as `read`."""
+def chat_of(fields: Mapping[str, Any], names: Names | None = None) -> ChatRequest:
+    """Return a chat made of another API's request. names: of its fields there. Errors: as `read`."""
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as exc:
-        raise _first(_errors(exc)) from exc
+        raise _first(_errors(exc), names or {}) from exc
 
 
 def _errors(exc: ValidationError) -> Sequence[Mapping[str, Any]]:
     return exc.errors(include_url=False, include_context=False, include_input=False)
 
 
-def _first(found: Sequence[Mapping[str, Any]]) -> RequestError:
-    first, *rest = [(_path(error["loc"]) or "body", _words(error)) for error in found]
+def _first(found: Sequence[Mapping[str, Any]], names: Names | None = None) -> RequestError:
+    first, *rest = [(client_field(_path(error["loc"]) or "body", names or {}), _words(error)) for error in found]
     also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
     return RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
 

@@ -1,0 +1,48 @@
+"""What a client called a field that the server knows as a field of a chat.
+
+A request to another API becomes a chat before anything is checked further (responses_api.py, messages_api.py), and errors name the
+chat's fields. The names here lead back: field of the chat -> field of the request. A longer path keeps what follows the part
+that has a name: "messages[1].content[0].text" is "input[3].content[0].text" where "messages[1]" is "input[3]".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Names = Mapping[str, str]
+
+
+def client_field(field: str, names: Names) -> str:
+    """Return what the client calls a field: the longest beginning with a name of its own decides."""
+    end = len(field)
+    while end > 0:
+        if field[:end] in names:
+            return names[field[:end]] + field[end:]
+        end = max(field.rfind(".", 0, end), field.rfind("[", 0, end))
+    return field
+
+
+def client_error(error: Mapping[str, Any], names: Names) -> Mapping[str, Any]:
+    """Return an error, as the plain values that events carry, with the client's names in its field and its words."""
+    field = error["fields"].get("field")
+    if not names or not isinstance(field, str):
+        return error
+    shown = client_field(field, names)
+    message, fields = str(error["message"]), {**error["fields"], "field": shown}
+    if message.startswith(field):
+        message = shown + message[len(field) :]
+    for part in ("reason", "hint"):
+        if isinstance(given := fields.get(part), str) and given:
+            fields[part] = _renamed(given, names)
+            message = message.replace(given, fields[part])
+    return {**error, "message": message, "fields": fields}
+
+
+def _renamed(text: str, names: Names) -> str:
+    """Return words with the client's names of fields such as max_tokens, which are no words of English."""
+    for name, own in names.items():
+        if name.isidentifier() and "_" in name:
+            text = re.sub(rf"\b{name}\b", own, text)
+    return text
