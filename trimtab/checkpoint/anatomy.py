@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -70,7 +71,7 @@ class ModuleRow:
     gather_only: bool = False
     is_head8: bool = False
 
-    @property
+    @cached_property
     def weight(self) -> TensorRow | None:
         for row in self.tensors:
             if row.tensor_path == f"{self.module_path}.weight":
@@ -120,13 +121,18 @@ class Anatomy:
     fused_unsupported: str | None = None
     prompts_unsupported: str | None = None
 
+    def __hash__(self) -> int:
+        """A hash of a few fields: what is computed from thousands of rows is kept by anatomy, and hashing all of them costs as
+        much as computing it again."""
+        return hash((self.model_class, self.dtype, len(self.rows), self.vocab_size))
+
     def by_path(self) -> dict[str, ModuleRow]:
         return {row.module_path: row for row in self.rows}
 
     def modules_of(self, part: Part) -> Iterator[ModuleRow]:
         return (row for row in self.rows if row.part == part)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
         present = {row.part for row in self.rows}
         return tuple(part for part in PARTS if part in present)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import ceil, prod
 from types import MappingProxyType
 
@@ -25,6 +26,8 @@ PREFILL_CHUNK_TOKENS = 1024
 TEMPLATE_TOKENS = 64
 
 FLOAT32_BYTES = 4
+# Results kept of functions that go through every row of an anatomy: a search asks for the same ones a thousand times.
+KEPT = 256
 
 # name: (multiple, where it comes from). "x d" means in units of the model's dtype, "x f" in float32.
 COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
@@ -172,6 +175,7 @@ class Widths:
     expert: int = 0
 
 
+@lru_cache(maxsize=KEPT)
 def widths_of(anatomy: Anatomy, part: Part, *, quant: str) -> Widths:
     """Return the widest linears of a part: attention by "attn" or "attention" in the path, everything else as MLP."""
     hidden = query = mlp = dequantized = expert = 0
@@ -211,6 +215,7 @@ class Needs:
     phases: Mapping[str, tuple[int, int]]
 
 
+@lru_cache(maxsize=KEPT)
 def needs_of(
     anatomy: Anatomy,
     use: Use,
@@ -277,6 +282,36 @@ def smaller_needs(
             yield name, saved
 
 
+@dataclass(frozen=True)
+class _Scanned:
+    """What the sums need of an anatomy's rows. head8, ple_projection: numbers of the largest such weight; ple: width of the tables
+    of every layer; convolutions: (channels, spatial dimensions) of the audio tower's, outside the repeated layers."""
+
+    head8: int
+    ple: int
+    ple_projection: int
+    convolutions: tuple[tuple[int, int], ...]
+
+
+@lru_cache(maxsize=KEPT)
+def _scanned(anatomy: Anatomy) -> _Scanned:
+    weights = [(row, row.weight) for row in anatomy.rows if row.weight is not None]
+    tables = [weight.shape[1] for row, weight in weights if row.gather_only]
+    ple = sum(width for width in tables if width != anatomy.hidden_size)
+    return _Scanned(
+        head8=max((weight.numel for row, weight in weights if row.is_head8), default=0),
+        ple=ple,
+        ple_projection=max(
+            (w.numel for row, w in weights if row.kind == "linear" and row.quantized and w.shape[0] == ple), default=0
+        ),
+        convolutions=tuple(
+            (weight.shape[0], len(weight.shape) - 2)
+            for row, weight in weights
+            if row.part == "audio" and row.kind == "other" and not _is_layer(row) and len(weight.shape) >= 3
+        ),
+    )
+
+
 class _Counter:
     """Sums of live tensors at each moment, in bytes."""
 
@@ -286,21 +321,11 @@ class _Counter:
         self.anatomy, self.use, self.has_adapters = anatomy, use, has_adapters
         self.dtype_bytes = DTYPE_BYTES[anatomy.dtype]
         self.int8 = quant == "int8"
-        heads = [row.weight.numel for row in anatomy.rows if row.is_head8 and row.weight is not None]
-        self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, max(heads, default=0)))
+        scanned = _scanned(anatomy)
+        self.head8 = self.f("head8.chunk", min(HEAD_CHUNK_VALUES, scanned.head8))
         self.widths = {part: widths_of(anatomy, part, quant=quant) for part in ("language", "vision", "audio")}
-        rows = anatomy.rows
-        self.ple = sum(
-            row.weight.shape[1]
-            for row in rows
-            if row.gather_only and row.weight is not None and row.weight.shape[1] != anatomy.hidden_size
-        )
-        projections = [
-            row.weight.numel
-            for row in rows
-            if row.kind == "linear" and row.weight is not None and row.weight.shape[0] == self.ple and row.quantized
-        ]
-        self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else max(projections, default=0)
+        self.ple = scanned.ple
+        self.ple_weight = 0 if self.int8 or is_unpacked_elsewhere else scanned.ple_projection
         self.is_unpacked_elsewhere = is_unpacked_elsewhere
 
     def d(self, name: str, width: float) -> float:
@@ -386,7 +411,7 @@ class _Counter:
         wide, batch = self.widths["audio"], self.use.batch
         frames = ceil(self.use.sound_s * FRAMES_PER_S) * batch
         worst, time, bands, before = 0.0, float(frames), float(BANDS), frames * BANDS * self.dtype_bytes
-        for channels, kernel_dims in self._convolutions():
+        for channels, kernel_dims in _scanned(self.anatomy).convolutions:
             time, bands = time / 2, bands / 2 if kernel_dims == 2 else 1.0
             after = channels * time * bands
             worst = max(worst, before + self.d("audio.conv", after))
@@ -395,15 +420,6 @@ class _Counter:
         held = rows * self.d("audio.hidden", wide.hidden)
         layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), rows * self.f("audio.attention", wide.hidden))
         return ceil(max(worst, held + layer) + self._embedded())
-
-    def _convolutions(self) -> list[tuple[int, int]]:
-        """Return (channels, spatial dimensions) of the subsampling convolutions: those outside the repeated layers."""
-        return [
-            (row.weight.shape[0], len(row.weight.shape) - 2)
-            for row in self.anatomy.rows
-            if row.part == "audio" and row.kind == "other" and row.weight is not None and not _is_layer(row)
-            and len(row.weight.shape) >= 3
-        ]  # fmt: skip
 
     def _embedded(self) -> int:
         """Return the prompt's embeddings and raw per-layer inputs, made before the towers run."""

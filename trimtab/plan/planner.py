@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
-from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, needs_of, patches_of, smaller_needs, use_of
+from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
 from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
 from trimtab.plan.budget import Choice, Item, Limits, Totals, totals_of
@@ -117,7 +117,7 @@ def make_plan(
     """
     make = partial(
         _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
-        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, blocks={},
+        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(),
     )  # fmt: skip
     try:
         plan = make(request, adapters=adapters)
@@ -132,16 +132,16 @@ def make_plan(
 def _made(
     request: LoadRequest, *, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
     disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
-    blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool = True,
+    known: _Known, is_explained: bool = True,
 ) -> Plan:  # fmt: skip
-    """Return the plan without the stamps of its files. blocks: of the anatomies, by their identity and format, as far as they were
-    made. is_explained: whether an error says how much would do, which takes a search of its own."""
+    """Return the plan without the stamps of its files. known: what plans of other executions and requests have made.
+    is_explained: whether an error says how much would do, which takes a search of its own."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
         def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, blocks, is_explained and not chunks,
+                chunks, captured, request.head, known, is_explained and not chunks,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -179,11 +179,20 @@ def _advised(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What plans of one machine share. blocks: of the anatomies, by their identity and format. items: what there is to choose from,
+    by use too, and by whether steps are captured."""
+
+    blocks: dict[tuple[int, str], tuple[Block, ...]] = field(default_factory=dict)
+    items: dict[tuple[int, str, Use, bool], list[Item]] = field(default_factory=dict)
+
+
 class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
-        captures_prompts: bool, asked_head: str, blocks: dict[tuple[int, str], tuple[Block, ...]], is_explained: bool,
+        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool,
     ) -> None:  # fmt: skip
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
@@ -191,9 +200,9 @@ class _Planner:
         self.anatomy, self.machine, self.rates = anatomy, machine, rates
         self.disk_free_bytes = disk_free_bytes
         key = id(anatomy), request.quant
-        if key not in blocks:
-            blocks[key] = blocks_of(anatomy, request.quant)
-        self.blocks = blocks[key]
+        if key not in known.blocks:
+            known.blocks[key] = blocks_of(anatomy, request.quant)
+        self.blocks = known.blocks[key]
         self.asked = _asked(request, anatomy, self.blocks, machine)
         self.use = use_of(request, anatomy, answer_tokens=ANSWER_TOKENS, chunk_tokens=chunk_tokens)
         self.is_captured = mode in CAPTURED and not machine.on_cpu
@@ -210,7 +219,11 @@ class _Planner:
             anatomy.kv_layers, anatomy.dtype, context_tokens=request.context_tokens,
             is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
         )  # fmt: skip
-        self.items = [self._item(block) for block in self.blocks]
+        kept = *key, self.use, self.is_captured
+        items = None if self.asked else known.items.get(kept)
+        self.items = items or [self._item(block) for block in self.blocks]
+        if not self.asked:
+            known.items[kept] = self.items
         self.limits = self._limits()
 
     def plan(self) -> Plan:

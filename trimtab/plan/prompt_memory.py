@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
-from trimtab.plan.activations import FLOAT32_BYTES, Use, needs_of
+from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of
 from trimtab.plan.blocks import quant_of
 
 # A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
@@ -74,8 +75,7 @@ def uncaptured_bytes(anatomy: Anatomy, chunks: Sequence[int], *, quant: str) -> 
     if not chunks:
         return {}
     is_packed = quant_of(anatomy, quant) in ("nf4", "nf4-dq", "fp4")
-    weights = [row.weight.numel for row in anatomy.rows if row.part == "language" and row.quantized and row.weight]
-    unpacked = max(weights, default=0) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
+    unpacked = _largest_weight(anatomy) * DTYPE_BYTES[anatomy.dtype] if is_packed else 0
     return {"prompt_buffers": unpacked + _input_bytes(anatomy, chunks)}
 
 
@@ -96,6 +96,7 @@ def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int]
     return chosen
 
 
+@lru_cache(maxsize=KEPT)
 def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
     """Return about how many kernels a pass through the decoder launches."""
     layers, total = set(), OTHER_KERNELS
@@ -106,6 +107,12 @@ def kernels_of(anatomy: Anatomy, *, has_adapters: bool) -> int:
         total += ADAPTER_KERNELS if has_adapters else 0
         layers.add(row.block)
     return total + LAYER_KERNELS * len(layers)
+
+
+@lru_cache(maxsize=KEPT)
+def _largest_weight(anatomy: Anatomy) -> int:
+    rows = (row for row in anatomy.rows if row.part == "language" and row.quantized)
+    return max((row.weight.numel for row in rows if row.weight), default=0)
 
 
 def _input_bytes(anatomy: Anatomy, chunks: Sequence[int]) -> int:
