@@ -16,6 +16,7 @@ from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
 from trimtab.runtime import head8, kernels, step_capture, step_memory
 from trimtab.runtime.batch import Batch
+from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
 from trimtab.serve.shelf import AdapterShelf
 
@@ -109,11 +110,10 @@ def test_a_prompt_whose_capture_finds_no_memory_is_an_error(model, monkeypatch, 
 def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     left_out = {}
     with pytest.raises(type(exc)):
-        kernels._tried("products", left_out, raising(exc), lambda module: None)
+        kernels._tried("products", left_out, raising(exc), lambda module, us: None, KeptChecks())
     assert left_out == {}
-    assert (
-        kernels._tried("products", left_out, raising(DeviceError("no", device="cuda:0")), lambda module: None) is None
-    )
+    lost = raising(DeviceError("no", device="cuda:0"))
+    assert kernels._tried("products", left_out, lost, lambda module, us: None, KeptChecks()) is None
     assert left_out == {"products": "cuda:0: no"}
     monkeypatch.setattr(head8, "load", raising(exc))
     head = type("Leaf", (), {"bias": None, "packed": lambda self: type("P", (), {"parts": _parts()})()})()

@@ -53,8 +53,8 @@ def source(name: str = "fused.cu") -> str:
 def load(device: torch.device | str) -> nvrtc.Module:
     """Compile the kernels for a device. Errors: DeviceError if that is not possible here.
 
-    Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: `fused_check.check`
-    does it for the kinds it is given, `load_attention` for one.
+    Attention is compiled for each kind of layer when it is first needed, which must not be within a capture: the pass in front of
+    one does it, `fused_check.check` for the kinds it is given, `load_attention` for one.
     """
     module = nvrtc.Module(source(), device=device, name="fused.cu")
     prepare(module)

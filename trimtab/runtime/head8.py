@@ -20,6 +20,7 @@ from torch import Tensor
 from trimtab.errors import DeviceError
 from trimtab.plan.cost import HEAD_CHUNK_VALUES
 from trimtab.runtime import nvrtc
+from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.out_of_memory import is_out_of_memory
 
 NAME = "8-bit head"
@@ -246,7 +247,13 @@ def choose(leaf: Any) -> str | None:
     device = head.q.device
     try:
         module = load(device)
-        why = wrong(module, head, leaf.dtype, lambda run: graph_us(run, device), {})
+        checks = KeptChecks.of(device)
+        key = NAME, tuple(head.q.shape), str(leaf.dtype), head.bias is not None
+        is_checked = why_not(head, leaf.dtype, module) is None and checks.find(*key) is not None
+        why = None if is_checked else wrong(module, head, leaf.dtype, lambda run: graph_us(run, device), {})
+        if why is None and not is_checked:
+            checks.keep({}, *key)
+            checks.save()
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
         if is_out_of_memory(exc):
             raise

@@ -2,14 +2,15 @@
 
 Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
 shapes, and timed against what it would replace. What fails one of the three is left out by name; plain torch or
-bitsandbytes then does its part. What was chosen is kept for the process: a second batch does not measure again.
+bitsandbytes then does its part. What was chosen is kept for the process: a second batch does not measure again. What passed is kept
+for later processes on this card (kept_checks.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from trimtab.errors import DeviceError
 from trimtab.plan.execution import CHECK_BYTES, PRODUCT_ROWS
 from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, many_rows, matvec, tuning
 from trimtab.runtime.cuts import Cut, CutKey
+from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed
@@ -57,7 +59,8 @@ class Kernels:
     the head. left_out: name -> reason.
     measured_us: name -> (ours, torch's or bitsandbytes') for one row.
     configs: how each product's launch configuration is known (launch_configs.py); rejected: those that were not used here, and why.
-    overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured."""
+    overlap_pays: whether a step is faster when kernels begin while the one before ends; None until it was measured.
+    checks: what passed on this card before."""
 
     small: Any = None
     matvec: Any = None
@@ -69,6 +72,7 @@ class Kernels:
     rows: Any = None
     configs: dict[CutKey, str] = field(default_factory=dict)
     rejected: dict[CutKey, str] = field(default_factory=dict)
+    checks: KeptChecks = field(default_factory=KeptChecks)
 
     @contextmanager
     def overlapping(self, wanted: bool) -> Iterator[None]:
@@ -82,6 +86,12 @@ class Kernels:
             for module in modules:
                 module.overlap = False
 
+    @property
+    def made_of(self) -> str:
+        """Which modules and launch configurations there are, as text."""
+        modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows)]
+        return repr([modules, sorted((key, str(self.matvec.kept[key])) for key in self.configs)])
+
     @staticmethod
     def none() -> Kernels:
         return Kernels()
@@ -91,9 +101,17 @@ class Kernels:
         """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
         key = (str(device), dtype)
         if key not in _CHOSEN:
-            left_out: dict[str, str] = {}
-            found = _tried(ADAPTERS, left_out, lambda: matvec.load(device), lambda module: _wrong_lora(module, dtype))
-            _CHOSEN[key] = Kernels(None, found, left_out)
+            checks, left_out = KeptChecks.of(device), dict[str, str]()
+            found = _tried(
+                ADAPTERS,
+                left_out,
+                lambda: matvec.load(device),
+                lambda module, _: _wrong_lora(module, dtype),
+                checks,
+                str(dtype),
+            )
+            checks.save()
+            _CHOSEN[key] = Kernels(None, found, left_out, checks=checks)
         return _CHOSEN[key]
 
     @property
@@ -127,6 +145,7 @@ class Kernels:
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
+        chosen.checks.save()
         return chosen
 
     def products(
@@ -157,7 +176,7 @@ class Kernels:
             return
         told = progress or (lambda done, of: None)
         told(0, 2 * len(wanted))
-        known = [matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None) for one in wanted]
+        known = [self._config_of(one, dtype) for one in wanted]
         tuning.compile_cuts(
             [(one.groups[0], one.gate is not None, found[0]) for one, found in zip(wanted, known, strict=True) if found],
             self.matvec, dtype,
@@ -170,17 +189,31 @@ class Kernels:
             self.measure(group[0], dtype)
         told(2 * len(wanted), 2 * len(wanted))
 
+    def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[Cut, str] | None:
+        """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
+        kept = None if matvec.is_tuned_before(one.groups[0], one.n, self.matvec, pair=one.gate is not None) else (
+            self.checks.find(*self._config_key(one, dtype))
+        )  # fmt: skip
+        if kept is not None:
+            return Cut(**kept["cut"]), kept["status"]
+        return matvec.config_of(one.groups[0], one.n, self.matvec, pair=one.gate is not None)
+
+    def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[Any, ...]:
+        return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
+
     def _configure(self, one: Product, found: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
         if found is None:
             return  # `choose` says why nothing fits
         cut, status = found
-        if status != launch_configs.MEASURED:
+        key = self._config_key(one, dtype)
+        if status != launch_configs.MEASURED and self.checks.find(*key) is None:
             why = tuning.why_not_cut(
                 one.groups[0], one.n, self.matvec, cut, dtype=dtype, gate=one.gate, small=self.small
             )
             if why is not None:
                 self.rejected[one.key] = why
                 return
+            self.checks.keep({"cut": asdict(cut), "status": status}, *key)
         self.matvec.kept[one.key] = cut
         self.configs[one.key] = status
 
@@ -210,6 +243,7 @@ class Kernels:
             for group in groups:
                 self.measure(group[0], dtype)
             self.save_cuts()
+            self.checks.save()
             told(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
 
@@ -221,8 +255,10 @@ class Kernels:
         shapes = {(leaf.out_features, leaf.in_features, leaf.quant_kind): leaf for leaf in leaves}
         self.rows = _tried(
             ROWS, self.left_out, lambda: many_rows.load(leaves[0].device),
-            lambda module: _wrong_rows(module, list(shapes.values()), dtype, self.measured_us),
+            lambda module, measured: _wrong_rows(module, list(shapes.values()), dtype, measured),
+            self.checks, [_form_of([leaf.packed()]) for leaf in shapes.values()], str(dtype), measured=self.measured_us,
         )  # fmt: skip
+        self.checks.save()
         return self
 
     def save_cuts(self) -> None:
@@ -236,6 +272,19 @@ class Kernels:
             return 0.0, 0.0  # the group stays with its own layers
         x = torch.randn(1, packed[0].shape[1], device=self.matvec.device).to(dtype)
         kind = pair_kind(group)
+        cut = matvec.choose(packed, 1, self.matvec, pair=kind is not None)
+        key = (
+            "time of a product",
+            _form_of(packed),
+            str(dtype),
+            kind,
+            [isinstance(leaf, ResidentLeaf) for leaf in group],
+            str(cut),
+        )
+        before = self.checks.find(*key)
+        if before is not None:
+            self.measured_us[shape_of(group)] = before["ours"], before["theirs"]
+            return self.measured_us[shape_of(group)]
         width = packed[0].shape[0] if kind else sum(one.shape[0] for one in packed)
         out = torch.empty(1, width, device=x.device, dtype=dtype)
         gate = None if kind is None else matvec.Gate(kind)
@@ -247,6 +296,7 @@ class Kernels:
                 best = min(best, graph_us(ours))
         pair = best, graph_us(partial(_own_layers, group, x))
         self.measured_us[shape_of(group)] = pair
+        self.checks.keep({"ours": pair[0], "theirs": pair[1]}, *key)
         return pair
 
     def pays(self, group: Sequence[Leaf]) -> bool:
@@ -280,31 +330,49 @@ def _choose(
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
     left_out: dict[str, str] = {}
-    measured: dict[Any, tuple[float, float]] = {}
+    measured: dict[str, tuple[float, float]] = {}
+    checks = KeptChecks.of(device)
+    forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
     small = _tried(
-        SMALL,
-        left_out,
-        lambda: fused.load(device),
-        lambda module: _wrong_small(module, first, attention, dtype, measured),
-    )
+        SMALL, left_out, lambda: fused.load(device),
+        lambda module, times: _wrong_small(module, first, attention, dtype, times),
+        checks, str(dtype), forms, list(attention), measured=measured,
+    )  # fmt: skip
     products = _tried(
-        PRODUCTS, left_out, lambda: matvec.load(device), lambda module: _wrong_products(module, first, dtype, measured)
-    )
-    chosen = Kernels(small, products, left_out, measured)
+        PRODUCTS, left_out, lambda: matvec.load(device), lambda module, times: _wrong_products(module, first, dtype, times),
+        checks, str(dtype), forms, measured=measured,
+    )  # fmt: skip
+    chosen = Kernels(small, products, left_out, measured, checks=checks)
     if sizes is not None and not chosen.is_empty:
         chosen.ends = _tried(
-            ENDS, left_out, lambda: ends.load(device), lambda module: _wrong_ends(module, sizes, dtype, measured)
-        )
+            ENDS, left_out, lambda: ends.load(device), lambda module, times: _wrong_ends(module, sizes, dtype, times),
+            checks, str(dtype), sizes, measured=measured,
+        )  # fmt: skip
     return chosen
 
 
+def _form_of(weights: Sequence[Packed]) -> tuple[Any, ...]:
+    """Return what of packed weights decides how they are computed, as values that print the same in every process."""
+    return tuple((one.kind, tuple(one.shape), one.blocksize, sorted(one.parts)) for one in weights)
+
+
 def _tried(
-    name: str, left_out: dict[str, str], load: Callable[[], Any], wrong: Callable[[Any], str | None]
+    name: str, left_out: dict[str, str], load: Callable[[], Any],
+    wrong: Callable[[Any, dict[str, tuple[float, float]]], str | None], checks: KeptChecks, *what: Any,
+    measured: dict[str, tuple[float, float]] | None = None,
 ) -> Any:  # fmt: skip
-    """Return the module, or None with the reason in left_out."""
+    """Return the module, or None with the reason in left_out. what: all that decides the check; one that passed on this card before
+    is not repeated. measured: gets the times."""
+    measured = {} if measured is None else measured
     try:
         module = load()
-        why = wrong(module)
+        before = checks.find(name, *what)
+        if before is not None:
+            measured.update({one: (ours, theirs) for one, (ours, theirs) in before["us"].items()})
+            return module
+        times: dict[str, tuple[float, float]] = {}
+        why = wrong(module, times)
+        measured.update(times)
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
         if is_out_of_memory(exc):  # nothing is wrong with the kernel
             raise
@@ -314,6 +382,7 @@ def _tried(
         torch.zeros(1, device="cuda").item()  # raises if the device is lost: then nothing goes on
         why = f"{type(exc).__name__}: {exc}"
     if why is None:
+        checks.keep({"us": times}, name, *what)
         return module
     left_out[name] = why
     return None
@@ -321,7 +390,7 @@ def _tried(
 
 def _wrong_small(
     module: Any, groups: Sequence[Sequence[Leaf]], attention: Sequence[tuple[int, int, int]], dtype: torch.dtype,
-    measured: dict[Any, tuple[float, float]],
+    measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels between the products, or that torch is faster at all of them together."""
     widths = sorted({group[0].in_features for group in groups})
@@ -337,7 +406,7 @@ def _wrong_small(
 
 
 def _wrong_ends(
-    module: Any, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[Any, tuple[float, float]]
+    module: Any, sizes: ends.Sizes, dtype: torch.dtype, measured: dict[str, tuple[float, float]]
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the kernels of a step's two ends, or that torch is faster at all of them together."""
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
@@ -351,7 +420,7 @@ def _wrong_ends(
 
 def _wrong_products(
     module: Any, groups: Sequence[Sequence[Leaf]], dtype: torch.dtype,
-    measured: dict[Any, tuple[float, float]],
+    measured: dict[str, tuple[float, float]],
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the products, or that they are slower than the layers' own over all groups."""
     kernels, ours, theirs = Kernels(matvec=module, measured_us=measured), 0.0, 0.0
@@ -372,7 +441,7 @@ def _wrong_products(
 
 
 def _wrong_rows(
-    module: Any, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[Any, tuple[float, float]], *, n: int = 32
+    module: Any, leaves: Sequence[Leaf], dtype: torch.dtype, measured: dict[str, tuple[float, float]], *, n: int = 32
 ) -> str | None:  # fmt: skip
     """Return what is wrong with the products of many rows, or that they are slower than the layers' own over all shapes."""
     ours, theirs = 0.0, 0.0

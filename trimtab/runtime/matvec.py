@@ -265,6 +265,11 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     return None if best is None else (best, launch_configs.ESTIMATED)
 
 
+def is_tuned_before(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
+    """Whether an earlier process tuned this product on this card."""
+    return cut_key(weights, n, pair=pair) in module.kept.get("known", ())
+
+
 def prepare(module: nvrtc.Module) -> None:
     """Give a module the scratch of its launches: parts of sums, which every launch finds and leaves EMPTY."""
     module.kept["parts"] = torch.full((cuts.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)

@@ -82,6 +82,9 @@ class StepCapture:
         """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
         if self.device.type != "cuda" or self.kernels.is_empty or self.streams_decoder:
             return False
+        key = "overlapping launches", self.kernels.made_of, repr(self.model.plan.request), count, self.tokens.shape[0]
+        if self.kernels.overlap_pays is None and self.kernels.checks.find(*key) is not None and not self.order:
+            self.kernels.overlap_pays = True
         if self.kernels.overlap_pays is None:
             plain_ms, plain = self.tried(run, keep, count, overlap=False)
             if self.order:
@@ -95,7 +98,10 @@ class StepCapture:
                 if is_out_of_memory(exc):
                     raise
                 why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
-            if not self.kernels.overlap_pays:
+            if self.kernels.overlap_pays:
+                self.kernels.checks.keep({}, *key)
+                self.kernels.checks.save()
+            else:
                 self.choice.fall_back("overlapping launches", why, asked=False)
         return self.kernels.overlap_pays
 

@@ -45,6 +45,9 @@ ALIVE_S = 10.0
 READING_S = 0.02
 # How often a worker with nothing else to do looks whether a prompt has been prepared.
 PREPARING_S = 0.001
+# Python's collector while a model is loaded, and after that: imports make a million objects that stay, and looking through them
+# takes a tenth of a start.
+LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 # How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
 SWITCH_S = 0.0005
 
@@ -61,6 +64,7 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_as_parent()
+    gc.set_threshold(*LOADING_COLLECT_AFTER)
     channel = Channel(connection)
     try:
         _Worker(channel, settings).run()
@@ -139,6 +143,7 @@ class _Worker:
         self.engine.capture()
         sys.setswitchinterval(SWITCH_S)
         gc.collect()
+        gc.set_threshold(*COLLECT_AFTER)
         gc.freeze()  # looking through the model's objects and every module would stop all answers for 0.1 s now and then
         self.channel.send({"say": "ready", **self.numbers(), "plan": self.plan.to_json()})
         self.watcher.start()
@@ -297,14 +302,15 @@ class _Worker:
 
 def _planned(request: LoadRequest, rows: int | None, later: Mapping[str, str], *, is_first: bool) -> Plan:
     """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
-    from trimtab.api import plan_request
+    from trimtab.api import PlanInputs, plan_request
 
+    inputs = PlanInputs()  # the model and the machine are read once for all numbers of rows
     try:
-        return plan_rows(request, rows, partial(plan_request, later=later))
+        return plan_rows(request, rows, partial(plan_request, later=later, inputs=inputs))
     except TrimtabError:
         if is_first:
             raise
-        return plan_rows(request, rows, plan_request)
+        return plan_rows(request, rows, partial(plan_request, inputs=inputs))
 
 
 def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
