@@ -93,7 +93,7 @@ def _read_stream(lines: Any, found: Asked, began: float, on_piece: Callable[[str
             return
         _take_usage(value.get("usage"), found)
         for choice in value["choices"]:
-            found.finish = choice["finish_reason"] or found.finish
+            found.finish = choice.get("finish_reason") or found.finish
             piece = choice["delta"].get("content") or ""
             if not piece:
                 continue
@@ -107,6 +107,8 @@ def _read_stream(lines: Any, found: Asked, began: float, on_piece: Callable[[str
             if on_piece is not None and not on_piece(piece):
                 found.ended = "left"
                 return
+    if found.finish is not None and found.completion_tokens:  # another server's: without [DONE]
+        found.ended = "complete"
 
 
 def _read_whole(raw: bytes, found: Asked) -> None:
@@ -126,7 +128,9 @@ def _take_usage(usage: Mapping[str, Any] | None, found: Asked) -> None:
         found.prompt_tokens, found.completion_tokens = usage["prompt_tokens"], usage["completion_tokens"]
 
 
-def _name(error: Mapping[str, Any]) -> str:
+def _name(error: Any) -> str:
+    if not isinstance(error, dict):  # another server's: its text
+        return str(error)[:200]
     return str(error.get("class") or error.get("code") or "")
 
 

@@ -11,7 +11,9 @@ the server keeps up or not. Both draw the same questions, text, pictures and sou
 `--seconds`; what is unanswered then is cut and counted as `unfinished`, which flatters the times of a server that leaves
 many: theirs are not in the percentiles. The first `--skip-s` seconds of a cell are not counted: tokens are those that came
 later, times those of requests that began later; the clients of a closed loop begin one after the other within half of them.
-Both servers run, and each cell of one follows the same cell of the other, so that what else the machine does meets both.
+All servers run, and each cell of one follows the same cell of the other, so that what else the machine does meets both.
+`--engines trimtab stock transformers`: the last one is `transformers serve --continuous-batching` (bench.transformers_server),
+which serves no adapters: its rows are of the base model. `--others-seconds`: cells of the engines beside trimtab.
 Gaps are between pieces of text; stock's streamer holds back the word that may go on. Time to first text counts from before
 the connection is made, queueing included. Adapters of the random checkpoint are
 of rank 8 on language, vision and audio modules; its words mean nothing, their costs do.
@@ -37,9 +39,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from bench import client, load_bodies
+from bench import client, load_bodies, voices
 from bench.client import Asked
 from bench.served import Served
+from bench.transformers_server import ENGINE, TransformersServed
 from trimtab.demo.line import FOLDER, read_asks
 
 CLIENTS = (1, 8, 32)
@@ -152,13 +155,14 @@ def _join(threads: Sequence[threading.Thread]) -> None:
 
 @dataclass(frozen=True)
 class Model:
-    """What both servers serve. bodies: the questions. context: tokens."""
+    """What every server serves. context: tokens. reads_only: whether it takes texts alone."""
 
     name: str
     folder: Path
     adapters: dict[str, Path]
     context: int
     audio_s: float
+    reads_only: bool = False
 
 
 def demo() -> Model:
@@ -175,7 +179,7 @@ def sized(
     folder = work / f"{size}-talking"
     if not (folder / "tokenizer.json").exists():
         checkpoints.write_checkpoint(size, folder, device=device)
-        give_voice(folder)
+        voices.give(folder)
     adapters = {f"a{number}": work / f"{size}-a{number}" for number in range(count)}
     first = work / f"{size}-a0"
     if not (first / "adapter_config.json").exists():
@@ -183,7 +187,7 @@ def sized(
     for number, path in enumerate(adapters.values()):
         if not (path / "adapter_config.json").exists():
             _turn(first, path, number)
-    return Model(size, folder, adapters, context, audio_s)
+    return Model(size, folder, adapters, context, audio_s, reads_only=size == "qwen3-8b")
 
 
 def _turn(first: Path, path: Path, number: int) -> None:
@@ -196,29 +200,6 @@ def _turn(first: Path, path: Path, number: int) -> None:
     shutil.copy(first / "adapter_config.json", path / "adapter_config.json")
 
 
-def give_voice(folder: Path) -> None:
-    """Give a random checkpoint the demo's tokenizer and processor, with a word for every token id that it can draw."""
-    base = FOLDER / "base"
-    for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(base / name, folder / name)
-    config = json.loads((folder / "config.json").read_text())
-    known = json.loads((base / "config.json").read_text())
-    config |= {name: value for name, value in known.items() if name.endswith(("_token_id", "_token_index"))}
-    config["text_config"] |= {
-        name: known["text_config"].get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    (folder / "config.json").write_text(json.dumps(config, indent=1))
-    tokenizer = json.loads((base / "tokenizer.json").read_text())
-    words = tokenizer["model"]["vocab"]
-    words |= {f"▁w{number}": number for number in range(len(words), config["text_config"]["vocab_size"])}
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
-    processor = json.loads((base / "processor_config.json").read_text())
-    vision = config["vision_config"]
-    for part in ("image_processor", "video_processor"):
-        processor[part] |= {name: vision[name] for name in ("patch_size", "pooling_kernel_size")}
-    (folder / "processor_config.json").write_text(json.dumps(processor, indent=1))
-
-
 def questions(model: Model, max_tokens: int) -> list[dict[str, Any]]:
     """Return text, picture and sound, each to the base and to every adapter."""
     media = {ask.kind: ask for ask in read_asks([])}
@@ -228,6 +209,7 @@ def questions(model: Model, max_tokens: int) -> list[dict[str, Any]]:
             **{kind: Path(path) for kind, path in ask.media.items()},
         )
         for ask in media.values()
+        if not (model.reads_only and ask.media)
         for adapter in (model.name, *model.adapters)
     ]  # fmt: skip
 
@@ -243,13 +225,14 @@ def servers(model: Model, given: argparse.Namespace) -> dict[str, Callable[[], S
     return {
         "trimtab": lambda: Served(ours),
         "stock": lambda: Served(shared, command=("-m", "bench.stock_server")),
+        ENGINE: lambda: TransformersServed(model.folder, device=given.device, quant=given.quant, dtype=given.dtype),
     }
 
 
 def warm(server: Served, bodies: Sequence[dict[str, Any]]) -> None:
     """Ask one question of each kind. Errors: RuntimeError if one is not answered."""
     for body in bodies[:: max(1, len(bodies) // 3)]:
-        first = client.ask(server.address, body, timeout_s=120)
+        first = client.ask(server.address, server.body_of(body), timeout_s=120)
         if first.ended != "complete":
             raise RuntimeError(f"not answered: {first}\n{server.log[-3000:]}")
 
@@ -259,6 +242,14 @@ def how(server: Served) -> str:
     numbers = server.status().get("numbers", {})
     names = ("rows", "prompt_chunks", "captures", "capture_s", "fallbacks", "counts")
     return json.dumps({name: numbers[name] for name in names if name in numbers})
+
+
+def times(engine: str, given: argparse.Namespace) -> tuple[float, float]:
+    """Return the seconds of a cell of an engine, and those at its beginning that are not counted."""
+    if engine == "trimtab":
+        return given.seconds, given.skip_s
+    seconds = given.seconds if given.others_seconds is None else given.others_seconds
+    return seconds, min(given.skip_s if given.others_skip_s is None else given.others_skip_s, seconds)
 
 
 def cells_of(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -273,12 +264,13 @@ def measure(
 ) -> dict[str, Any]:  # fmt: skip
     """Return one cell's row, once the server has nothing more to do."""
     load_before = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    bodies = [dict(server.body_of(body)) for body in bodies]
     if what["loop"] == "closed":
         cell = closed(server.address, bodies, clients=what["clients"], seconds=seconds, skip_s=skip_s)
     else:
         cell = opened(server.address, bodies, rate=what["rate"], seconds=seconds, skip_s=skip_s)
     server.wait_quiet(60.0)
-    return {**what, **cell.row(), "load_before": load_before}
+    return {**what, "seconds": seconds, "skip_s": skip_s, **cell.row(), "load_before": load_before}
 
 
 def environment(device: str) -> dict[str, Any]:
@@ -295,7 +287,7 @@ def environment(device: str) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, help="where the random checkpoint is, or is made")
-    parser.add_argument("--size", choices=["e2b", "e4b"], help="a random checkpoint in place of the demo model")
+    parser.add_argument("--size", choices=["e2b", "e4b", "qwen3-8b"], help="a random checkpoint in place of the demo")
     parser.add_argument("--adapters", type=int, default=8, help="of the random checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quant", default="none", choices=["none", "nf4", "nf4-dq"])
@@ -308,7 +300,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mixed", action="store_true", help="with --text-tokens: a quarter pictures, a quarter sounds")
     parser.add_argument("--skip-s", type=float, default=0.0, help="the beginning of a cell that is not counted")
     parser.add_argument(
-        "--share", type=float, help="one more cell: requests arrive at this share of the last closed loop's rate"
+        "--share",
+        type=float,
+        help="one more cell of the first engine: requests arrive at this share of its last closed loop's rate",
     )
     parser.add_argument("--clients", type=int, nargs="*", default=CLIENTS)
     parser.add_argument(
@@ -318,6 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="requests a second of the open loop (default: 3 and 10; none with --share)",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="of each cell")
+    parser.add_argument(
+        "--others-seconds", type=float, help="of each cell of the engines beside trimtab (default: the same)"
+    )
+    parser.add_argument(
+        "--others-skip-s", type=float, help="the beginning of those that is not counted (default: the same)"
+    )
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument(
         "--apart", action="store_true", help="one engine after the other, where both do not fit together"
@@ -325,6 +325,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--engines", nargs="*", default=["trimtab", "stock"])
     parser.add_argument("--serve", nargs=argparse.REMAINDER, default=[], help="more flags for `trimtab serve`, last")
     parser.add_argument("--save", type=Path)
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rows that the file of --save has from earlier runs"
+    )
     given = parser.parse_args(arguments)
     if given.dtype is None:
         given.dtype = "float32" if given.device == "cpu" else "bfloat16"
@@ -348,7 +351,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.save:
         settings = {name: getattr(given, name) for name in ("seconds", "max_tokens", "rows", "dtype", "apart")}
         settings |= {name: getattr(given, name) for name in ("text_tokens", "mixed", "skip_s", "share", "context")}
-        found = {"environment": environment(given.device), "settings": settings, "rows": rows}
+        kept = json.loads(given.save.read_text())["rows"] if given.add and given.save.exists() else []
+        found = {"environment": environment(given.device), "settings": settings, "rows": [*kept, *rows]}
         given.save.write_text(json.dumps(found, indent=1) + "\n")
     print(table(rows), flush=True)
 
@@ -368,18 +372,20 @@ def bodies_of(model: Model, given: argparse.Namespace) -> list[dict[str, Any]]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as a short text table."""
     lines = [
-        f"{'engine':8} {'load':>12} {'tok/s':>8} {'ttft p50/p99 ms':>18} {'between p50/p99 ms':>20} {'done':>5} {'cut':>4} errors"
+        f"{'engine':12} {'load':>12} {'tok/s':>8} {'ttft p50/p99 ms':>18} {'between p50/p99 ms':>20} {'done':>5} {'cut':>4} errors"
     ]
     for row in rows:
         if "failed" in row:
-            lines.append(f"{row['engine']:8} failed: {row['failed'][-300:]}")
+            lines.append(f"{row['engine']:12} failed: {row['failed'][-300:]}")
             continue
         load = f"{row['clients']} clients" if row["loop"] == "closed" else f"{row['rate']:.2f} a s"
         first, between = row["ttft_ms"] or {}, row["between_ms"] or {}
         lines.append(
-            f"{row['engine']:8} {load:>12} {row['tok_s']:>8.1f} {_pair(first):>18} {_pair(between):>20} {row['requests']:>5} "
+            f"{row['engine']:12} {load:>12} {row['tok_s']:>8.1f} {_pair(first):>18} {_pair(between):>20} {row['requests']:>5} "
             f"{row['unfinished']:>4} {row['errors'] or ''}"
         )
+    notes = {row["engine"]: row["note"] for row in rows if row.get("note")}
+    lines += [f"{engine}: {note}" for engine, note in notes.items()]
     return "\n".join(lines)
 
 
@@ -395,20 +401,24 @@ def _group(
     with ExitStack() as stack:
         for engine in engines:
             about = {"engine": engine, "model": model.name, "adapters": len(model.adapters), "quant": given.quant}
+            about |= {"text_tokens": given.text_tokens, "mixed": given.mixed, "max_tokens": given.max_tokens}
             start = time.monotonic()
             try:
                 server = stack.enter_context(servers(model, given)[engine]())
                 about["ready_s"] = round(time.monotonic() - start, 1)
                 warm(server, bodies)
+                about |= server.notes()
                 running[engine] = (about, server)
             except Exception as exc:
                 rows.append({**about, "failed": f"{type(exc).__name__}: {exc}"[-2000:]})
                 print(rows[-1]["failed"], file=sys.stderr, flush=True)
         for what in cells_of(given):
             for about, server in running.values():
-                rows.append({**about, **measure(server, bodies, what, given.seconds, given.skip_s)})
+                rows.append({**about, **measure(server, bodies, what, *times(about["engine"], given))})
                 print(json.dumps(rows[-1]), flush=True)
         for about, server in running.values() if given.share else ():
+            if about["engine"] != given.engines[0]:
+                continue
             last = [row for row in rows if row["engine"] == about["engine"] and row.get("loop") == "closed"]
             rate = given.share * last[-1]["requests"] / (given.seconds - given.skip_s) if last else 0.0
             if rate > 0:

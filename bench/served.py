@@ -92,6 +92,14 @@ class Served:
             time.sleep(0.02)
         raise RuntimeError(f"not ready after {timeout_s} s:\n{self.log[-2000:]}")
 
+    def body_of(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a request as this server takes it."""
+        return body
+
+    def notes(self) -> dict[str, Any]:
+        """Return what a row of this server's figures has to say of it."""
+        return {}
+
     def status(self) -> dict[str, Any]:
         """Return what the server says of its one model."""
         found: dict[str, Any] = client.get(self.address, "/api/status")[1]["models"][0]

@@ -36,7 +36,7 @@ class Stock:
     def __init__(self, folder: Path, adapters: dict[str, Path], *, device: str, quant: str, dtype: str) -> None:
         import torch
         from peft import PeftModel
-        from transformers import AutoModelForImageTextToText, BitsAndBytesConfig
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, BitsAndBytesConfig
 
         config = None
         if quant != "none":
@@ -45,7 +45,9 @@ class Stock:
                 bnb_4bit_compute_dtype=getattr(torch, dtype),
             )  # fmt: skip
         self.processor = load_processor(folder)  # AutoProcessor wants torchvision, for videos
-        self.model: Any = AutoModelForImageTextToText.from_pretrained(
+        sees = hasattr(AutoConfig.from_pretrained(folder), "vision_config")
+        kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+        self.model: Any = kind.from_pretrained(
             folder, dtype=getattr(torch, dtype), device_map={"": device}, quantization_config=config
         )
         for place, (name, path) in enumerate(adapters.items()):
@@ -73,7 +75,8 @@ class Stock:
                 if left.is_set():
                     return
                 inputs = inputs.to(self.model.device, dtype=self.model.dtype)
-                streamer = TextIteratorStreamer(self.processor.tokenizer, skip_prompt=True, skip_special_tokens=True)
+                tokenizer = getattr(self.processor, "tokenizer", self.processor)
+                streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
                 done: dict[str, Any] = {}
                 worker = threading.Thread(
                     target=self._generate, args=(body, inputs, streamer, Left(), done), daemon=True

@@ -175,7 +175,7 @@ def _bridge_row(row: Mapping[str, Any]) -> list[str]:
 
 
 def load(results: Mapping[str, Any]) -> str:
-    """Return the table of bench/results/load.json: both servers under the same clients."""
+    """Return the table of a load run: all servers under the same clients, and what each says of itself."""
     heads = [
         "clients",
         "server",
@@ -188,14 +188,17 @@ def load(results: Mapping[str, Any]) -> str:
         "p99",
     ]
     lines = [heads, ["---"] * 2 + ["---:"] * 7]
-    for row in results["rows"]:
+    order = [(row["loop"], row.get("clients", row.get("rate"))) for row in results["rows"] if "failed" not in row]
+    answered = [row for row in results["rows"] if "failed" not in row]
+    for row in sorted(answered, key=lambda one: order.index((one["loop"], one.get("clients", one.get("rate"))))):
         who = f"{row['clients']}, closed loop" if row["loop"] == "closed" else f"{row['rate']:.3g} arrivals/s"
-        first, between = row["ttft_ms"], row["between_ms"]
+        first, between = row["ttft_ms"], row["between_ms"]  # none where no answer began in time
         assert not row["errors"], row
-        lines.append([
-            who, row["engine"], f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]),
-            f"{first['p50']:.0f}", f"{first['p99']:.0f}", f"{between['p50']:.1f}", f"{between['p99']:.1f}",
-        ])  # fmt: skip
+        cells = [
+            *(_part(first, name, 0) for name in ("p50", "p99")),
+            *(_part(between, name, 1) for name in ("p50", "p99")),
+        ]
+        lines.append([who, row["engine"], f"{row['tok_s']:.1f}", str(row["requests"]), str(row["unfinished"]), *cells])
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where, row = results["environment"], results["rows"][0]
     packages = ", ".join(f"{name} {where[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft"))
@@ -206,7 +209,14 @@ def load(results: Mapping[str, Any]) -> str:
         f"{results['settings']['rows'] or 32} rows, {texts}answers of {results['settings']['max_tokens']} tokens, no errors; "
         f"Python {where['python']}, {packages}."
     )
-    return "\n\n".join([table, closing, "\n".join(f"- {note}" for note in results["notes"])]) + "\n"
+    said = {row["engine"]: row["note"] for row in results["rows"] if row.get("note")}
+    said |= {row["engine"]: row["failed"].splitlines()[0] for row in results["rows"] if "failed" in row}
+    notes = [*results.get("notes", ()), *(f"`{engine}`: {note}" for engine, note in said.items())]
+    return "\n\n".join([table, closing, "\n".join(f"- {note}" for note in notes)]).rstrip() + "\n"
+
+
+def _part(values: Mapping[str, float] | None, name: str, digits: int) -> str:
+    return "-" if values is None else f"{values[name]:.{digits}f}"
 
 
 def lanes(results: Mapping[str, Any]) -> str:
@@ -397,6 +407,7 @@ MAKERS = {
     "load_text": load,
     "load_mixed": load,
     "load_short": load,
+    "load_qwen": load,
     "together": together,
     "start": start,
 }

@@ -10,18 +10,24 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from transformers import AutoTokenizer
 
-from bench import client, load, load_bodies, soak
+from bench import client, load, load_bodies, soak, voices
 from trimtab.demo.line import FOLDER
 
 PIECES, PIECE_S = 4, 0.03
 
 
 class Talker(BaseHTTPRequestHandler):
-    """Streams four pieces; `never` streams one and stays silent; `no` is refused."""
+    """Streams four pieces; `never` streams one and stays silent; `no` is refused; `raw` sends the server's events."""
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append(body["model"])
+        if body["model"] == "raw":
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write("".join(f"data: {event}\n\n" for event in self.server.events).encode())
+            return
         if body["model"] == "no":
             self._send(429, "application/json", {"error": {"class": "QueueFullError"}})
             return
@@ -57,7 +63,7 @@ class Talker(BaseHTTPRequestHandler):
 def server():
     found = ThreadingHTTPServer(("127.0.0.1", 0), Talker)
     found.daemon_threads = True
-    found.asked, found.over = [], threading.Event()
+    found.asked, found.over, found.events = [], threading.Event(), []
     threading.Thread(target=found.serve_forever, daemon=True).start()
     yield found
     found.over.set()
@@ -159,11 +165,41 @@ def test_a_random_checkpoint_gets_a_word_for_every_token(tmp_path):
     config["text_config"]["vocab_size"] = 5000
     config["image_token_id"] = 258_880
     (tmp_path / "config.json").write_text(json.dumps(config))
-    load.give_voice(tmp_path)
+    voices.give(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer) == 5000 and tokenizer.decode([4321]).strip() == "w4321"
     given = json.loads((tmp_path / "config.json").read_text())
     assert given["image_token_id"] == tokenizer.convert_tokens_to_ids("<|image|>")
+
+
+def test_a_random_checkpoint_that_only_reads_gets_the_turns_of_its_family(tmp_path):
+    from transformers import AutoTokenizer
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "vocab_size": 5000}))
+    voices.give(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": [{"type": "text", "text": "What is red?"}]}],
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    assert text == "<|im_start|>user\nWhat is red?<|im_end|>\n<|im_start|>assistant\n"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokenizer) == 5000 and tokenizer.decode(ids) == text
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] is not None
+
+
+def test_an_error_that_is_a_text_and_a_stream_that_ends_without_done_are_read(server):
+    server.events = ['{"error": "no numbers"}']
+    assert client.ask(address(server), {"model": "raw"}).error == "no numbers"
+    server.events = [
+        '{"choices": [{"index": 0, "delta": {"role": "assistant"}}]}',
+        '{"choices": [{"index": 0, "delta": {"content": "a"}}]}',
+        '{"choices": [{"index": 0, "delta": {}, "finish_reason": "length"}], "usage": {"prompt_tokens": 3,'
+        ' "completion_tokens": 2}}',
+    ]
+    found = client.ask(address(server), {"model": "raw"})
+    assert (found.ended, found.text, found.completion_tokens) == ("complete", "a", 2)
 
 
 @pytest.mark.slow
@@ -191,3 +227,29 @@ def test_an_engine_that_fails_is_written_down(tmp_path, monkeypatch):
     load.main(["--save", str(tmp_path / "load.json")])
     rows = json.loads((tmp_path / "load.json").read_text())["rows"]
     assert [row["failed"] for row in rows] == ["RuntimeError: no such server"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "fallback"), [("qwen3", False), ("demo", True)])
+def test_transformers_serve_is_measured_beside_it(family, fallback, tmp_path, monkeypatch):
+    pytest.importorskip("fastapi")
+    if family == "demo":
+        pytest.importorskip("torchvision")  # of Gemma 4's video processor
+        model = load.demo()
+    else:
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        folder = tmp_path / "made"
+        Qwen3ForCausalLM(Qwen3Config(vocab_size=2048, **sizes, **heads)).save_pretrained(folder)
+        voices.give(folder)
+        model = load.Model(family, folder, {}, 512, 1.0, reads_only=True)
+    monkeypatch.setattr(load, "demo", lambda: model)
+    file = tmp_path / "load.json"
+    given = ["--seconds", "3", "--clients", "2", "--rates", "--others-seconds", "4", "--save", str(file)]
+    load.main([*given, "--engines", "trimtab", "transformers", "--max-tokens", "8"])
+    rows = {row["engine"]: row for row in json.loads(file.read_text())["rows"]}
+    assert not any("failed" in row for row in rows.values())
+    assert rows["transformers"]["tok_s"] > 0 and not rows["transformers"]["errors"]
+    assert ("does not support continuous batching" in rows["transformers"]["note"]) == fallback
