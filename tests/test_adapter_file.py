@@ -76,4 +76,4 @@ def test_a_broken_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 
 
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
-    assert refused(write_adapter(tmp_path, {})) == ("adapter_model.safetensors holds no tensor",)
+    assert refused(write_adapter(tmp_path, {})) == ("adapter_model.safetensors has no tensors",)

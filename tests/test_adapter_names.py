@@ -32,7 +32,7 @@ from trimtab.request import LoadRequest, parse_bytes
 )
 def test_a_bare_path_is_named_after_its_folder(text: str, name: str, path: str, weight: float) -> None:
     if name is None:
-        with pytest.raises(RequestError, match="Put a name in front: NAME=") as caught:
+        with pytest.raises(RequestError, match="Add a name: NAME=") as caught:
             parse_adapter(text, field="--adapter")
         assert (caught.value.field, caught.value.value) == ("--adapter", text)
         return

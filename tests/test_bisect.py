@@ -302,7 +302,7 @@ def test_ctrl_c_keeps_what_was_done(tmp_path):
     assert [row.version for row in rows] == [row.version for row in sorted(found.rows, key=lambda row: rows.index(row))]
     assert {row.version for row in found.rows} == {"1.6.0", "1.10.0"}
     assert found.changes[0].between == ORDER[1:-1]
-    assert "stopped before its end" in bisection_text(found) and "not tried yet" in bisection_text(found)
+    assert "stopped early" in bisection_text(found) and "not tried yet" in bisection_text(found)
 
 
 def test_both_sides_are_run_again_when_asked(tmp_path):

@@ -150,7 +150,7 @@ def test_a_call_as_models_write_it_can_be_drawn_and_a_wrong_one_cannot(form, gra
 @pytest.mark.parametrize("form", FORMS)
 def test_parameters_that_no_value_satisfies_are_refused(form, grammar):
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
-    with pytest.raises(RequestError, match="cannot be held to") as caught:
+    with pytest.raises(RequestError, match="cannot be enforced") as caught:
         grammar.calls(form, [bad], several=False)
     assert caught.value.field == "tools"
 
@@ -257,5 +257,5 @@ def test_nothing_is_held_inside_a_thought(grammar, tokenizer):
 def test_parameters_of_a_strict_tool_that_no_value_satisfies_are_refused(grammar):
     bad = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"enum": []}}, "required": ["a"]}}
     for form in FORMS:
-        with pytest.raises(RequestError, match="cannot be held to"):
+        with pytest.raises(RequestError, match="cannot be enforced"):
             grammar.calls_once_opened(AnswerForm(form), [bad], several=False, in_thought=False)

@@ -121,7 +121,7 @@ def test_any_of_the_tools_will_do_where_one_is_required(engine, with_form, form)
 def test_a_schema_that_no_call_satisfies_is_refused_at_the_tools(engine):
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
     (event,) = run(engine, job_of(tools=[bad], must_call=""))
-    assert event.error["fields"]["field"] == "tools" and "cannot be held to" in event.error["message"]
+    assert event.error["fields"]["field"] == "tools" and "cannot be enforced" in event.error["message"]
 
 
 # Calls that a model makes of its own ----------------------------------------------------------------------------------

@@ -640,7 +640,7 @@ def test_compare_is_zero_only_for_the_same_bits(dtype):
 @pytest.mark.parametrize("command", ["plan", "run", "verify", "bench", "serve", "merge", "doctor"])
 def test_every_command_reads_an_adapter_the_same_way(command, capsys):
     rest = {"run": ["hi"], "merge": ["out"]}.get(command, [])
-    for text, words in (("x (2)", "Put a name in front: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
+    for text, words in (("x (2)", "Add a name: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
         assert cli.main([command, "no/model", *rest, "--adapter", text]) == 2
         err = capsys.readouterr().err
         assert words in err and "--adapter" in err

@@ -64,7 +64,7 @@ def test_ctrl_c_shows_and_keeps_what_was_done_and_makes_no_drafts(asked, tmp_pat
     file, drafts = tmp_path / "runs.json", tmp_path / "drafts"
     assert cli.main(["doctor", "--matrix", "--save", str(file), "--drafts", str(drafts)]) == 130
     shown = capsys.readouterr().out
-    assert "R05_ALL_GPU_4BIT" in shown and "stopped before its end" in shown
+    assert "R05_ALL_GPU_4BIT" in shown and "stopped early" in shown
     assert [run["case"] for run in read_runs(file)["runs"]] == ["R05_ALL_GPU_4BIT"] and not drafts.exists()
 
 
@@ -116,5 +116,5 @@ def test_real_ctrl_c_leaves_a_whole_file_and_no_process(tmp_path):
         shown, _ = running.communicate(timeout=30)
     finally:
         running.kill()
-    assert running.returncode == 130 and "stopped before its end" in shown
+    assert running.returncode == 130 and "stopped early" in shown
     assert read_runs(file)["runs"][0]["label"] != "UNKNOWN"

@@ -245,14 +245,14 @@ def test_long_lines_are_cut_and_say_so():
     assert max(map(len, text.splitlines())) < 800
     fenced = "\n".join(body for _, body in commonmark_fences(text))
     # In what is quoted with a count, in sentences with an ellipsis.
-    assert text.count("characters left out]") == fenced.count("characters left out]") >= 2
+    assert text.count("characters omitted]") == fenced.count("characters omitted]") >= 2
     assert f"`RuntimeError: {ITEM} ...`" in text
 
 
 def test_lines_that_differ_in_a_module_are_told_once():
     noisy = r03(warnings={f"for base.model.layers.{n}.q_proj: copying to meta is a no-op": 2 for n in range(5)})
     text = the_draft(make([noisy, record("R05")]), "quant-state-meta-item").markdown()
-    assert text.count("copying to meta is a no-op") == 1 and "Said while it ran (10 times)" in text
+    assert text.count("copying to meta is a no-op") == 1 and "Printed while it ran (10 times)" in text
 
 
 def test_without_the_run_the_sentence_is_gone():
@@ -363,7 +363,7 @@ def test_the_same_case_under_other_versions_is_told():
     other = r03() | {"versions": OLD, "label": "PASS", "exception": None}
     text = the_draft(make([*the_runs(), other]), "quant-state-meta-item").markdown()
     old = "transformers 5.6.2, accelerate 1.13.0, peft 0.19.1, bitsandbytes 0.49.2"
-    assert f"`R03_SPLIT_4BIT` with {old}: the right answer, everything where it was asked to be (`PASS`). [r10]" in text
+    assert f"`R03_SPLIT_4BIT` with {old}: the right answer, with the requested placement (`PASS`). [r10]" in text
 
 
 def test_what_probes_saw_here_and_elsewhere_is_told():
@@ -415,7 +415,7 @@ def test_a_thread_that_the_error_itself_names_comes_before_a_new_issue():
     runs = [{**r03(), "exception": {**META_ITEM, "message": message}}, record("R05")]
     text = the_draft(make(runs), "quant-state-meta-item").markdown()
     named = "bitsandbytes-foundation/bitsandbytes#77"
-    assert f"add the evidence to {named} if it is open: the error sends its readers there; else new issue" in text
+    assert f"add the evidence to {named} if it is open: the error message links to it; else new issue" in text
     assert f"- {named} (named by the error's own text)" in text
 
 
@@ -447,7 +447,7 @@ def test_a_draft_has_every_section():
     text = the_draft(make(), "quant-state-meta-item").markdown()
     front = re.findall(r"^\| ([A-Z][a-z -]+) \|", text.partition("\n---\n")[0], re.M)
     assert front == [
-        "Target repository", "Why there", "State", "Labels", "Cross-links", "Known threads", "Fixed in", "Way round",
+        "Target repository", "Why there", "State", "Labels", "Cross-links", "Known threads", "Fixed in", "Workaround",
     ]  # fmt: skip
     assert re.findall(r"^### (.*)", text, re.M) == [
         "System information", "Summary", "Exact configuration", "Reproducer: the case that works and the case that fails",
@@ -468,7 +468,7 @@ def test_a_draft_has_every_section():
         (came(printed("RuntimeError", ITEM, "peft/x.py")), "failed in another place than the run"),
         (
             came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py").replace("works", "no")),
-            "did not get through",
+            "failed in the case that should work",
         ),
         (
             came(printed("RuntimeError", ITEM, "bitsandbytes/functional.py"), versions=OLD),
@@ -647,7 +647,7 @@ def test_a_claim_s_row_says_what_decides_it():
 def test_not_to_file_lists_what_has_no_trace_no_reproducer_or_no_module():
     text = make().not_to_file
     assert (
-        "- `unknown`: no signature knows this failure; read its trace and name its cause before filing. Cases: `ODD` [r6]"
+        "- `unknown`: no known signature matches this failure; read its trace and find its cause before filing. Cases: `ODD` [r6]"
         in text
     )
     assert "- `timeout`: ended as TIMEOUT without a trace of its own. Cases: `SLOW` [r7]" in text

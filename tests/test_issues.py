@@ -71,7 +71,7 @@ def test_lanes_without_drafts_and_files_without_lanes_are_refused(tmp_path, caps
     (tmp_path / "x.json").write_text("{}", encoding="utf-8")
     assert cli.main(["doctor", "--lanes", str(tmp_path / "x.json")]) == 2
     assert cli.main(["doctor", "--lanes", str(tmp_path / "x.json"), "--drafts", str(tmp_path / "d")]) == 3
-    assert "holds no merge lanes" in capsys.readouterr().err
+    assert "has no merge lanes" in capsys.readouterr().err
 
 
 # Where to file --------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def check_as_a_maintainer(draft):
                 assert f"- {fact}" in body and fact.marks
     lines = body_of(text).splitlines()
     assert not [line for line in lines if re.fullmatch(r"[\s.:-]*(Recorded in )?(\[[^\]]+\][ .:]*)+", line)]
-    assert not re.search(r"\[\d+ characters left out\]", re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.S | re.M))
+    assert not re.search(r"\[\d+ characters omitted\]", re.sub(r"^(`{3,}).*?^\1$", "", body, flags=re.S | re.M))
     # The contrast is of single settings: the same packing beside it where such a run passed.
     if draft.passing is not None:
         beside = [

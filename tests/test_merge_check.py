@@ -104,7 +104,7 @@ def test_a_wrong_scale_does_not_pass_although_writer_and_check_read_the_same_ada
     with pytest.raises(ParityError) as caught:
         merge(base, tmp_path / "out", adapters={"a": adapter}, check=True)
     assert str(caught.value).startswith("14 tensors")
-    assert "(2 of its change is there)" in str(caught.value)
+    assert "(2 of its change is present)" in str(caught.value)
     assert caught.value.max_abs > 1
 
 
@@ -181,7 +181,7 @@ def test_a_parameter_that_goes_back_through_several_tensors_is_computed_apart(
     assert report.check is not None and report.check.passed and len(report.check.changed) == 14
     delta = Change.delta
     monkeypatch.setattr(Change, "delta", lambda self, start, stop: 1.01 * delta(self, start, stop))
-    with pytest.raises(ParityError, match=r"14 tensors .*\(1\.01 of its change is there\)"):
+    with pytest.raises(ParityError, match=r"14 tensors .*\(1\.01 of its change is present\)"):
         merge(base, tmp_path / "again", adapters={"a": adapter}, check=True)
 
 

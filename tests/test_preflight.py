@@ -531,7 +531,7 @@ def test_without_a_gpu_trimtab_computes_on_the_cpu():
     machine = Machine(execution_device="cpu", host_available_bytes=2**34)
     found = judge(adapter=STYLE, device_map=REPORTED, machine=machine)
     assert found.answer.kind == ON_CPU and found.answer.plan is not None and found.answer.stock == ""
-    assert any(one.severity == FAILS and "torch can use none here" in one.title for one in found.findings)
+    assert any(one.severity == FAILS and "torch can use no GPU here" in one.title for one in found.findings)
 
 
 def test_memory_asked_for_is_in_the_calls():

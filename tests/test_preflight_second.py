@@ -205,7 +205,7 @@ def test_a_release_of_peft_without_the_call_has_no_second_plan(monkeypatch):
 
     asked = question("style", "nf4-dq", {"cpu": 10_000_000}) | {"device_map": {"": "0"}}
     monkeypatch.delattr(peft_model, "infer_auto_device_map")
-    assert plan_of(asked) == {"runs": False, "why": "PEFT of this release does not ask accelerate for a map"}
+    assert plan_of(asked) == {"runs": False, "why": "this PEFT release does not call accelerate for a map"}
 
 
 def test_an_interpreter_without_peft_says_what_is_missing(tmp_path):
@@ -275,7 +275,7 @@ def test_log_line_of_e4b_is_the_table_and_the_first_thing_tried(e4b, tmp_path):
     assert found.required == {0: (5669781506 if is_whole else 5668601858)}
     own = path.removeprefix("base_model.model.")
     assert (
-        f"= {size} for {own}, the first thing that was tried, + {TABLE_BYTES + 2} for the largest"
+        f"= {size} for {own}, the first module that was tried, + {TABLE_BYTES + 2} for the largest"
         in found.required_words[0]
     )
     assert found.device_map == {"": "cpu"} and found.all_on_cpu

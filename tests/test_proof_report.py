@@ -124,7 +124,7 @@ def test_a_report_that_is_not_finite_is_still_json():
 
 
 def test_the_table_says_verdict_numbers_floor_and_memory():
-    text = str(report(findings=("route x: gave other bits",)))
+    text = str(report(findings=("route x: gave different bits",)))
     assert text.startswith("differs: the plan's tiers against every weight resident")
     assert re.search(r"p1 \(a\) +text +differs +2 +0\.5 +0\.00926", text)
     assert re.search(r"p2 \(a\) +text +same +- +0 +0 +0 +0 +100\.0 %", text)
@@ -132,7 +132,7 @@ def test_the_table_says_verdict_numbers_floor_and_memory():
     assert "once, the same again, every layer rounded at random (3 times)" in text
     # Three equal draws have no spread, so the limit is the largest order of summation, times 2.
     assert "limit: max 0.002, mean 0.002" in text and "false-alarm rate 1e-04" in text
-    assert "host peak 1.00 GiB" in text and "! route x: gave other bits" in text
+    assert "host peak 1.00 GiB" in text and "! route x: gave different bits" in text
 
 
 def test_a_merge_report_shows_its_three_booleans():
@@ -140,8 +140,8 @@ def test_a_merge_report_shows_its_three_booleans():
     rows = (Survival("layers.0.q", 0.25, 3.0, 1.0, 0.01), Survival("layers.1.q", 1.0, 0.0, 1.0, 0.01))
     text = str(report(prompts=(row,), survival=rows))
     assert re.search(r"p1 +BASE +yes +no +yes +\S+ +0\.75", text)
-    assert "of the adapter's change 62.5 % is in the merged weights of 2 modules" in text
-    assert "least: layers.0.q 25.0 %" in text
+    assert "62.5 % of the adapter's change is in the merged weights of 2 modules" in text
+    assert "minimum: layers.0.q 25.0 %" in text
 
 
 def test_an_unmeasured_floor_is_said():
@@ -186,7 +186,7 @@ def test_right_weights_decide_where_answers_cannot_and_wrong_ones_where_answers_
     assert "weights: right: slope of the written change on the exact one 1 over 1 modules, 0 of them wrong" in str(
         right
     )
-    assert "a scale wrong by 1 % would be seen; false-alarm rate 1e-06" in str(right)
+    assert "a scale wrong by 1 % would be detected; false-alarm rate 1e-06" in str(right)
     wrong = report(prompts=(blind,), weights=weights(1.01))
     assert (wrong.verdict, wrong.ok) == ("differs", False)
     with pytest.raises(ParityError, match="layers.0.q of the plan's tiers is not base plus change"):

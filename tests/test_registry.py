@@ -133,7 +133,7 @@ def test_all_problems_are_told_at_once(write):
         "models.c.path: give either path or plan",
         "models.c.quant: has no effect beside a plan",
         "models.d: quant='q4': unknown choice (choices: auto, none, int8, fp4, nf4, nf4-dq)",
-        "models.e: keep='nobody': is no adapter of this model",
+        "models.e: keep='nobody': is not an adapter of this model",
     ]
 
 

@@ -79,7 +79,7 @@ def test_the_right_adapter_is_alive_and_the_report_says_what_that_rests_on(serve
     assert str(report).startswith("ALIVE: m answers with the adapter style")
     for words in (str(report), report_html(report), report_markdown(report)):
         assert "a right server is called wrong in at most 0.50% of runs" in words
-        assert "is the smallest fault that would have been seen" in words
+        assert "is the smallest fault that would have been detected" in words
 
 
 @pytest.mark.usefixtures("few_questions")
@@ -92,10 +92,10 @@ def test_an_adapter_in_noise_is_not_called_alive_and_what_noise_hides_is_named(s
     first, because = str(report).splitlines()[:2]
     assert (
         first
-        == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be seen"
+        == "CANNOT TELL whether m answers with the adapter style: as a whole it does, a small fault would not be detected"
     )
     assert because.endswith("another version of the adapter")
-    assert "is the smallest fault that would have been seen" in report_html(report)
+    assert "is the smallest fault that would have been detected" in report_html(report)
 
 
 @pytest.mark.usefixtures("few_questions")

@@ -57,7 +57,7 @@ def test_a_packed_answer_is_not_unpacked():
     def answer(request):
         return httpx2.Response(200, headers={"content-encoding": "gzip"}, stream=httpx2.ByteStream(b"\x1f\x8b"))
 
-    assert "packs its answers" in str(refused(lambda: client(answer).get("/models")))
+    assert "sends compressed answers" in str(refused(lambda: client(answer).get("/models")))
 
 
 def test_a_server_that_drips_bytes_meets_the_deadline():

@@ -139,5 +139,5 @@ def test_flags():
     options = parser().parse_args(["run", "m", "p", "--decode", "repacked"])
     assert decode_of(options) == "repacked"
     assert decode_of(parser().parse_args(["run", "m", "p"])) == "auto"
-    with pytest.raises(RequestError, match="as --eager does"):
+    with pytest.raises(RequestError, match="cannot be combined with --eager"):
         decode_of(parser().parse_args(["run", "m", "p", "--decode", "auto", "--eager"]))

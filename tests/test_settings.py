@@ -102,7 +102,7 @@ def test_folders_below_the_root_are_found(root):
 def test_what_is_no_folder_below_the_root_is_refused_in_the_same_words(root, given):
     error = refused(Settings(adapter_root=root).adapter_path, given)
     assert error.field == "lora_path"
-    assert str(error) == "lora_path: is no folder below the server's adapter folder"
+    assert str(error) == "lora_path: is not a folder below the server's adapter folder"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="making links needs a right on Windows")

@@ -317,7 +317,7 @@ def test_answer_to_several_failures_fits_one_screen_the_surest_in_full():
     assert "trackers" in first and "ask next" in first
     for text, label in ((second, "FAIL_OFFLOAD_FLAG_NEEDED"), (third, "FAIL_BNB_PARAM_CONSTRUCTOR")):
         assert text.startswith(f"{label}: ") and len(text.splitlines()) == 4
-        assert "  pasted     line " in text and "  way round  " in text
+        assert "  pasted     line " in text and "  workaround " in text
     assert "FAIL_OFFLOAD_DIR_NEEDED (line " in others and "FAIL_DISK_OFFLOAD_INDEX (line 1)" in others
     assert unknown.splitlines()[-1] == "and 7 more"
     lines = diagnosis_text(found).splitlines()
@@ -376,7 +376,8 @@ def test_trace_file_may_be_what_powershell_writes(encoding, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("extra, reason", [
-    (["model"], "does not go with MODEL"), (["--report"], "does not go with --report"), (["--matrix"], "does not go with --matrix"),
+    (["model"], "cannot be combined with MODEL"), (["--report"], "cannot be combined with --report"),
+    (["--matrix"], "cannot be combined with --matrix"),
 ])  # fmt: skip
 def test_trace_with_another_question_is_refused(extra, reason, tmp_path, capsys):
     (tmp_path / "t.txt").write_text(META, encoding="utf-8")

@@ -106,7 +106,7 @@ def test_a_dtype_has_both_spellings(command: str, ask: Any) -> None:
 
 @pytest.mark.parametrize("command", those_with("--adapter"))
 def test_an_adapter_is_a_path_or_a_name_and_a_path(command: str, ask: Any) -> None:
-    for text, words in (("x (2)", "Put a name in front: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
+    for text, words in (("x (2)", "Add a name: NAME=x (2)"), ("=x", "NAME=PATH"), ("a=law:nan", "finite")):
         code, _, err = ask(command, "--adapter", text)
         assert code == 2 and words in err and "--adapter" in err
     named, bare = ask(command, "--adapter", f"style={STYLE}"), ask(command, "--adapter", STYLE)
@@ -184,7 +184,9 @@ def test_a_plan_stands_in_place_of_model_and_budgets(command: str, ask: Any, tmp
         (2, False) if command == "tune" and code == 2 else (3, True)
     )
     code, _, err = ask(command, "--plan", str(wrong))
-    assert code == 2 and err.startswith("trimtab: --plan=") and "gives the model, as MODEL does" in err
+    assert (
+        code == 2 and err.startswith("trimtab: --plan=") and "cannot be combined with MODEL: both name the model" in err
+    )
     for flag, value in (("--gpu-memory", "4G"), ("--host-memory", "4G"), ("--device", "cpu"), ("--dtype", "fp16")):
         code, _, err = ask(command, "--plan", str(wrong), flag, value, MODEL="")
         assert code == 2 and f"{flag}: has no effect on a saved plan" in err

@@ -31,7 +31,7 @@ def table() -> str:
         bugs = [entry.bug for entry in read_catalogue() if entry.bug.id[0] == letter]
         rows = "\n".join(map(_row, bugs))
         parts.append(
-            f"### {letter}. {ROOMS[letter]}\n\n| id | bug | fixed in | way round |\n|---|---|---|---|\n{rows}\n"
+            f"### {letter}. {ROOMS[letter]}\n\n| id | bug | fixed in | workaround |\n|---|---|---|---|\n{rows}\n"
         )
     return "\n".join(parts)
 

@@ -103,7 +103,7 @@ def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
         if not NAME.fullmatch(name):
             raise RequestError(NAME_RULE, field=field, value=name)
     else:
-        name = folder_name(path, field=field, hint=f"Put a name in front: NAME={text}")
+        name = folder_name(path, field=field, hint=f"Add a name: NAME={text}")
     check_weight(name, weight)
     return NamedAdapter(name, path, float(weight))
 

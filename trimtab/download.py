@@ -65,7 +65,7 @@ def pull(
     try:
         return _pull(model, branch, tell, endpoint)
     except HFValidationError as exc:
-        raise RequestError("is no hub id", field="model", value=model, allowed=("OWNER/NAME",)) from exc
+        raise RequestError("is not a hub id", field="model", value=model, allowed=("OWNER/NAME",)) from exc
     except OfflineModeIsEnabled as exc:
         raise RequestError("the hub is switched off: HF_HUB_OFFLINE is set", field="model", value=model) from exc
     except HfHubHTTPError as exc:
@@ -146,7 +146,9 @@ def _weight_files(
         raise CheckpointError(f"its index cannot be read ({exc})", path=f"{model}/{INDEX}") from exc
     for name in names:
         if not _SHARD.fullmatch(name) or name not in sizes:
-            raise CheckpointError(f"its index names {name!r}, which is no weight file of it", path=f"{model}/{INDEX}")
+            raise CheckpointError(
+                f"its index names {name!r}, which is not one of its weight files", path=f"{model}/{INDEX}"
+            )
     return names
 
 
@@ -163,7 +165,7 @@ def _check_room(model: str, needed: int) -> None:
     if needed > free:
         raise RequestError(
             f"needs {gib(needed)} in {hub_cache()}, the disk has {gib(free)} free", field="model", value=model,
-            hint="HF_HOME names another folder",
+            hint="HF_HOME sets another folder",
         )  # fmt: skip
 
 
@@ -171,7 +173,7 @@ def _record(model: str, name: str, commit: str) -> None:
     """Let a branch or tag of the cache name a commit, as huggingface_hub does: `refs/main` is what a hub id stands for."""
     path = hub_cache() / "--".join(("models", *model.split("/"))) / "refs" / name
     if not path.resolve().is_relative_to(path.parents[len(Path(name).parts) - 1].resolve()):
-        raise RequestError("is no name of a revision", field="revision", value=name)
+        raise RequestError("is not a revision name", field="revision", value=name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(commit, encoding="utf-8")
 

@@ -295,7 +295,7 @@ def test_an_adapter_that_cannot_be_loaded_is_refused_in_words(opened, path):
     page.fill("#adapter-name", "other")
     page.fill("#adapter-path", path)
     page.click("#load-adapter-send")
-    expect(page.locator("#adapters-error")).to_contain_text("is no folder below the server's adapter folder")
+    expect(page.locator("#adapters-error")).to_contain_text("is not a folder below the server's adapter folder")
     expect(page.locator("#adapter-path")).to_have_value(path)
 
 

@@ -40,7 +40,7 @@ def test_what_needs_the_admins_key_asks_for_it_once(opened):
     expect(page.locator("#key-error")).to_contain_text("admin key")
     page.fill("#key", ADMIN_KEY)
     page.keyboard.press("Enter")
-    expect(page.locator("#adapters-error")).to_contain_text("is no folder below the server's adapter folder")
+    expect(page.locator("#adapters-error")).to_contain_text("is not a folder below the server's adapter folder")
 
 
 def test_the_key_can_be_changed_or_left_as_it_is(opened):

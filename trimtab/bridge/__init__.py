@@ -25,7 +25,7 @@ def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", 
     base_model: what stock `from_pretrained` gave, quantized or not, on one device or split by accelerate's hooks. path: a
     folder that PEFT wrote. peft_kwargs: `is_trainable`, `autocast_adapter_dtype`. Further adapters: `load_adapter` of
     the returned object. Errors, all before anything is changed: RequestError for an argument that does not exist or
-    would do nothing; UpstreamError for a base that a known bug has broken, with the way round; AdapterError with every
+    would do nothing; UpstreamError for a base that a known bug has broken, with the workaround; AdapterError with every
     key that fits nothing.
     """
     from trimtab.bridge.load import load_first

@@ -90,7 +90,7 @@ class Filler:
                 if target.kind == "saved":
                     self._fill_saved(target, file)
         self.problems += [
-            f"{path}: {tensor_name} is on the meta device: nothing in the file fills it"
+            f"{path}: {tensor_name} is on the meta device, and the file has no tensor for it"
             for path, tensor_name in self._empty()
         ]
         if self.problems:

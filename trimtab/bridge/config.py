@@ -15,7 +15,7 @@ from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
 
 ALLOWED = ("autocast_adapter_dtype", "is_trainable")
-_BASE = "the placement is the base's own, decided when it was loaded; nothing is placed a second time"
+_BASE = "the base was placed when it was loaded; nothing is placed a second time"
 _LOCAL = "the adapter is a local folder; nothing is downloaded"
 REFUSED: Mapping[str, str] = {
     "device_map": _BASE, "max_memory": _BASE, "offload_dir": _BASE, "offload_folder": _BASE, "offload_index": _BASE,
@@ -37,7 +37,7 @@ def check_kwargs(peft_kwargs: Mapping[str, Any]) -> None:
     """Return nothing. Errors: RequestError for the first argument that is unknown or would have no effect."""
     for name, value in peft_kwargs.items():
         if name in REFUSED:
-            raise RequestError(f"is not taken: {REFUSED[name]}", field=name, value=value, hint="Leave it out")
+            raise RequestError(f"is not supported: {REFUSED[name]}", field=name, value=value, hint="Leave it out")
         if name not in ALLOWED:
             near = near_names(name, (*ALLOWED, *REFUSED)) or list(ALLOWED)
             raise RequestError("load_peft has no such argument", field=name, value=value, allowed=near)

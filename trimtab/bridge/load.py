@@ -58,7 +58,7 @@ def _load_next(
     _check_name(adapter_name)
     if adapter_name in peft_model.peft_config:
         raise RequestError(
-            "an adapter with this name is loaded; delete_adapter takes it off", field="adapter_name", value=adapter_name
+            "an adapter with this name is loaded; delete_adapter removes it", field="adapter_name", value=adapter_name
         )
     # Not get_base_model(): without an adapter PEFT cannot answer that.
     anatomy, base = peft_model.__dict__[ANATOMY], peft_model.base_model.model
@@ -108,7 +108,7 @@ def _check_base(base_model: Any) -> None:
         raise RequestError("is not a transformers model", field="base_model", value=type(base_model).__name__)
     if any(hasattr(module, "base_layer") for module in base_model.modules()):
         raise RequestError(
-            f"this {type(base_model).__name__} holds adapters already", field="base_model",
+            f"this {type(base_model).__name__} already has adapters", field="base_model",
             hint="Further adapters: peft_model.load_adapter(path, name)",
         )  # fmt: skip
     found = scan(base_model)

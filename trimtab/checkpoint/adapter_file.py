@@ -77,7 +77,7 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
         raise AdapterError(folder, problems)
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
-        raise AdapterError(folder, [f"{TENSORS_NAME} holds no tensor"])
+        raise AdapterError(folder, [f"{TENSORS_NAME} has no tensors"])
     found = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
     if values:
         check_values(found)

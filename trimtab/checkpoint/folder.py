@@ -334,6 +334,6 @@ def _refuse_other_weights(folder: Path) -> None:
     other = [name for name in names if name.endswith((".safetensors", ".gguf"))]
     if other:
         raise CheckpointError(
-            f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which say what transformers reads",
+            f"has {other[0]}{_others(other[1:])}, but neither {SINGLE} nor {INDEX}, which name the files that transformers reads",
             path=folder, hint="Copy or download the missing file; GGUF and adapter files are not a checkpoint",
         )  # fmt: skip

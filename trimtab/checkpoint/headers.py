@@ -40,7 +40,7 @@ _OTHER_FORMATS: tuple[tuple[bytes, str, str], ...] = (
     (b"version ", "is a Git LFS pointer, not the weights", "Fetch the real file with `git lfs pull`"),
     (b"PK\x03\x04", _PICKLE, _CONVERT), (b"\x80\x02", _PICKLE, _CONVERT), (b"\x80\x03", _PICKLE, _CONVERT),
     (b"\x80\x04", _PICKLE, _CONVERT), (b"\x80\x05", _PICKLE, _CONVERT),
-    (b"GGUF", "is a GGUF file, not safetensors", "Take the safetensors files of the same model"),
+    (b"GGUF", "is a GGUF file, not safetensors", "Use the safetensors files of the same model"),
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def _check_method(checkpoint: Checkpoint) -> None:
     if method != "bitsandbytes":
         raise CheckpointError(
             f"is quantized with {method!r}; only bitsandbytes 4-bit and 8-bit is read", path=checkpoint.folder,
-            hint="Take the unquantized checkpoint of the same model: trimtab quantizes while it loads",
+            hint="Use the unquantized checkpoint of the same model: trimtab quantizes while it loads",
         )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
             raise
     plan = plan_request(replace(given, prefix_cache_bytes=0))
     print(
-        "the host's budget has no room for the keys and values of earlier turns: each prompt is computed whole",
+        "the host budget has no room for a prefix cache: every turn computes the whole prompt again",
         file=sys.stderr,
     )
     return plan, adapter

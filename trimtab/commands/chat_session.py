@@ -29,11 +29,11 @@ HELP = (
     ("/adapter [NAME]", "answer with this adapter from now on, `base` with none; alone, list them"),
     (f"/adapter {MIX_FORM}", "answer with a weighted sum of several"),
     ("/adapter NAME=PATH", "load one more adapter and answer with it"),
-    ("/reload [NAME]", "read adapters again whose files have changed"),
+    ("/reload [NAME]", "reload adapters whose files have changed"),
     ("/compare A B [TEXT]", "answer TEXT, or the last question, with both; the conversation stays as it is"),
     ("/again [NAME]", "answer the last question again, with this adapter, in place of the last answer"),
     ("/image FILE", "send this image with the next message"),
-    ("/audio FILE", "send this sound with the next message"),
+    ("/audio FILE", "send this audio file with the next message"),
     ("/system [TEXT]", "set the system message; alone, show it; `/system off` removes it"),
     ("/memory", "memory planned and in use, tokens of the context, speed of the last answer"),
     ("/save FILE", "write the conversation: .json, or .md to read"),
@@ -42,8 +42,8 @@ HELP = (
     ("/quit", "leave; also Ctrl-D"),
 )
 KEYS = (
-    "Enter sends, Alt-Enter begins a new line. Ctrl-C ends an answer; what came of it is kept. A message that begins with a slash\n"
-    'is sent with two: //etc. Without a terminal each line is a message, and """ ... """ holds several lines.'
+    "Enter sends, Alt-Enter begins a new line. Ctrl-C ends an answer; the partial answer is kept. Type two slashes to send\n"
+    'a message that begins with one: //etc. Without a terminal each line is a message, and """ ... """ holds several lines.'
 )
 
 
@@ -243,7 +243,7 @@ class Session:
     def _reload(self, rest: str) -> None:
         names = [rest] if rest else list(self.model.adapters)
         changed = [name for name in names if self.model.reload_adapter(name)]
-        self._say(f"read again: {', '.join(changed)}" if changed else "no adapter's files have changed")
+        self._say(f"reloaded: {', '.join(changed)}" if changed else "no adapter's files have changed")
 
     def _memory(self, rest: str) -> None:
         used, plan = self.model.memory(), self.model.plan

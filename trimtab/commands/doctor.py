@@ -131,14 +131,14 @@ def _check(options: argparse.Namespace) -> None:
     if options.matrix and options.runs:
         raise RequestError("gives runs that were saved; --matrix makes new ones", field="--runs", value=options.runs)
     if options.timeout is not None and options.timeout <= 0:
-        raise RequestError("must be more than no time", field="--timeout", value=options.timeout)
+        raise RequestError("must be above zero", field="--timeout", value=options.timeout)
     if options.case:
         from trimtab.doctor.cases import find_cases
 
         find_cases(options.case)
     if options.drafts and not (options.matrix or options.runs or options.lanes):
         raise RequestError(
-            "drafts are made of recorded runs", field="--drafts", hint="Add --matrix, --runs FILE or --lanes FILE"
+            "drafts require recorded runs", field="--drafts", hint="Add --matrix, --runs FILE or --lanes FILE"
         )
     if options.bisect and (not options.case or len(options.case) != 1):
         raise RequestError("needs exactly one --case", field="--bisect", value=options.bisect)

@@ -128,7 +128,10 @@ def decode_of(options: argparse.Namespace) -> str:
     """Return what --eager and --decode say. Errors: RequestError if both say something."""
     if options.eager and options.decode is not None:
         raise RequestError(
-            "sets how decode steps run, as --eager does", field="--decode", value=options.decode, hint="Give one"
+            "cannot be combined with --eager: both set how decode steps run",
+            field="--decode",
+            value=options.decode,
+            hint="Give one",
         )
     return "eager" if options.eager else options.decode or "auto"
 
@@ -170,7 +173,9 @@ def give_model(options: argparse.Namespace) -> None:
     given = [value for action in positional if (value := getattr(options, action.dest)) is not None]
     free = [action for action in positional if action.dest not in getattr(options, IN_PLACE)]
     if len(given) > len(free):
-        raise RequestError("gives the model, as MODEL does", field="--plan", value=path, hint="Give one")
+        raise RequestError(
+            "cannot be combined with MODEL: both name the model", field="--plan", value=path, hint="Give one"
+        )
     if len(given) < len(free):
         options.parser.error(f"the following arguments are required: {free[len(given)].metavar}")
     if not Path(path).is_file():
@@ -238,7 +243,7 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
 def adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
     """Return the adapter that answers, the only one without --use. Errors: RequestError."""
     if use is None and len(names) > 1:
-        raise RequestError("several adapters are given; say which one answers", field="--use", allowed=names)
+        raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=names)
     if use is not None and use not in names:
         raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=names)
     return use if use is not None else next(iter(names), None)
@@ -352,7 +357,7 @@ def system_of(options: argparse.Namespace) -> str | None:
         return None if options.system is None else str(options.system)
     if options.system is not None:
         raise RequestError(
-            "gives a system message, as --system does",
+            "cannot be combined with --system",
             field="--system-file",
             value=options.system_file,
             hint="Give one",

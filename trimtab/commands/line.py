@@ -260,7 +260,7 @@ def prompt_of(options: argparse.Namespace) -> str:
     if options.prompt_file is not None:
         if options.prompt is not None:
             raise RequestError(
-                "gives the question, as PROMPT does", field="--prompt-file", value=options.prompt_file, hint="Give one"
+                "cannot be combined with PROMPT", field="--prompt-file", value=options.prompt_file, hint="Give one"
             )
         return read_text(options.prompt_file, "--prompt-file")
     if options.prompt == "-":

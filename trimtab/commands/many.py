@@ -27,7 +27,7 @@ def run_many(options: argparse.Namespace) -> int:
     for flag, value in (("PROMPT", options.prompt), ("--prompt-file", options.prompt_file), ("--image", options.image),
                         ("--audio", options.audio)):  # fmt: skip
         if value:
-            raise RequestError("has no effect beside --prompts", field=flag, hint="Say it in the file")
+            raise RequestError("has no effect beside --prompts", field=flag, hint="Set it in the file")
     if options.out is None:
         raise RequestError("--prompts needs a file for the answers", field="--out")
     check_folder_of(options.out, "--out")
@@ -121,7 +121,7 @@ def _values(answer: Any) -> dict[str, Any]:
 def _text(summary: Mapping[str, Any]) -> str:
     text = f"{summary['out']}: {summary['answered']} answered"
     if summary["answered_before"]:
-        text += f", {summary['answered_before']} were there before"
+        text += f", {summary['answered_before']}were answered before"
     if summary["errors"]:
-        text += f", {summary['errors']} could not be answered (their lines hold an error)"
+        text += f", {summary['errors']} failed (their lines have the error)"
     return text

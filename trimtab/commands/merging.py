@@ -47,7 +47,7 @@ def add(command: Command) -> None:
         action="store_true",
         help="read the result again, check every value, and compare the answers with the adapter's",
     )
-    add_budgets(merged, "what each model of --check may take")
+    add_budgets(merged, "memory for each model of --check")
     add_device(merged, "where --check computes: ")
 
     verified = command("verify", run_verify, "check that two computations of the same answers agree")

@@ -85,7 +85,7 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
         if key not in (*FIELDS, *UNUSED, *OPTIONS):
             raise RequestError("unknown key", field=f"{name}: {key}", allowed=(*FIELDS, *OPTIONS))
     if ("prompt" in values) == ("messages" in values):
-        raise RequestError("has either a prompt or messages", field=name)
+        raise RequestError("must have either a prompt or messages", field=name)
     request = {key: values[key] for key in (*OPTIONS, "system", "adapter") if values.get(key) is not None}
     request["prompt"] = values["prompt"] if "prompt" in values else values["messages"]
     if "stop" in request:
@@ -94,7 +94,7 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
         given = values.get(kind)
         files = [given] if isinstance(given, str) else given or []
         if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
-            raise RequestError("is a file or a list of files", field=f"{name}: {kind}")
+            raise RequestError("must be a file or a list of files", field=f"{name}: {kind}")
         if files:
             request[kind] = [str(folder / file) for file in files]
     return request
@@ -182,7 +182,7 @@ class AnswersFile:
         digest = self.done.get(line.number)
         if digest is not None and digest != line.digest:
             raise RequestError(
-                f"line {line.number} of the prompts is another one than the answered one", field="--out",
+                f"line {line.number} of the prompts has changed since it was answered", field="--out",
                 value=str(self.path), hint="Give another file",
             )  # fmt: skip
         return digest is not None

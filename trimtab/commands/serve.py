@@ -212,7 +212,9 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
             raise KeyboardInterrupt
         return 0
     if options.ray_address is not None:
-        raise RequestError("has no effect on a file: who deploys it says where", field="--ray-address")
+        raise RequestError(
+            "has no effect with --print-config: `serve deploy` chooses the cluster", field="--ray-address"
+        )
     text = config(arguments)
     if options.print_config == "-":
         sys.stdout.write(text)
@@ -235,7 +237,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         own |= {"idle_unload": "--idle-unload", "eager": "--eager", "decode": "--decode"}
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
-            raise RequestError("has no effect beside a registry file", field=flag, hint="Say it in the file")
+            raise RequestError("has no effect beside a registry file", field=flag, hint="Set it in the file")
         models = read_registry(path, is_config=options.config is not None and path == Path(options.config))
         if _is_here(options):
             check_present(models)
@@ -308,7 +310,9 @@ def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
         for name, value in ((f"--{kind}-key", given), (flag, path)):
             if value is not None:
                 hint = f"Start Ray on each node with {variable} in its environment"
-                raise RequestError("is not written into a file", field=name, hint=hint)
+                raise RequestError(
+                    "cannot be used with --print-config: keys are not written into a file", field=name, hint=hint
+                )
         return [NO_KEY] if kind == "api" else []  # `config` leaves it out
     keys = list(given or ())
     if os.environ.get(variable):

@@ -93,7 +93,7 @@ def _check_alone(options: argparse.Namespace, flag: str, others: tuple[str, ...]
     given = [name for name in others if getattr(options, name, None) not in (None, False)]
     if given:
         names = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
-        raise RequestError(f"does not go with {names}", field=flag)
+        raise RequestError(f"cannot be combined with {names}", field=flag)
 
 
 def _read(name: str) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 ADAPTERS = tuple(demo.ADAPTERS)
 FOLDER = demo.FOLDER
-GET_IT_BACK = "Install trimtab again, in a source tree run `git checkout -- trimtab/demo`, or make it anew with tools/train_demo.py"
+GET_IT_BACK = "Install trimtab again. In a source tree run `git checkout -- trimtab/demo`, or tools/train_demo.py"
 CONTEXT_TOKENS = 512
 NEW_TOKENS = 48
 
@@ -120,7 +120,7 @@ def check_changes(found: Changes, expected: Changes) -> None:
     compared = compare_changes(expected, found)
     if compared is not None and compared.wrong:
         raise ParityError(
-            f"the split model has not loaded what the resident one has: {compared.wrong[0]}", position=-1,
+            f"the split model did not load the same adapters as the resident one: {compared.wrong[0]}", position=-1,
             max_abs=0.0, mean_abs=0.0, tolerance=0.0, hint=f"{len(compared.wrong)} modules are wrong",
         )  # fmt: skip
 
@@ -140,7 +140,7 @@ def _judge(
     Another kernel for the same product gives other last bits. Errors: ParityError if a difference is more than that.
     """
     places = [place for place, (a, b) in enumerate(zip(logits, expected, strict=True)) if not a.equal(b)]
-    say("   not the same bits: measuring the noise of the resident model")
+    say("   not bit-equal: measuring the noise of the resident model")
     floor = judge(_noise(whole, {str(place): asks[place] for place in places}), asks, logits, expected)
     return "same within noise", floor.to_json()
 

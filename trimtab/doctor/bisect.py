@@ -111,7 +111,9 @@ def check_range(asked: Range) -> Range:
     name = asked.package.lower().replace("-", "_")
     if name not in PACKAGES:
         near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
-        raise RequestError("is no package that is bisected", field="bisect", value=asked.package, allowed=tuple(near))
+        raise RequestError(
+            "is not a package that can be bisected", field="bisect", value=asked.package, allowed=tuple(near)
+        )
     low, high = (_version(text) for text in (asked.low, asked.high))
     if low >= high:
         raise RequestError(
@@ -134,7 +136,7 @@ def releases_between(asked: Range, known: Sequence[str]) -> tuple[str, ...]:
         if Version(end) not in versions:
             nearest = sorted(known, key=lambda text: _distance(Version(text), Version(end)))[:4]
             raise RequestError(
-                f"the index has no such release of {asked.package}", field="bisect", value=end,
+                f"the package index has no such release of {asked.package}", field="bisect", value=end,
                 allowed=sorted_versions(nearest),
             )  # fmt: skip
     low, high = Version(asked.low), Version(asked.high)
@@ -336,5 +338,5 @@ def bisection_text(found: Bisection) -> str:
         lines.append("it changed more than once: there may be further changes between releases that were not run")
     lines += [f"note: {note}" for note in found.notes]
     if found.stopped:
-        lines.append("stopped before its end")
+        lines.append("stopped early")
     return "\n".join(lines)

@@ -89,7 +89,7 @@ class Base:
             told = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as exc:
             raise RequestError(
-                f"is no interpreter that can be asked ({type(exc).__name__})", field="python", value=exe
+                f"is not a Python interpreter that runs ({type(exc).__name__})", field="python", value=exe
             ) from exc
         return cls(Path(exe).absolute(), told["versions"], tuple(told["folders"]), f"{told['python']} {told['prefix']}")
 
@@ -120,7 +120,7 @@ class Environments:
         if code != 0 or found is None:
             if "No module named pip" in output:
                 raise RequestError(
-                    "has no pip, with which environments are made", field="python", value=str(self.base.python),
+                    "has no pip, which is needed to create environments", field="python", value=str(self.base.python),
                     hint="python -m ensurepip",
                 )  # fmt: skip
             raise InstallError(f"the index does not list {package}: {reason_of(output)}")
@@ -148,7 +148,7 @@ class Environments:
             return python
         shutil.rmtree(home, ignore_errors=True)  # half made
         started = time.monotonic()
-        self.say(f"{package} {version}: making an environment")
+        self.say(f"{package} {version}: creating an environment")
         try:
             self._make(home, python, package, version)
         except BaseException:
@@ -183,7 +183,7 @@ class Environments:
         found = self._installed(python, pins)
         wrong = [f"{name} is {found.get(name, 'missing')}" for name in pins if found.get(name) != pins[name]]
         if wrong:
-            raise InstallError(f"the environment is not as asked: {', '.join(wrong)}")
+            raise InstallError(f"the environment has other versions than requested: {', '.join(wrong)}")
         (home / READY).write_text(json.dumps({"pins": pins}), encoding="utf-8")
 
     def _link(self, python: Path) -> None:

@@ -64,7 +64,7 @@ class Card:
             return f"imitated card of {self.total_bytes} bytes, {free} of them free after the base"
         if free < SMALLEST_FREE_BYTES:
             _tell_accelerate(lambda: {0: free, "cpu": HOST_BYTES})
-            return f"too small for a ballast: accelerate is told that {free} bytes are free"
+            return f"too small to fill: accelerate sees {free} bytes are free"
         import torch
 
         self.load_peak_bytes = torch.cuda.max_memory_allocated(0)

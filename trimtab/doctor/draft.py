@@ -164,7 +164,7 @@ def make_drafts(
 ) -> Drafts:
     """Return the drafts without writing them; arguments as for `write_drafts`. bugs: by id, None for the catalogue."""
     if not runs:
-        raise RequestError("drafts need recorded runs", field="runs")
+        raise RequestError("drafts require recorded runs", field="runs")
     evidence = evidence_of(runs)
     known = read_bugs() if bugs is None else bugs
     reproduce = run_script if run_script is not None else lambda text: draft_run.run_script(text, python=python)
@@ -303,7 +303,7 @@ class _Maker:
 def _why_unknown(run: Run) -> str:
     if run.exception is None:
         return f"ended as {run.label} without a trace of its own"
-    return "no signature knows this failure; read its trace and name its cause before filing"
+    return "no known signature matches this failure; read its trace and find its cause before filing"
 
 
 def show(text: str, bucket: Bucket, run: Run, came: Mapping[str, Any]) -> tuple[Shown | None, str]:
@@ -323,7 +323,7 @@ def show(text: str, bucket: Bucket, run: Run, came: Mapping[str, Any]) -> tuple[
         return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if bucket.script:
         if not re.search(r"^works: ", output, re.M):
-            return None, "the reproducer did not get through the case that works"
+            return None, "the reproducer failed in the case that should work"
     elif without_numbers(message) != without_numbers(run.message):
         return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if run.frames and not bucket.shows[0].startswith("AssertionError") and not _same_place(run, files):
@@ -356,7 +356,7 @@ def check_folder(folder: Path, *, overwrite: bool = False) -> None:
     foreign = [name for name in entries if not name.endswith(".md")] if NOT_TO_FILE in entries else entries
     if foreign:
         raise RequestError(
-            f"the folder holds other things than drafts ({', '.join(foreign[:3])})", field="drafts", value=str(folder)
+            f"the folder contains other files than drafts ({', '.join(foreign[:3])})", field="drafts", value=str(folder)
         )
 
 

@@ -13,11 +13,11 @@ from trimtab.doctor.draft_evidence import Point, Run
 
 PRIMARY, SUPPORTING, FIXED, DEFERRED, DOCUMENTATION = "primary", "supporting", "fixed", "deferred", "documentation"
 STATES = {
-    PRIMARY: "a fault of its own, with a trace or a wrong result, a reproducer and a case that works",
+    PRIMARY: "a separate fault with a trace or a wrong result, a reproducer and a passing case",
     SUPPORTING: "a case for another draft or a smaller fault; file it after the primary ones",
-    FIXED: "a release has the fix: upgrade, and file only if it comes back",
-    DEFERRED: "not ready: no passing case was recorded beside it",
-    DOCUMENTATION: "works as designed, and the documentation does not say so",
+    FIXED: "a release has the fix: upgrade, and file only if the failure comes back",
+    DEFERRED: "not ready: no passing case was recorded with the same versions",
+    DOCUMENTATION: "works as designed, but is not documented",
 }
 REPOSITORIES = {
     "accelerate": "huggingface/accelerate", "bitsandbytes": "bitsandbytes-foundation/bitsandbytes",
@@ -105,11 +105,11 @@ INT8 = Point(
     and (run.offloads or run.call == "dispatch"),
 )  # fmt: skip
 OTHER_MODES = Point(
-    "Prompts without sound are answered by the same model.",
+    "The same model answers prompts without audio.",
     lambda run: run.label == "FAIL_AUDIO_FINFO" and bool((run.record.get("modes") or {}).get("text", {}).get("ok")),
 )
 BF16_MERGE = Point(
-    "A merge on a bf16 base says what the adapter says.", lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER"
+    "A merge on a bf16 base answers as the adapter.", lambda run: run.label == "BF16_MERGED_MATCHES_BF16_ADAPTER"
 )
 BASE_FIRST = Point(
     "Dequantizing the base first, then loading the adapter and merging, runs.",
@@ -120,7 +120,7 @@ EXPLICIT_DISK = Point(
     lambda run: "disk" in run.map_asked.values() and "" not in run.map_asked and run.stage not in ("", "import", "base"),
 )  # fmt: skip
 RE_PLAN_LOG = Point(
-    "A case of this set logged, while PEFT placed the model anew, that no module fits the device.",
+    "A case of this set logged that no module fits the device, while PEFT placed the model again.",
     lambda run: (
         run.adapter and any("no modules could be assigned" in line for line in run.record.get("log_lines") or ())
     ),
@@ -178,11 +178,11 @@ BUCKETS: tuple[Bucket, ...] = (
         script="re-plan",
         only=lambda run: run.adapter and not map_given(run), kinds=("bug", "device placement"),
         shows=("AssertionError", r"weights were offloaded before the adapter"),
-        title="PeftModel.from_pretrained on a base with offloaded modules plans the placement again and drops the user's map",
+        title="PeftModel.from_pretrained on a base with offloaded modules plans the placement again and discards the user's map",
         expected=(
             "the base's `hf_device_map` is kept, and only the adapter's weights are placed; or",
             "a new placement honours the base's map where it has an entry; or",
-            "the call says that it will place the model anew, and takes an argument that forbids it.",
+            "the call reports that it will place the model again, and accepts an argument that forbids it.",
         ),
         specific=(SPLIT_ALONE, RESIDENT, PREFIXED, NATIVE), related=(RE_PLAN_LOG,),
         questions=(
@@ -274,7 +274,7 @@ BUCKETS: tuple[Bucket, ...] = (
     Bucket(
         name="merge-drops-offloaded", labels=("PASS_BUT_MERGE_DROPPED_OFFLOADED",), bug="C2", script="merge-drops",
         shows=("AssertionError", r"with a catch-all, 0 of \d+ weights merged"),
-        title="merge_and_unload leaves out the adapters of offloaded modules without a warning, if the map has a catch-all entry",
+        title="merge_and_unload skips the adapters of offloaded modules without a warning, if the map has a catch-all entry",
         expected=(
             "offloaded modules are merged, as they are with a map that has no catch-all entry; or",
             "the merge refuses a module whose weights it cannot reach.",
@@ -293,7 +293,7 @@ BUCKETS: tuple[Bucket, ...] = (
     Bucket(
         name="audio-finfo", labels=("FAIL_AUDIO_FINFO",), bug="D2", script="audio-finfo",
         shows=("TypeError", r"torch\.finfo\(\) requires a floating point input type"),
-        title="Gemma 4 with a quantized audio tower raises in torch.finfo on a prompt with sound",
+        title="Gemma 4 with a quantized audio tower raises in torch.finfo on a prompt with audio",
         expected=("the limits are those of the compute dtype, not of the packed weight.",),
         specific=(OTHER_MODES, RESIDENT), questions=("Should the audio tower be left unquantized by default?",),
     ),
@@ -302,7 +302,7 @@ BUCKETS: tuple[Bucket, ...] = (
         shows=("ValueError", r"Gemma4AudioModel does not support an attention implementation"),
         title='attn_implementation="sdpa" refuses the whole of Gemma 4 because of its audio tower',
         expected=(
-            "a tower that cannot use the asked implementation keeps its own, with a log line; or",
+            "a tower that does not support the requested implementation keeps its own, with a log line; or",
             "the message says that a dict per part is accepted.",
         ),
         specific=(RESIDENT, SPLIT_ALONE),

@@ -35,7 +35,7 @@ class Run:
     def __post_init__(self) -> None:
         problems = record_problems(self.record)
         if problems:
-            raise RequestError(f"is no record of a run: {'; '.join(problems)}", field="runs", value=self.mark)
+            raise RequestError(f"is not a record of a run: {'; '.join(problems)}", field="runs", value=self.mark)
 
     @property
     def case(self) -> str:

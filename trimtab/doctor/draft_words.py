@@ -139,7 +139,7 @@ def cut(line: str) -> str:
     if len(line) <= LINE_CHARS + SPARE_CHARS:
         return line
     kept = line[:LINE_CHARS].rpartition(" ")[0] or line[:LINE_CHARS]
-    return f"{kept} [{len(line) - len(kept)} characters left out]"
+    return f"{kept} [{len(line) - len(kept)} characters omitted]"
 
 
 def whole_sentences(text: str) -> str:
@@ -158,4 +158,4 @@ def shortened(output: str, *, first: int = 15, last: int = 45) -> str:
     lines = [cut(line) for line in output.splitlines() if not _MARKS.match(line)]
     if len(lines) <= first + last:
         return "\n".join(lines)
-    return "\n".join([*lines[:first], f"[{len(lines) - first - last} lines left out]", *lines[-last:]])
+    return "\n".join([*lines[:first], f"[{len(lines) - first - last} lines omitted]", *lines[-last:]])

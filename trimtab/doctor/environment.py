@@ -131,7 +131,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
     if "packages" not in told:
         last = (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
         raise RequestError(
-            f"is no interpreter that can be asked: {scrubbed(last)}", field="python", value=os.fspath(python or "")
+            f"is not a Python interpreter that runs: {scrubbed(last)}", field="python", value=os.fspath(python or "")
         )
     # Without the second line the interpreter ended while it imported torch or asked for GPUs.
     torch = told.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}

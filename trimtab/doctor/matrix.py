@@ -35,7 +35,7 @@ MODES_HEAD = "t i a"
 PEAK_HEAD = "GiB"
 LEGEND = (
     "t i a: text, image, audio. = the reference's answer, ~ another one, + an answer without a reference, x an exception, "
-    ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU plays the GPU"
+    ". not asked. GiB: peak of the GPU's memory, of the process's where the CPU stands for the GPU"
 )
 TAIL_LINES = 4  # of a trace below the table
 REFERENCE_SHARE = 2  # a reference asks twice, with the adapter and without
@@ -175,7 +175,7 @@ def _variants(adapter: str | Path | None, cases: Sequence[Case], work: Path) -> 
         raise RequestError(
             f"these cases put an adapter on the model: {', '.join(needing)}", field="adapter",
             allowed=[case.name for case in find_cases(None) if not case.needs_adapter],
-            hint="Give the adapter's folder, or choose cases that need none",
+            hint="Give the adapter's folder, or choose cases without an adapter",
         )  # fmt: skip
     return {}
 
@@ -185,7 +185,9 @@ def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
     outcome = run_inside("trimtab.doctor.case_packages", {}, python=python, timeout_s=60)
     if outcome.ended != DONE or not outcome.lines:
         raise RequestError(
-            f"is no Python that can run a case ({_last_line(outcome)})", field="python", value=str(python)
+            f"is not a Python interpreter that can run a case ({_last_line(outcome)})",
+            field="python",
+            value=str(python),
         )
     found = outcome.lines[0]
     if found["missing"]:
@@ -277,7 +279,7 @@ def read_runs(path: str | Path) -> dict[str, Any]:
     except ValueError as exc:
         raise CheckpointError(f"is not JSON ({exc})", path=file) from exc
     if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("runs"), list):
-        raise CheckpointError(f"is no runs file of format {FORMAT}", path=file)
+        raise CheckpointError(f"is not a runs file of format {FORMAT}", path=file)
     for place, run in enumerate(found["runs"]):
         missing = [key for key in ("case", "engine", "label", "stage") if not isinstance(run, dict) or key not in run]
         if missing:

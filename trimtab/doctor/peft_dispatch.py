@@ -102,7 +102,7 @@ def _pack(model: Any) -> None:
 def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
     """PEFT's calls of accelerate go to accelerate, are recorded in `plan`, and the second one ends the load."""
     if not hasattr(peft_model, "infer_auto_device_map") or not hasattr(peft_model, "get_balanced_memory"):
-        plan["why"] = "PEFT of this release does not ask accelerate for a map"
+        plan["why"] = "this PEFT release does not call accelerate for a map"
         yield
         return
     balance, infer = peft_model.get_balanced_memory, peft_model.infer_auto_device_map

@@ -208,7 +208,7 @@ def preflight_text(found: Preflight) -> str:
     lines += ["", *_unquantized(found.map, found.quant)]
     if found.second is not None:
         lines += ["", arithmetic_text(found.second)]
-    lines += ["", "What lies ahead" if found.findings else "Nothing known lies ahead."]
+    lines += ["", "What will fail" if found.findings else "No known failure applies."]
     for severity in SEVERITIES:
         for one in found.findings:
             if one.severity == severity:
@@ -246,7 +246,7 @@ def _unquantized(found: MapReading, quant: str) -> list[str]:
 
 def _way_round(one: Foreseen) -> list[str]:
     bug = find_bug(one.bug) if one.bug else None
-    return [] if bug is None else [f"{'':13}way round: {bug.way_round}"]
+    return [] if bug is None else [f"{'':13}workaround: {bug.way_round}"]
 
 
 def _indented(text: str) -> list[str]:

@@ -99,12 +99,12 @@ def _map_keys(facts: Facts) -> Iterator[Foreseen]:
         near = f"; near: {', '.join(unknown.near)}" if unknown.near else ""
         yield Foreseen(
             WASTES, "C5", "base", f"the map's key {unknown.key!r} names no module",
-            f"at most a warning; what it was meant for goes where the other keys say{near}",
+            f"at most a warning; the intended module goes where the other keys say{near}",
         )  # fmt: skip
     for hit in found.collisions:
         yield Foreseen(
             WRONG if hit.goes_to == "disk" else WASTES, "C6", "base",
-            f"the map's key {hit.key!r} also takes {_count(hit.tensors, 'tensor')} of modules that only begin like it",
+            f"the map's key {hit.key!r} also takes {_count(hit.tensors, 'tensor')} of modules whose names begin with it",
             f"{hit.example} is loaded to {hit.goes_to}, the map says {hit.asked}; give every module a key of its own",
         )  # fmt: skip
     if found.uncovered:
@@ -132,13 +132,13 @@ def _catch_all(facts: Facts) -> Iterator[Foreseen]:
     if found.keys_on("cpu"):
         off = sum(found.bytes_on.get(device, 0) for device in OFF)
         yield Foreseen(
-            WASTES, "C4", "base", 'the map\'s "" brings every module to the main device first',
+            WASTES, "C4", "base", 'the map\'s "" loads every module to the main device first',
             f"the load peaks at {gib(sum(found.bytes_on.values()))} there, {gib(off)} more than what stays; a map that "
             "names every module does not",
         )  # fmt: skip
         yield Foreseen(
             WRONG, "C2", "merge", 'with "" in the map a merge drops the adapter of offloaded modules',
-            "merge_and_unload returns without an error and without them, when the map is in force; name every module",
+            "merge_and_unload returns without an error and without them while this map is in use; name every module",
         )  # fmt: skip
 
 
@@ -170,8 +170,8 @@ def _base(facts: Facts) -> Iterator[Foreseen]:
 
 def _no_gpu(found: MapReading) -> Foreseen:
     return Foreseen(
-        FAILS, "", "base", f"the map wants GPU {found.main}, torch can use none here",
-        "with no map the model goes to the CPU; trimtab computes there too",
+        FAILS, "", "base", f"the map names GPU {found.main}, and torch can use no GPU here",
+        "without a map the model goes to the CPU; trimtab computes there too",
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def _model(facts: Facts) -> Iterator[Foreseen]:
     patches = [path for path in found.quantized if path.endswith("patch_embedder.input_proj")]
     if patches:
         yield Foreseen(
-            WRONG, "H1", "first forward", "the quantized model does not see the image",
+            WRONG, "H1", "first forward", "the quantized model ignores the image",
             f"{patches[0]} casts pixels to the dtype of packed weights: one constant value",
         )  # fmt: skip
     if any(row.part == "vision" and row.module_path in found.quantized for row in shape.anatomy.rows):
@@ -212,13 +212,13 @@ def _model(facts: Facts) -> Iterator[Foreseen]:
         )  # fmt: skip
     if any(path.startswith("model.audio_tower.") for path in found.quantized):
         yield Foreseen(
-            FAILS, "D2", "first forward", "a quantized audio tower refuses sound",
+            FAILS, "D2", "first forward", "a quantized audio tower raises on audio",
             "TypeError: torch.finfo() requires a floating point input type",
         )  # fmt: skip
     if not shape.takes_sdpa:
         yield Foreseen(
             NOTE, "D3", "base", 'attn_implementation="sdpa" is refused for the whole model',
-            "leave it out: text and vision take sdpa by themselves, audio takes eager",
+            "omit it: text and vision use sdpa by default, audio uses eager",
         )  # fmt: skip
 
 
@@ -245,17 +245,17 @@ def _adapter(facts: Facts) -> Iterator[Foreseen]:
     if found.problems:
         yield Foreseen(
             WRONG, "E3", "adapter", f"{_count(len(found.problems), 'problem')}: the adapter is not made for this model",
-            f"PEFT drops keys that name nothing without a word. {'; '.join(found.problems[:SHOWN])}",
+            f"PEFT silently drops keys that match no module. {'; '.join(found.problems[:SHOWN])}",
         )  # fmt: skip
     if found.dropped:
         yield Foreseen(
-            WRONG, "E3", "adapter", f"{_count(len(found.dropped), 'module')} of the adapter are dropped without a word",
+            WRONG, "E3", "adapter", f"{_count(len(found.dropped), 'module')} of the adapter are dropped silently",
             f"target_modules does not name {_some(found.dropped)}",
         )  # fmt: skip
     if found.renamed:
         yield Foreseen(
-            WRONG, "E3", "adapter", "the file spells module paths in another way than the model",
-            "PEFT takes keys as they are written; trimtab follows the rule "
+            WRONG, "E3", "adapter", "the file writes module paths differently than the model",
+            "PEFT uses keys unchanged; trimtab applies the rule "
             f"{found.spec.prefix if found.spec is not None else ''!r}",
         )  # fmt: skip
     if found.unfilled:
@@ -278,7 +278,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
     if second is None or not second.runs:
         return
     yield Foreseen(
-        WASTES, "B1", "adapter", "PEFT throws the map away and plans again",
+        WASTES, "B1", "adapter", "PEFT discards the map and plans again",
         f"{gib(second.moved_to_main_bytes)} that the map keeps off the main device would go there, "
         f"{gib(second.moved_off_bytes)} the other way",
     )  # fmt: skip
@@ -322,7 +322,7 @@ def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
         return
     yield Foreseen(
         WASTES, "B2", "adapter", f"the second plan offloads {_count(count, 'quantized linear')}",
-        f"it counts the loaded base as memory already lost: {gib(second.free_bytes)} seem free for a model of "
+        f"it counts the memory of the loaded base as unavailable: {gib(second.free_bytes)} seem free for a model of "
         f"{gib(second.total_bytes)}",
     )  # fmt: skip
     four_bit = facts.shape.quant != "int8"
@@ -335,12 +335,12 @@ def _offloaded(facts: Facts, second: SecondPlan) -> Iterator[Foreseen]:
         )  # fmt: skip
     elif facts.shape.quant == "nf4-dq":
         yield Foreseen(
-            FAILS, "A1", "adapter", "the scales of offloaded 4-bit weights end on the meta device",
+            FAILS, "A1", "adapter", "the scales of offloaded 4-bit weights are moved to the meta device",
             f"RuntimeError: Tensor.item() cannot be called on meta tensors ({names}); or, where it loads, A2",
         )  # fmt: skip
     elif four_bit:
         yield Foreseen(
-            FAILS, "A2", "first forward", "the scales of offloaded 4-bit weights end on the meta device",
+            FAILS, "A2", "first forward", "the scales of offloaded 4-bit weights are moved to the meta device",
             f"NotImplementedError: Cannot copy out of meta tensor; no data! ({names})",
         )  # fmt: skip
 

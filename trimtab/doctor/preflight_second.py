@@ -92,7 +92,7 @@ def second_plan(
     free: device -> bytes free now, before the base is loaded: GPUs by number, then "cpu".
     """
     if not reading.is_split:
-        return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so the map is left alone")
+        return SecondPlan(runs=False, why="nothing of the base is on the CPU or disk, so PEFT keeps the map")
     lines, left = _free_then(reading, adapter.spec, free)
     plan = run_peft(
         {
@@ -209,7 +209,7 @@ def _required(inferred: _Inferred, device: Device) -> str:
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
     kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (
-        f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first thing that was tried, + {kept}. It says "
+        f"{device}: {nbytes} bytes required = {size} for {_own(path)}, the first module that was tried, + {kept}. It says "
         "what one placement would need, not how much memory is missing"
     )
 

@@ -23,8 +23,8 @@ TEMPLATE = Path(__file__).with_name("report_page.html")
 GOOD, SILENT, BAD, ENDED, NONE = "good", "silent", "bad", "ended", "none"
 SIGNS = {GOOD: "✓", SILENT: "!", BAD: "✗", ENDED: "■", NONE: "·"}
 MEANINGS = {
-    GOOD: "right", SILENT: "ended without an error and wrong", BAD: "failed", ENDED: "killed at a limit",
-    NONE: "not tried, not applicable or refused by name",
+    GOOD: "right", SILENT: "ended without an error, with a wrong result", BAD: "failed", ENDED: "killed at a limit",
+    NONE: "not tried, not applicable or refused with a reason",
 }  # fmt: skip
 _GOOD = ("PASS", "PASS_NOT_COMPARED", "DIRECT_4BIT_MERGED_MATCHES_ADAPTER", "BF16_MERGED_MATCHES_BF16_ADAPTER")
 _ENDED = ("TIMEOUT", "OOM_HOST", "OOM_GPU", "CRASHED")

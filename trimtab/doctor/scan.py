@@ -38,41 +38,42 @@ _NO_4BIT_OFFLOAD = (
 _BY_NAME = 'Name each module in the device map, without the "" entry'
 KINDS = (
     Kind("quant-state-on-meta", ("A1", "A2"), "bitsandbytes", "forward",
-         "the scales of a quantized weight hold no data", _NO_4BIT_OFFLOAD),
+         "the scales of a quantized weight are on the meta device", _NO_4BIT_OFFLOAD),
     Kind("quantized-weight-offloaded", ("A2",), "bitsandbytes", "forward",
-         "a hook takes a 4-bit weight away and brings it back without its scales", _NO_4BIT_OFFLOAD),
+         "a hook offloads a 4-bit weight and restores it without its scales", _NO_4BIT_OFFLOAD),
     Kind("weight-on-meta", ("C1", "C6"), "accelerate", "forward",
-         "a weight holds no data and no hook brings it", "Load the base again, one device map key for each module"),
+         "a weight is on the meta device and no hook loads it", "Load the base again, one device map key for each module"),
     Kind("embedding-offloaded", ("D4",), "transformers", "forward",
-         "the model reads the word table outside the module's forward", "Keep embed_tokens on the GPU"),
+         "the model reads the token embedding outside the module's forward", "Keep embed_tokens on the GPU"),
     Kind("shared-kv-copied", ("B4",), "transformers", "forward",
          "hooks copy the dictionary through which layers share keys and values",
          "Update transformers to 5.23.0, or load with device_map= instead of calling dispatch_model"),
-    Kind("hooks-unknown", (), "accelerate", "forward", "several hooks of one module take its weights away", _BY_NAME),
+    Kind("hooks-unknown", (), "accelerate", "forward", "several hooks of one module offload its weights", _BY_NAME),
     Kind("sequential-hook", ("C2", "C3"), "peft", "merge",
-         "an offload hook behind the one of a \"\" entry: PEFT's merge leaves such modules out without a word, and "
+         "an offload hook behind the one of a \"\" entry: PEFT's merge skips such modules silently, and "
          "save_pretrained of the model fails", _BY_NAME),
     Kind("nothing-quantized", ("A5",), "transformers", "answer",
-         "the model says that it is quantized and no module is",
-         'Leave llm_int8_enable_fp32_cpu_offload out when all is on one device, and the "" key off "cpu"'),
+         "the model reports that it is quantized, and no module is",
+         'Omit llm_int8_enable_fp32_cpu_offload when everything is on one device, and do not map "" to "cpu"'),
     Kind("left-unquantized", ("A4",), "transformers", "", "linears in full precision in a quantized model",
          "By design for modules that the map offloads: count their bytes at full size"),
     Kind("experts-unquantized", ("H3",), "transformers", "", "fused experts in full precision in a quantized model",
          "None in the stock stack"),
-    Kind("lora-on-meta", ("E2",), "peft", "forward", "adapter weights hold no data", "Load with trimtab.bridge.load_peft"),
-    Kind("lora-wrong-device", ("B8",), "peft", "forward", "adapter weights are not where their layer computes",
+    Kind("lora-on-meta", ("E2",), "peft", "forward", "adapter weights are on the meta device",
+         "Load with trimtab.bridge.load_peft"),
+    Kind("lora-wrong-device", ("B8",), "peft", "forward", "adapter weights are on another device than their layer computes on",
          "Load with trimtab.bridge.load_peft"),
     Kind("adapter-does-nothing", ("E1",), "peft", "answer", "every B of the adapter is zero: the output is the base's",
          "Compare the adapter's keys with the model (trimtab inspect), or load with trimtab.bridge.load_peft"),
     Kind("module-does-nothing", ("E1",), "peft", "answer", "B is zero while other modules of the adapter have one",
          "Compare the adapter's keys with the model (trimtab inspect), or load with trimtab.bridge.load_peft"),
-    Kind("keys-without-effect", (), "", "", "tensors of the adapter's file that this model has no use for",
-         "None needed: they had no effect where the adapter was trained either"),
-    Kind("not-where-the-map-says", ("B1", "C6"), "accelerate", "", "a module is elsewhere than hf_device_map says",
+    Kind("keys-without-effect", (), "", "", "tensors of the adapter that match no module of this model",
+         "None needed: they had no effect during training either"),
+    Kind("not-where-the-map-says", ("B1", "C6"), "accelerate", "", "a module is on another device than in hf_device_map",
          "One device map key for each module"),
-    Kind("map-key-names-nothing", ("C5",), "accelerate", "", "a device map key that no module has", "Correct the key"),
+    Kind("map-key-names-nothing", ("C5",), "accelerate", "", "a device map key that matches no module", "Correct the key"),
     Kind("tied-weights-untied", ("G1",), "accelerate", "answer", "two tied weights have become two tensors",
-         "Keep the head and the word table together"),
+         "Keep the head and the token embedding on one device"),
     Kind("table-copied-whole", ("D6",), "accelerate", "", "an offloaded table that every forward copies whole",
          "trimtab.load fetches only the rows that a prompt needs"),
 )  # fmt: skip
@@ -154,7 +155,7 @@ def scan(model: Any, *, adapter: str | Path | None = None) -> Scan:
     from trimtab.doctor.scan_rules import read_versions, view
 
     if not hasattr(model, "named_modules"):
-        raise RequestError("is no torch model", field="model", value=type(model).__name__)
+        raise RequestError("is not a torch model", field="model", value=type(model).__name__)
     seen = view(model)
     return Scan(
         model_class=seen.model_class, said_quantized=seen.said_quantized(), classes=seen.classes(),
@@ -169,7 +170,7 @@ def _targets(base: Any, adapter: str | Path) -> dict[str, Any]:
     from trimtab.checkpoint.adapter import match_adapter, read_adapter
 
     if any(hasattr(module, "base_layer") for module in base.modules()):
-        raise RequestError("holds adapters already; scan the base before they are loaded", field="model")
+        raise RequestError("already has adapters; scan the base before they are loaded", field="model")
     spec = match_adapter(read_adapter(str(adapter)), read_live(base))
     modules = dict(base.named_modules())
     by_part: dict[str, Counter[str]] = {}
@@ -210,5 +211,5 @@ def scan_text(found: Scan) -> str:
             lines += ["", f"{kind.name}{bugs}: {kind.meaning} [{found.counts[kind.name]}]"]
             lines += [f"  {finding.module_path or '(the model)'}: {finding.detail}" for finding in mine[:3]]
             lines += [f"  and {len(mine) - 3} more"] if len(mine) > 3 else []
-            lines.append(f"  way round: {kind.way_round}")
+            lines.append(f"  workaround: {kind.way_round}")
     return "\n".join(lines)

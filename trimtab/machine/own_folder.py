@@ -42,7 +42,7 @@ def own_folder(name: str) -> Path:
     except RefusedError as exc:
         if str(folder) not in _LOGGED:
             _LOGGED.add(str(folder))
-            logging.getLogger("trimtab").warning("%s; nothing is kept between runs there", exc)
+            logging.getLogger("trimtab").warning("%s; nothing is cached there", exc)
         raise
     return folder
 

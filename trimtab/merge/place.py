@@ -171,11 +171,7 @@ def _refused(out: Path, exc: OSError) -> RequestError:
 def disk_error(exc: OSError, out: Path, *, needed_bytes: int, is_resumable: bool) -> DoesNotFitError | RequestError:
     """Return our error for a write that the system refused. is_resumable: whether finished files are kept."""
     if exc.errno in _FULL:
-        kept = (
-            "finished files are kept beside it and the same command goes on from there"
-            if is_resumable
-            else "nothing is left"
-        )
+        kept = "finished files are kept, and the same command resumes" if is_resumable else "nothing is left"
         free = 0
         with suppress(OSError):
             free = shutil.disk_usage(out.parent).free

@@ -344,5 +344,5 @@ def check_has_weights(checkpoint: Checkpoint) -> None:
     if not checkpoint.has_weights:
         raise CheckpointError(
             "has a config.json but no weights: there is nothing to merge into", path=checkpoint.folder,
-            hint="Put the safetensors files beside it",
+            hint="Add the safetensors files",
         )  # fmt: skip

@@ -59,7 +59,7 @@ class CheckedTensor:
     @property
     def problem(self) -> str:
         """What is wrong with the tensor, in words."""
-        share = "" if self.slope is None else f" ({self.slope:.4g} of its change is there)"
+        share = "" if self.slope is None else f" ({self.slope:.4g} of its change is present)"
         return f"{self.tensor_name} is not as computed{share}"
 
 

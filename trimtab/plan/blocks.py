@@ -195,7 +195,7 @@ def _tiers(
         return ("resident",), {tier: why for tier in TIERS if tier != "resident"}
     if is_table:
         why = (
-            "its rows are only ever looked up: use gather, which leaves the table in host memory, or in the "
+            "only single rows of it are read: use gather, which leaves the table in host memory, or in the "
             "checkpoint file when host memory is short"
         )
         return TABLE_TIERS, {tier: why for tier in TIERS if tier not in TABLE_TIERS}

@@ -110,7 +110,7 @@ class Card:
             ("pcie", card.pcie, r"[3-5]\.0 x\d{1,2}"),
         ):
             if not re.fullmatch(pattern, value):
-                raise RequestError("is no such figure", field=f"plan.card.{name}", value=value)
+                raise RequestError("is not a valid figure", field=f"plan.card.{name}", value=value)
         return card
 
 

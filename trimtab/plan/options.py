@@ -129,7 +129,7 @@ def _mode_reason(mode: str, asked: str | None, refused: Mapping[str, str], befor
     if machine.on_cpu:
         return "the CPU computes"
     if before:
-        return f"faster here than {before[-1].execution.step.mode} steps, for which the CPU may not compute any layer"
+        return f"faster here than {before[-1].execution.step.mode}steps, which compute every layer on the GPU"
     why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
     return why or "the fastest way that this model and card support"
 
@@ -168,7 +168,7 @@ def _chosen_head(request: LoadRequest, plans: Mapping[str, Plan], machine: Any, 
 
 
 def _cost() -> str:
-    return f"mean KL {HEAD8_KL:.1e} on the demo model, head='full' gives stock's logits"
+    return f"mean KL {HEAD8_KL:.1e} on the demo model, head='full' gives the logits of transformers"
 
 
 # What would help -------------------------------------------------------------------------------------------------------

@@ -485,7 +485,7 @@ class _Planner:
             alone = Search(self.items, self._asked_limits())
             total_bytes = alone.smallest_total_bytes() if alone.best() is not None else None
             if total_bytes is not None:
-                why = "the memory that what is resident and what the host holds share"
+                why = "the memory that resident and host blocks share"
                 return self._error("memory", total_bytes, limits.total_budget_bytes, why)
             search = alone
         device_bytes, host_bytes = search.smallest_device_bytes(), search.smallest_host_bytes()
@@ -515,7 +515,7 @@ class _Planner:
         device_bytes = Search(self.items, open_host).smallest_device_bytes()
         if device_bytes is None:
             needed = sum(block.buffer_bytes for block in self.blocks if self._is_spilled(block))
-            why = "the disk has too little room for the spill file"
+            why = "the disk has too little space for the spill file"
             return self._error("disk", needed, limits.disk_budget_bytes or 0, why, argument="offload_dir")
         on_device = replace(limits, device_budget_bytes=device_bytes, total_budget_bytes=None)
         host_bytes = Search(self.items, on_device).smallest_host_bytes()

@@ -22,7 +22,7 @@ AGAINST: Mapping[str, str] = {
     "stock": "trimtab against transformers, bitsandbytes and PEFT",
     "base": "the adapter against the base: is it active at all?",
     "bf16": "quantized weights against bf16 ones",
-    "full-head": "an 8-bit output head against the whole one",
+    "full-head": "an 8-bit output head against the full one",
     "single": "prompts in one batch against each alone",
     "alone": "several adapters in one batch against each alone",
     "eager": "answers token by token, from captured steps where there is a GPU, against one pass of the modules",
@@ -122,7 +122,7 @@ def _stock_case(
 
     if request.keep_unquantized:
         raise RequestError(
-            "keep_unquantized has no equal in the stock stack, whose own list it would replace", field="against",
+            "the stock stack has no equivalent of keep_unquantized: the option would replace its own list", field="against",
             value="stock",
         )  # fmt: skip
     if request.head != "full":
@@ -149,7 +149,7 @@ def _base_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common
 def _bf16_case(ours: Route, request: LoadRequest, checkpoint: Checkpoint, common: Mapping[str, Any]) -> Case:
     if request.quant == "none" or split_packed(checkpoint)[1]:
         raise RequestError(
-            "compares a quantized load of a checkpoint that is not: give quant= and the original checkpoint",
+            "compares a quantized load with the unquantized checkpoint: give quant= and the original checkpoint",
             field="against", value="bf16",
         )  # fmt: skip
     whole = _of(ours, "bf16 weights", quant="none", gpu_memory_bytes=None, keep_unquantized=(), head="full")

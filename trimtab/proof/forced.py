@@ -104,7 +104,7 @@ def other_orders(
         cuts = {"in the prompt": prompt_tokens // 2, "at the answer": prompt_tokens, "in the answer": middle}
         for place, cut in cuts.items():
             if 0 < cut < length:
-                yield f"in two pieces, cut {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]
+                yield f"in two chunks, split at {place}", lambda cut=cut: _in_pieces(hf_model, inputs, cut)  # type: ignore[misc]
     if inputs["input_ids"].device.type == "cpu":
         threads = 2 if torch.get_num_threads() == 1 else 1
         yield f"on {threads} CPU threads", lambda: _on_threads(hf_model, inputs, threads)

@@ -47,9 +47,9 @@ def error_words(run: LaneRun) -> str:
 
 
 LEGEND = (
-    "KL: merged from adapter loaded, same lane; KL base: the base from it, what the adapter is worth; KL bf16: merged from "
-    "the bf16 adapter. survived: share of the adapter's change that is in the weights; noise: what came in besides, in "
-    "lengths of that change."
+    "KL: merged model from loaded adapter, same lane; KL base: base from loaded adapter, the effect of the adapter; KL bf16: "
+    "merged model from the adapter in bf16. survived: share of the adapter's change that is in the weights; noise: other "
+    "changes, relative to the norm of the adapter's."
 )
 
 

@@ -50,9 +50,9 @@ class OtherChange:
 
     def __str__(self) -> str:
         if self.share == 0 and self.rest == 0:
-            return f"{self.module_path}: the change of {self.adapter} is on one side alone"
-        of = f"{self.module_path}: {100 * self.share:.4g} % of the change of {self.adapter} is there"
-        return of if self.rest <= LEAST_REST else f"{of}, and {self.rest:.2g} times its length of another"
+            return f"{self.module_path}: the change of {self.adapter} is on one side only"
+        of = f"{self.module_path}: {100 * self.share:.4g} % of the change of {self.adapter} is present"
+        return of if self.rest <= LEAST_REST else f"{of}, with other changes of {self.rest:.2g} times its norm"
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-ready values."""

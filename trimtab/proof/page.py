@@ -100,7 +100,7 @@ def _survival(report: ParityReport) -> list[str]:
         plots.bars(
             [row.survived for row in report.survival], names, label="survival by module", logarithmic=False, line=1.0
         ),
-        '<p class="soft">other changes, in lengths of the adapter\'s</p>',
+        '<p class="soft">other changes, relative to the norm of the adapter\'s</p>',
         plots.bars([row.noise for row in report.survival], names, label="noise by module", logarithmic=True),
     ]
 

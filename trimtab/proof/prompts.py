@@ -165,14 +165,14 @@ def _read_values(values: Mapping[str, Any], folder: Path) -> tuple[Prompt | None
     if not ids and "text" not in values:
         problems.append("has neither text nor token_ids")
     if ids and any(name in values for name in ("text", "image", "audio")):
-        problems.append("token_ids are taken as they are; text, image and audio do not apply")
+        problems.append("token_ids are used unchanged; text, image and audio do not apply")
     expected = values.get("expected")
     if expected is not None and not (
         isinstance(expected, Mapping) and all(isinstance(answer, str) for answer in expected.values())
     ):
         problems.append('expected must be an object of texts ("base" or an adapter\'s name -> answer)')
     media = {name: folder / values[name] for name in ("image", "audio") if isinstance(values.get(name), str)}
-    problems += [f"{name} {file} is no file" for name, file in media.items() if not file.is_file()]
+    problems += [f"{name} {file} is not a file" for name, file in media.items() if not file.is_file()]
     if problems:
         return None, problems
     paths: dict[str, Any] = {name: str(file.resolve()) for name, file in media.items()}

@@ -139,11 +139,11 @@ class ParityReport:
                 "the difference is within the noise" if self.floor.is_measured else "the noise could not be measured"
             )
         elif self.expected == "differs":
-            reason = f"{ours} gives what {theirs} gives: the adapter is inactive"
+            reason = f"{ours} gives the same answers as {theirs}: the adapter is inactive"
         elif self.weights is not None and self.weights.wrong and row.verdict != "differs":
             reason = f"{self.weights.wrong[0].module_path} of {ours} is not base plus change"
         elif self.changes is not None and self.changes.wrong:
-            reason = f"{ours} has not loaded what {theirs} has: {self.changes.wrong[0]}"
+            reason = f"{ours} did not load the same adapters as {theirs}: {self.changes.wrong[0]}"
         else:
             reason = f"{ours} differs from {theirs} on prompt {row.id}"
         first = row.difference.first_position

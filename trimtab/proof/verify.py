@@ -60,7 +60,7 @@ def verify(
         raise RequestError("must be at least 1", field="new_tokens", value=new_tokens)
     if python is not None and str(against) != "stock" and not lanes:
         raise RequestError(
-            "has no effect: no side of this comparison is the stock stack's", field="python", value=str(python)
+            "has no effect: neither side of this comparison is the stock stack", field="python", value=str(python)
         )
     if python is None and (str(against) == "stock" or lanes):
         check_installed(STOCK, field="against" if str(against) == "stock" else "lanes", value=str(against))
@@ -242,8 +242,8 @@ def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
 
 def _other_changes(changes: LoadedChanges | None) -> list[str]:
     wrong = changes.wrong if changes is not None else ()
-    more = [f"and {len(wrong) - SHOWN_MODULES} modules more"] if len(wrong) > SHOWN_MODULES else []
-    return [f"not loaded alike: {row}" for row in wrong[:SHOWN_MODULES]] + more
+    more = [f"and {len(wrong) - SHOWN_MODULES}more modules"] if len(wrong) > SHOWN_MODULES else []
+    return [f"loaded differently: {row}" for row in wrong[:SHOWN_MODULES]] + more
 
 
 def _findings(
@@ -267,7 +267,7 @@ def _findings(
     for ran in (reference, subject):
         ids = [said.id for said in ran.said if not said.repeats]
         if ids:
-            found.append(f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave other bits")
+            found.append(f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits")
         found += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
     found += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
     return tuple(found)
@@ -279,10 +279,10 @@ def _wrong_weights(weights: MergedWeights) -> list[str]:
         return [f"{1 + weights.together.off:.4g} of the adapter's change is in the merged weights, over all modules"]
     lines = [
         f"{row.module_path} is not base plus change: {row.slope:.4g} of the change is there"
-        + (f", {row.beyond} values are out of the bound of rounding" if row.beyond else "")
+        + (f", {row.beyond} values are outside the rounding bound" if row.beyond else "")
         for row in rows[:SHOWN_MODULES]
     ]
-    return lines + ([f"and {len(rows) - SHOWN_MODULES} modules more"] if len(rows) > SHOWN_MODULES else [])
+    return lines + ([f"and {len(rows) - SHOWN_MODULES}more modules"] if len(rows) > SHOWN_MODULES else [])
 
 
 def _with_lanes(

@@ -79,7 +79,7 @@ def weights_words(report: ParityReport) -> list[str]:
     weights = report.weights
     if weights is None:
         return []
-    sees = "would be seen" if weights.sees_scale_fault else "would not be seen: it is below the rounding"
+    sees = "would be seen" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
     return [
         f"weights: {weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
         f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong",
@@ -95,7 +95,7 @@ def changes_words(report: ParityReport) -> list[str]:
     same = (
         f"the same in all {changes.modules} modules" if not changes.wrong else f"other in {len(changes.wrong)} modules"
     )
-    return [f"adapters as loaded: {same}; a scale wrong by 1 % would be seen"]
+    return [f"adapters as loaded: {same}; a scale wrong by 1 % would be detected"]
 
 
 def route_words(route: Mapping[str, Any]) -> str:
@@ -122,17 +122,17 @@ def verdict_words(report: ParityReport) -> str:
 
 
 def survival_words(report: ParityReport) -> list[str]:
-    """Return what of the adapter's change is in the merged weights, and the modules where it fares worst."""
+    """Return the retained share of the adapter's change, and the modules with the smallest share."""
     if not report.survival:
         return []
     survived, noise = mean_survival(report.survival)
     worst = sorted(report.survival, key=lambda row: row.survived)[:WORST_MODULES]
     lines = [
-        f"of the adapter's change {100 * survived:.1f} % is in the merged weights of {len(report.survival)} modules, with "
-        f"{number(noise)} times its length of other changes"
+        f"{100 * survived:.1f} % of the adapter's change is in the merged weights of {len(report.survival)} modules, with other "
+        f"changes of {number(noise)} times its norm"
     ]
     if survived < 0.999:
-        lines += [f"  least: {row.module_path} {100 * row.survived:.1f} %" for row in worst]
+        lines += [f"  minimum: {row.module_path} {100 * row.survived:.1f} %" for row in worst]
     return lines
 
 

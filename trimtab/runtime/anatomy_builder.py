@@ -187,7 +187,7 @@ class _Formats:
             is_packed = expression is not None and expression.is_leaf and expression.leaves[0] in self.packed
             return "" if is_packed else "the checkpoint stores it unpacked"
         if any(matches(pattern, path) for pattern in self.keep):
-            return "asked for with keep_unquantized"
+            return "requested with keep_unquantized"
         return self.unquantized.get(path, "")
 
 

@@ -277,7 +277,7 @@ def check(
         if reason is not None:
             return f"{reason} (n = {n})"
     if any(bool(module.kept[name].any()) for name in ("best", "arrived")):
-        return "likeliest: its counters are not left at zero"
+        return "argmax: its counters are not reset to zero"
     return None
 
 

@@ -76,7 +76,7 @@ def fill(
     if not checkpoint.has_weights:
         raise CheckpointError(
             "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
-            hint="Put the safetensors files beside it",
+            hint="Add the safetensors files",
         )  # fmt: skip
     check_same_checkpoint(plan, checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)

@@ -415,7 +415,7 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
         found = ways(weights, n, module, pair=pair)
         if not found:
             raise DeviceError(
-                f"no cut of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
+                f"no launch configuration of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
                 device=str(module.device),
             )
         module.kept[key] = next((cut for cut in found if not cut.held), found[0])

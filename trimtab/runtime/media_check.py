@@ -25,10 +25,10 @@ SHAPE_HINT = "Crop it, or send one that is less narrow"
 
 
 def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[Image.Image]) -> None:
-    """Raise RequestError(field="image") for a picture that the model has no patches or no positions for."""
+    """Raise RequestError(field="image") for an image that the model has no patches or no positions for."""
     vision = getattr(config, "vision_config", None)
     for number, (columns, rows) in enumerate(_grids(vision, encoded)):
-        size = f"picture {number + 1}"
+        size = f"image {number + 1}"
         if number < len(pictures):
             size += f" of {pictures[number].width} x {pictures[number].height} pixels"
         if not rows or not columns:
@@ -40,13 +40,13 @@ def check_pictures(config: Any, encoded: Mapping[str, Any], pictures: Sequence[I
 
 
 def check_taken(encoded: Mapping[str, Any], count: int, folder: Path) -> None:
-    """Raise CheckpointError if `count` pictures and sounds left no values behind: the model would answer without them.
+    """Raise CheckpointError if the processor made no values of `count` images and audio clips: the model would ignore them.
 
     A folder that has a tokenizer and no processor files gives a processor that takes media and drops them.
     """
     if count and not any(isinstance(value, Tensor) and value.is_floating_point() for value in encoded.values()):
         raise CheckpointError(
-            "its processor makes nothing of pictures and sounds", path=folder,
+            "its processor ignores images and audio", path=folder,
             hint="Copy the processor files of the model into the folder (processor_config.json, preprocessor_config.json)",
         )  # fmt: skip
 
@@ -81,15 +81,15 @@ def _positions(vision: Any, encoded: Mapping[str, Any]) -> int | None:
 
 
 def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> None:
-    """Raise RequestError(field="audio") for a sound that a feature extractor makes no frame of, or cuts off the end of."""
+    """Raise RequestError(field="audio") for audio that gives no frame, or whose end the feature extractor would cut off."""
     limit = _most_samples(extractor)
     for number, samples in enumerate(sounds):
         if limit is not None and len(samples) > limit:
             why = (
-                f"sound {number + 1} lasts {len(samples) / rate:.1f} s, this model reads {limit / rate:g} s and would not "
-                "hear the rest"
+                f"audio {number + 1} lasts {len(samples) / rate:.1f} s, this model reads {limit / rate:g} s and would "
+                "ignore the rest"
             )
-            raise _refused(number, "audio", why, "Send it in parts")
+            raise _refused(number, "audio", why, "Send it in several parts")
         if len(samples) < SHORT_S * rate and not _has_frames(extractor, samples, rate):
             raise _too_short(number, samples, rate)
 
@@ -115,7 +115,7 @@ def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
 
 def _too_short(number: int, samples: Any, rate: int) -> RequestError:
     why = (
-        f"sound {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
+        f"audio {number + 1} lasts {1000 * len(samples) / rate:.1f} ms ({len(samples)} samples at {rate} Hz), too "
         "short for a frame of this model"
     )
     return _refused(number, "audio", why, "Send longer audio")

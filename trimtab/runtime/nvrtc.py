@@ -239,7 +239,7 @@ def _number(device: torch.device) -> ctypes.c_int:
 def _attribute(which: int, device: torch.device) -> int:
     found = ctypes.c_int()
     code = _driver().cuDeviceGetAttribute(ctypes.byref(found), which, _number(device))
-    _check(code, f"asking for attribute {which} of the device", device)
+    _check(code, f"reading attribute {which} of the device", device)
     return found.value
 
 
@@ -401,7 +401,7 @@ class Module:
             def attribute(which: int) -> int:
                 value = ctypes.c_int()
                 code = _driver().cuFuncGetAttribute(ctypes.byref(value), which, function)
-                _check(code, f"asking for attribute {which} of kernel {name}", self.device)
+                _check(code, f"reading attribute {which} of kernel {name}", self.device)
                 return value.value
 
             return KernelLimits(

@@ -61,7 +61,7 @@ class BodiesFullError(TrimtabError):
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes, self.retry_after_s = budget_bytes, RETRY_AFTER_S
         super().__init__(
-            f"The bodies of all running requests may have {budget_bytes} bytes together, and have them",
+            f"The bodies of all running requests have reached the limit of {budget_bytes} bytes",
             hint=f"Try again in {RETRY_AFTER_S:.0f} seconds",
         )
 

@@ -254,7 +254,7 @@ def _reserved(app: Callable[..., Any]) -> Any:
         if scope["path"] in OPEN_PATHS:
             await app(scope, receive, send)
             return
-        words = "All connections of this server are being answered"
+        words = "This server has reached its limit of connections"
         headers = {"retry-after": "1", "connection": "close"}
         refused = http_error(503, words, kind="server_error", code="connections_full", headers=headers)
         await refused(scope, receive, send)

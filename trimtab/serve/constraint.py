@@ -38,7 +38,7 @@ class Grammar:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, eos_token=end_ids[0] if end_ids else None)
         except (ValueError, TypeError, AttributeError, AssertionError) as exc:
             raise CheckpointError(
-                f"its tokenizer cannot hold an answer to a schema ({exc})",
+                f"its tokenizer cannot restrict an answer to a schema ({exc})",
                 path=str(getattr(tokenizer, "name_or_path", "")),
             ) from exc
         self._ends, self._words = list(end_ids), tokenizer
@@ -121,7 +121,7 @@ class Grammar:
             matcher.compute_bitmask()  # a grammar that no text satisfies is known only once a first token is looked for
             problem = matcher.get_error().partition("\n")[0]
         if problem:
-            raise RequestError(f"cannot be held to ({problem})", field=field)
+            raise RequestError(f"cannot be enforced ({problem})", field=field)
         return SchemaConstraint(matcher, self._ends)
 
 

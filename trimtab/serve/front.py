@@ -152,7 +152,7 @@ class Replicas:
                 if not self._is_stopping:
                     self._see([one for one in found if isinstance(one, Mapping)])
             except Exception:
-                log.exception("internal error while it heard its copies")
+                log.exception("internal error while reading messages of its copies")
             await asyncio.sleep(POLL_S)
 
     def _see(self, found: Sequence[Mapping[str, Any]]) -> None:

@@ -37,7 +37,7 @@ PREFIX_CACHE = {
     "lookups": "Prompts that were looked up", "hits": "Prompts with a cached prefix", "bytes": "Bytes of cached prefixes",
     "hit_tokens": "Tokens that were not computed again", "capacity_bytes": "Most bytes of cached prefixes",
     "evicted": "Evicted blocks and snapshots", "media_passes": "Passes of towers",
-    "media_lookups": "Images and groups of audio that were looked up", "media_hits": "Those whose tower's output was kept",
+    "media_lookups": "Images and groups of audio that were looked up", "media_hits": "Those whose tower output was cached",
 }  # fmt: skip
 # Of these, what only grows as long as a worker lives.
 PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
@@ -85,7 +85,7 @@ class Metrics:
             name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **made))
             for name, text in (
                 ("worker_restarts", "How often the worker was restarted"), ("adapter_swaps", "Adapters put on the model"),
-                ("adapter_reloads", "Adapters whose changed files were read again"),
+                ("adapter_reloads", "Adapters reloaded because their files changed"),
                 *((f"prefix_cache_{key}", PREFIX_CACHE[key]) for key in PREFIX_COUNTS),
             )
         }  # fmt: skip
@@ -95,7 +95,7 @@ class Metrics:
         self.gauges: dict[str, Any] = {
             name: Gauge(f"trimtab_{name}", text, ["model"], **made)
             for name, text in (
-                ("queue_length", "Requests that wait for a row"), ("running", "Requests with a row or a prompt under way"),
+                ("queue_length", "Requests that wait for a row"), ("running", "Requests that are decoding or in prefill"),
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
                 ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
                 ("adapter_host_bytes", "Bytes of adapters in host memory"),

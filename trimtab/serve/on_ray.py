@@ -179,7 +179,7 @@ def _shares(ray: Any, arguments: Mapping[str, Any], *, is_ours: bool, say: Calla
     }
     for kind, (flag, count) in wanted.items():
         if count > total.get(kind, 0):
-            text = f"the copies ask for {count:g} {kind}s together, and Ray has {total.get(kind, 0):g}"
+            text = f"the copies request {count:g} {kind}s together, and Ray has {total.get(kind, 0):g}"
             if is_ours:
                 raise RequestError(text, field=flag, hint=f"Fewer --replicas, or less {flag}")
             say(f"Ray waits until it has more nodes: {text}")
@@ -247,9 +247,9 @@ def _check_there() -> None:
     try:
         found = serve.status().applications.get(NAME)
     except Exception as exc:
-        raise DeviceError(f"Ray answers no more ({type(exc).__name__})", device="ray") from exc
+        raise DeviceError(f"Ray no longer answers ({type(exc).__name__})", device="ray") from exc
     if found is None:
-        raise DeviceError("the application was taken off Ray", device="ray")
+        raise DeviceError("the application was removed from Ray", device="ray")
 
 
 @contextmanager

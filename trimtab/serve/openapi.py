@@ -30,7 +30,7 @@ _WORDS = {
     "/tokenize": "The tokens of a text or chat", "/detokenize": "The text of tokens",
     "/v1/load_lora_adapter": "Load an adapter below the server's folder",
     "/v1/unload_lora_adapter": "Unload an adapter", VERIFY: "Compare the running plan with another computation, as a stream",
-    RELOAD: "Read settings, keys and adapters again",
+    RELOAD: "Reload settings, keys and adapters",
 }  # fmt: skip
 # Routes that a server may have beside those of the API, and what their bodies are.
 BESIDE: Mapping[str, type[BaseModel]] = {VERIFY: VerifyRequest, RELOAD: ReloadRequest}

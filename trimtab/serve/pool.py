@@ -233,7 +233,7 @@ class Pool:
                 await self._stop_idle()
                 self._ask_numbers()
             except Exception:
-                log.exception("internal error while models changed places")
+                log.exception("internal error while models were swapped")
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(changed.wait(), TICK_S)
 

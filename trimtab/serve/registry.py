@@ -74,7 +74,7 @@ class ServedModel:
         for name in self.kept:
             if name not in self.adapters:
                 raise RequestError(
-                    "is no adapter of this model", field="keep", value=name,
+                    "is not an adapter of this model", field="keep", value=name,
                     allowed=near_names(name, list(self.adapters)) or list(self.adapters),
                 )  # fmt: skip
         check_rows(self.rows)

@@ -83,7 +83,7 @@ def _check(model: ServedModel, gpus: float | None) -> None:
     if device == "cpu" and gpus:
         raise RequestError("has no effect on a model that is kept on the CPU", field=field, value=gpus)
     if device == "cuda" and gpus == 0:
-        raise RequestError("Ray hides every GPU from a copy that asks for none", field=field, value=gpus)
+        raise RequestError("Ray hides every GPU from a copy that requests none", field=field, value=gpus)
     if gpus is not None and 0 < gpus < 1 and model.request.gpu_memory_bytes is None:
         raise RequestError("copies that share a GPU need a budget each", field="gpu_memory", value=None)
 

@@ -183,10 +183,10 @@ class Settings:
             found = (root / given).resolve()
             inside = [found, *(entry.resolve() for entry in (found.iterdir() if found.is_relative_to(root) else ()))]
         except (OSError, ValueError, RuntimeError) as exc:
-            raise RequestError("is no folder below the server's adapter folder", field="lora_path") from exc
+            raise RequestError("is not a folder below the server's adapter folder", field="lora_path") from exc
         if found == root or not all(path.is_relative_to(root) for path in inside):
             # Whether what lies outside exists is not said.
-            raise RequestError("is no folder below the server's adapter folder", field="lora_path")
+            raise RequestError("is not a folder below the server's adapter folder", field="lora_path")
         return found
 
 

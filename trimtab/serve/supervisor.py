@@ -273,7 +273,7 @@ class Supervisor:
             life.process.join(5)
         except Exception:
             # Whoever hears no more would leave every request waiting for ever: a new worker and a new thread go on.
-            log.exception("internal error while it heard its worker")
+            log.exception("internal error while reading messages of its worker")
         if life.process.is_alive():
             life.process.kill()
             life.process.join()

@@ -63,7 +63,7 @@ class Watcher:
             try:
                 self.look()
             except Exception:
-                log.exception("internal error while it looked at adapters")
+                log.exception("internal error while checking the files of adapters")
 
     def look(self) -> None:
         """Look at every folder once."""
@@ -83,7 +83,7 @@ class Watcher:
             held = self._read(folder.path, name)
         except Exception as exc:  # files can be wrong in ways that nobody thought of
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
-                log.warning("adapter %s stays as it was: its changed files cannot be used: %s", name, exc)
+                log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
                 folder.used = stamp
             return
         if files_stamp(folder.path) == stamp:

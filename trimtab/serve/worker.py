@@ -262,9 +262,9 @@ class _Worker:
                 name, held = self.watcher.read_again.get_nowait()
                 try:
                     if self.engine.reload(name, held):
-                        log.info("adapter %s was read again: its files changed", name)
+                        log.info("adapter %s was reloaded: its files changed", name)
                 except TrimtabError as exc:
-                    log.warning("adapter %s stays as it was: its changed files cannot be used: %s", name, exc)
+                    log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
 
     def _call(self, message: Mapping[str, Any]) -> None:
         match message["what"]:

@@ -68,7 +68,7 @@ class BenchRequest:
         media = [name for name, given in (("--image", self.images), ("--audio", self.audios)) if given]
         if self.prompts is not None:
             for name in [*media, *(["--prompt-tokens"] if self.prompt_tokens is not None else [])]:
-                raise RequestError("has no effect: the prompts are those of the file", field=name)
+                raise RequestError("has no effect with a file of prompts", field=name)
         if media and self.prompt_tokens is not None:
             raise RequestError(f"has no effect beside {media[0]}", field="--prompt-tokens", value=self.prompt_tokens)
         if self.decode == "eager" and self.against == "eager":

@@ -88,7 +88,7 @@ def limit_of(reads: tuple[Read, ...], bandwidth: Bandwidth) -> Limit:
     if not any(total.values()):
         raise ValueError("a step that reads nothing has no limit")
     if total["link"] and bandwidth.link_Bps is None:
-        raise ValueError("bytes over a link that is not there")
+        raise ValueError("bytes over a link, and there is no link")
     rates = {
         "device": bandwidth.device_Bps, "link": bandwidth.link_Bps or 1.0, "disk": bandwidth.disk_Bps,
         "host": bandwidth.host_Bps,

@@ -256,12 +256,12 @@ def _related(draft: Draft) -> list[Statement]:
     first = draft.failing[0]
     for line, count in telling_lines(first)[:MOST_NOTES]:
         times = f" ({count} times)" if count > 1 else ""
-        statements.append(Statement(f"Said while it ran{times}: {inline(whole_sentences(line))}", (first,)))
+        statements.append(Statement(f"Printed while it ran{times}: {inline(whole_sentences(line))}", (first,)))
     statements += [Statement(text, (first,)) for text in _scanned(first)]
     statements += _elsewhere(draft)
     for probe in draft.probed:
         seen = inline(whole_sentences(probe.evidence))
-        statements.append(Statement(f"A check of {plain(probe.where)} says {probe.state}: {seen}", (probe,)))
+        statements.append(Statement(f"A check of {plain(probe.where)} reports {probe.state}: {seen}", (probe,)))
     return statements
 
 

@@ -41,7 +41,7 @@ def read_lanes(path: str) -> dict[str, Any]:
     found = values.get("lanes") if isinstance(values, dict) else None
     lanes = found if isinstance(found, dict) else values
     if not isinstance(lanes, dict) or not isinstance(lanes.get("lanes"), list):
-        raise CheckpointError("holds no merge lanes: save a report of trimtab verify --lanes", path=path)
+        raise CheckpointError("has no merge lanes: save a report of trimtab verify --lanes", path=path)
     return dict(lanes)
 
 
@@ -71,11 +71,11 @@ def _why_not(direct: Mapping[str, Any] | None, control: Mapping[str, Any] | None
         if lane.get("error") or not lane.get("prompts"):
             return f"the lane {lane['lane']} has no prompts: {(lane.get('error') or {}).get('message', 'nothing ran')}"
     if not any(row["base_differs"] for row in direct["prompts"]):
-        return "the adapter has no effect on these prompts: nothing can be said about a merge"
+        return "the adapter has no effect on these prompts: they do not test a merge"
     if all(row["adapter_is_merged"] for row in direct["prompts"]):
         return "the merged 4-bit model answered every prompt as the adapter did"
     if not all(row["adapter_is_merged"] for row in control["prompts"]):
-        return "the bf16 merge differs too: no case that works stands beside it"
+        return "the bf16 merge differs too: there is no passing case"
     return ""
 
 

@@ -90,7 +90,7 @@ def action_for(state: str, known: Sequence[Tracker], repository: str) -> str:
         return "no new issue, a release has the fix"
     named = [one for one in known if one.state == NAMED]
     if named:
-        return f"add the evidence to {named[0].name} if it is open: the error sends its readers there; else new issue"
+        return f"add the evidence to {named[0].name} if it is open: the error message links to it; else new issue"
     unsaid = [one for one in here if one.may_be_open]
     if unsaid:
         return f"look at {unsaid[0].name} first: its state is not known. Add the evidence there if it is open; else new issue"

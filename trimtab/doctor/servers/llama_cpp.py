@@ -10,13 +10,13 @@ THREAD = "https://github.com/ggml-org/llama.cpp"
 LLAMA_CPP = Server(
     name="llama.cpp",
     checks=(
-        "GET /lora-adapters lists the adapter with a scale that is not 0; the model's name in a request chooses nothing",
-        "the GGUF of the adapter was converted with the same base, and the converter named no tensor that it left out",
-        "the base's quantization: ask verify with --remote-base, or its noise hides small faults",
+        "GET /lora-adapters lists the adapter with a scale other than 0; the model name in a request selects nothing",
+        "the GGUF of the adapter was converted with the same base, and the converter reported no omitted tensor",
+        "the base's quantization: run verify with --remote-base, or its noise hides small faults",
     ),
     bugs=(
         ServerBug(
-            id="L1", title="adapters that were to wait at scale 0 are active, and \"lora\": [] does not switch them off",
+            id="L1", title="adapters that should start with scale 0 are active, and \"lora\": [] does not switch them off",
             fault="another adapter", when="--lora-init-without-apply, or an empty lora list in a request",
             way_round="set every scale by POST /lora-adapters", seen="b10088",
             sources=(f"{THREAD}/issues/28674", f"{THREAD}/pull/28707"), state="open, fix proposed", read=READ,
@@ -27,13 +27,13 @@ LLAMA_CPP = Server(
             seen="b10121", sources=(f"{THREAD}/issues/26207",), state="open", read=READ,
         ),
         ServerBug(
-            id="L3", title="every model name is answered by the same adapters", fault="ignored",
+            id="L3", title="the same adapters answer every model name", fault="ignored",
             when="a client that names the adapter as model: adapters are chosen by the field lora, or for all requests",
             way_round="set the scale by POST /lora-adapters", sources=(f"{THREAD}/pull/10994", f"{THREAD}/pull/8857"),
             state="as designed", read=READ,
         ),
         ServerBug(
-            id="L4", title="the head's part of a Gemma 2 adapter is left out when it is converted", fault="one module dropped",
+            id="L4", title="conversion omits the head's part of a Gemma 2 adapter", fault="one module dropped",
             when="adapters on lm_head of a model with tied embeddings, converted with an older release",
             way_round="convert again with a later converter (it refuses such adapters), or merge", fixed_in="b3826",
             evidence="the converter of build 3826 refuses the adapter; builds shortly before it were not read",

@@ -11,8 +11,8 @@ OLLAMA = Server(
     name="Ollama",
     checks=(
         "`ollama show --modelfile NAME` has an ADAPTER line, and FROM names the base that the adapter was trained on",
-        "ask `trimtab verify --against ollama:NAME --remote-base BASE`: raw generation, with logprobs from 0.12.11 on",
-        "TEMPLATE: a template that differs changes the base's answers as well; it is no fault of the adapter's",
+        "run `trimtab verify --against ollama:NAME --remote-base BASE`: raw generation, with logprobs from 0.12.11 on",
+        "TEMPLATE: a template that differs changes the base's answers as well; it is not a fault of the adapter",
     ),
     bugs=(
         ServerBug(
@@ -20,11 +20,11 @@ OLLAMA = Server(
             way_round="convert to GGUF, or merge and import the merged model", seen="0.1.29",
             merged=True,
             sources=(f"{THREAD}/issues/4825", f"{THREAD}/issues/5788", f"{THREAD}/pull/6327"),
-            state="closed: the old form is no longer taken, GGUF and safetensors are", read=READ,
+            state="closed: the old form is no longer supported, GGUF and safetensors are", read=READ,
         ),
         ServerBug(
-            id="O2", title="`ollama create` says that all is well and the model is not there",
-            when="safetensors adapters for a family that the importer does not know", way_round="merge, or convert to GGUF",
+            id="O2", title="`ollama create` reports success and the model is missing",
+            when="safetensors adapters for a family that the importer does not support", way_round="merge, or convert to GGUF",
             sources=(f"{THREAD}/issues/7781",), state="open", read=READ,
         ),
         ServerBug(
@@ -33,13 +33,13 @@ OLLAMA = Server(
             read=READ,
         ),
         ServerBug(
-            id="O4", title="lora_alpha with a decimal point is not read", when="adapters whose config says 32.0",
+            id="O4", title="lora_alpha with a decimal point cannot be read", when="adapters whose config says 32.0",
             way_round="write a whole number", sources=(f"{THREAD}/pull/17377",), state="fix proposed, open", read=READ,
         ),
         ServerBug(
             id="O5", title="the OpenAI-compatible API gives no logprobs", when="chat and completions of earlier releases",
             fixed_in="0.12.11", evidence="users of 0.12.11 get logprobs by its OpenAI-compatible API",
-            way_round="upgrade: the own API, which --against ollama:NAME uses, gives them from the same release on",
+            way_round="upgrade: Ollama's own API, which --against ollama:NAME uses, returns them from the same release on",
             sources=(f"{THREAD}/issues/16117", "https://github.com/BerriAI/litellm/issues/17165"), state="closed", read=READ,
         ),
         ServerBug(

@@ -16,9 +16,9 @@ from trimtab.proof.remote.client import Client, check_url
 SERVERS = (VLLM, SGLANG, LLAMA_CPP, OLLAMA)
 DEADLINE_S = 30.0
 GENERAL = (
-    "ask for a name that the server does not have: a server that answers all the same does not choose by name",
-    "ask base and adapter the same question at temperature 0: equal answers on many questions mean that the adapter is ignored",
-    "ask trimtab: trimtab verify MODEL --adapter NAME=PATH --against ADDRESS --remote-model NAME --remote-base BASE",
+    "send a model name that the server does not have: a server that still answers does not select by name",
+    "send base and adapter the same question at temperature 0: equal answers on many questions mean that the adapter is ignored",
+    "run trimtab: trimtab verify MODEL --adapter NAME=PATH --against ADDRESS --remote-model NAME --remote-base BASE",
 )
 
 
@@ -49,16 +49,12 @@ class ServerReport:
 
     def __str__(self) -> str:
         identity = self.identity
-        name = (
-            f"{identity.kind} {identity.version or 'of unknown release'}"
-            if identity.kind
-            else "a server that is not known here"
-        )
+        name = f"{identity.kind} {identity.version or 'of unknown release'}" if identity.kind else "an unknown server"
         lines = [f"server    {name} ({identity.why})"]
         lines.append(f"models    {', '.join(identity.models) or 'none listed'}")
         if identity.adapters:
             lines.append(f"adapters  {', '.join(identity.adapters)}")
-        titles = {APPLIES: "applies to this release", MAY_APPLY: "may apply: look there first", MERGED: MERGED}
+        titles = {APPLIES: "applies to this release", MAY_APPLY: "may apply: check these first", MERGED: MERGED}
         for standing, title in titles.items():
             bugs = self.bugs(standing)
             if bugs:

@@ -17,7 +17,7 @@ SGLANG = Server(
     bugs=(
         ServerBug(
             id="S1", title="rsLoRA is scaled by alpha / r: sqrt(r) times too weak", fault="scale", when="use_rslora",
-            way_round="multiply lora_alpha by sqrt(r) and take use_rslora out, or merge", sources=(f"{THREAD}/issues/40835",),
+            way_round="multiply lora_alpha by sqrt(r) and remove use_rslora, or merge", sources=(f"{THREAD}/issues/40835",),
             state="open", read=READ,
         ),
         ServerBug(
@@ -32,8 +32,8 @@ SGLANG = Server(
             state="closed as inactive; fix proposed, open", read=READ,
         ),
         ServerBug(
-            id="S4", title="a request without an adapter is answered with the one before", fault="another adapter",
-            when="requests with and without adapters in turn", way_round="upgrade", fixed_in="0.4.6.post2",
+            id="S4", title="a request without an adapter gets the previous request's adapter", fault="another adapter",
+            when="alternating requests with and without adapters", way_round="upgrade", fixed_in="0.4.6.post2",
             evidence="the package 0.4.6.post1 keeps the last adapters for a batch without any, 0.4.6.post2 does not",
             sources=(f"{THREAD}/issues/4739",), state="closed", read=READ,
         ),

@@ -11,7 +11,7 @@ VLLM = Server(
     name="vLLM",
     checks=(
         "the model name in the request is the adapter's name from /v1/models; the base's name answers without an adapter",
-        "the log says which modules of the adapter were left out; a warning there is all that a dropped tower gives",
+        "the log says which modules of the adapter were skipped; a dropped tower gives only a warning there",
         "the adapter's config has no alpha_pattern or rank_pattern, or every module has the same values",
         "keys of a text adapter begin as the served class spells its modules: model.language_model for a multimodal one",
     ),
@@ -37,7 +37,7 @@ VLLM = Server(
         ),
         ServerBug(
             id="V4", title="an adapter outside the allowed target modules answers as the base", fault="ignored",
-            when="--lora-target-modules names none of the adapter's modules", way_round="name them, or leave the flag out",
+            when="--lora-target-modules names none of the adapter's modules", way_round="name them, or omit the flag",
             seen="0.28.0", since="0.19.0",
             evidence="the flag came with 0.19.0, by the notes of a package that uses it; the report is of 0.28.0",
             sources=(f"{THREAD}/issues/55193", f"{THREAD}/pull/34984"),
@@ -46,7 +46,7 @@ VLLM = Server(
         ServerBug(
             id="V5", title="alpha_pattern and rank_pattern are ignored", fault="alpha_pattern ignored",
             when="adapters with other scales or ranks for some modules: the configuration is read without these fields",
-            way_round="write the scale into lora_B and take the patterns out, or merge",
+            way_round="write the scale into lora_B and remove the patterns, or merge",
             sources=(f"{THREAD}/blob/02143692ba86a7ba6198a67e12982c5317c8bd2f/vllm/lora/peft_helper.py",),
             state="read in the source of that commit and of the package 0.30.0", read=READ,
         ),
@@ -67,7 +67,7 @@ VLLM = Server(
             sources=(f"{THREAD}/pull/50252", f"{THREAD}/issues/41754"), state="fix proposed, open", read=READ,
         ),
         ServerBug(
-            id="V9", title="the part on vision tower and connector is left out with a warning", fault="tower parts dropped",
+            id="V9", title="the part on vision tower and connector is skipped with a warning", fault="tower parts dropped",
             when="multimodal models whose class has no tower LoRA, or without the flag that enables it",
             way_round="look for the class in the list of the issue; else merge",
             sources=(f"{THREAD}/issues/31479", f"{THREAD}/issues/23796"), state="closed, done model by model", read=READ,

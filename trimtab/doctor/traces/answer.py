@@ -1,4 +1,4 @@
-"""What to answer to a pasted error: whose it is, where it is tracked, the way round, what to ask next, and how sure that is.
+"""What to answer to a pasted error: whose it is, where it is tracked, the workaround, what to ask next, and how sure that is.
 
 Everything about a bug comes from the catalogue, states of threads as last known there. Imports no torch.
 """
@@ -23,7 +23,7 @@ WIDTH = 112
 ASK_UNKNOWN = (
     "the whole traceback, from its first line on",
     "versions of torch, transformers, accelerate, peft, bitsandbytes (trimtab doctor --report prints them)",
-    "the device_map and the quantization_config that were given",
+    "the device_map and the quantization_config of the call",
 )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     }
     if finding.match is None:
         return Answer(
-            label=UNKNOWN, meaning="no signature knows it", confidence=finding.confidence, rests_on=(), bug=None, bucket="",
+            label=UNKNOWN, meaning="no known signature matches", confidence=finding.confidence, rests_on=(), bug=None, bucket="",
             owner="", trackers=(), fix="not known", way_round="", ask=(*finding.asks, *ASK_UNKNOWN), **given,
         )  # fmt: skip
     signature = finding.match.signature
@@ -189,12 +189,12 @@ def _answer_lines(answer: Answer) -> list[str]:
 
 
 def _short_lines(answer: Answer) -> list[str]:
-    """Return four lines: the failure, where the paste has it, whose it is and the way round."""
+    """Return four lines: the failure, where the paste has it, whose it is and the workaround."""
     bug = f", known bug {answer.bug.id}" if answer.bug else ""
     rows = (
         ("pasted", f"line {answer.line}: {answer.exception}" if answer.exception else "without its exception"),
         ("owner", f"{answer.owner or 'nobody'}{bug}, confidence {answer.confidence}"),
-        ("way round", answer.way_round or "none known"),
+        ("workaround", answer.way_round or "none known"),
     )
     room = WIDTH - 13
     short = [(name, value if len(value) <= room else value[: room - 4] + " ...") for name, value in rows]
@@ -216,14 +216,14 @@ def _rows(answer: Answer, times: str) -> Iterator[tuple[str, str]]:
     if answer.label != UNKNOWN:
         yield "fix", answer.fix
     if answer.way_round:
-        yield "way round", answer.way_round
+        yield "workaround", answer.way_round
     for place, ask in enumerate(answer.ask):
         yield "ask next" if place == 0 else "", ask
 
 
 def _trackers(trackers: tuple[Tracker, ...]) -> str:
     shown = "; ".join(
-        f"{one.name} ({one.state or 'state not known: look there first'})" for one in trackers[:MOST_TRACKERS]
+        f"{one.name} ({one.state or 'state unknown: check it first'})" for one in trackers[:MOST_TRACKERS]
     )
     more = f"; {len(trackers) - MOST_TRACKERS} more" if len(trackers) > MOST_TRACKERS else ""
     head = "" if any(one.known_state == OPEN for one in trackers) else "none known to be open: "

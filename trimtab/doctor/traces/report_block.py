@@ -50,7 +50,7 @@ def report_block(
     if model is not None:
         parts.append(("Model", _model(model)))
     if device_map is not None:
-        parts.append(("Placement that was asked for", _map(device_map)))
+        parts.append(("Requested placement", _map(device_map)))
     if adapter is not None:
         parts.append(("Adapter", _adapter(adapter)))
     parts.append(("Please add", [f"- {text}" for text in TO_ADD]))

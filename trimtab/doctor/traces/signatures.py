@@ -69,19 +69,19 @@ SIGNATURES: tuple[Signature, ...] = (
         label="FAIL_BNB_PARAM_CONSTRUCTOR", type="TypeError",
         message=r"(Params4bit|Int8Params|Parameter)\.__new__\(\) got an unexpected keyword argument '_is_hf_initialized'"
         r"|TypeError.{0,120}unexpected '?_is_hf_initialized'? argument",
-        catalogue="A3", owner="accelerate", meaning="accelerate rebuilds a weight with an attribute that it does not take",
+        catalogue="A3", owner="accelerate", meaning="accelerate rebuilds a weight with an argument that its class does not accept",
     ),
     Signature(
         label="FAIL_QUANT_STATE_META_ITEM", type="RuntimeError", message=r"Tensor\.item\(\) cannot be called on meta tensors",
         frame=r"bitsandbytes/functional\.py:as_dict$", code=r"quant_state\.as_dict\(|QuantState\.as_dict|nested_offset",
         catalogue="A1", owner="bitsandbytes",
-        meaning="the scales of an offloaded 4-bit weight are gone when its state is asked for",
+        meaning="the scales of an offloaded 4-bit weight are missing when its state is read",
         ask="whether a frame is in bitsandbytes/functional.py, as_dict",
     ),
     Signature(
         label="FAIL_QUANT_STATE_META_COPY", type="NotImplementedError", message=_COPY_OF_META,
         frame=r"bitsandbytes/functional\.py:to$", innermost=True, code=r"self\.absmax = self\.absmax\.to\(device\)",
-        catalogue="A2", owner="bitsandbytes", meaning="an offloaded 4-bit weight comes back without its scales",
+        catalogue="A2", owner="bitsandbytes", meaning="an offloaded 4-bit weight is restored without its scales",
         ask="whether the innermost frame is in bitsandbytes/functional.py, to",
     ),
     Signature(
@@ -92,7 +92,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_INT8_SCALES_LOST", type="AttributeError|TypeError", message=r"'NoneType' object has no attribute 'dtype'",
-        frame=_BNB, innermost=True, catalogue="A7", owner="accelerate", meaning="an 8-bit weight comes back without its scales",
+        frame=_BNB, innermost=True, catalogue="A7", owner="accelerate", meaning="an 8-bit weight is restored without its scales",
         ask="whether the innermost frame is in bitsandbytes, and whether an adapter was loaded on an offloaded 8-bit base",
     ),
     Signature(
@@ -128,7 +128,7 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="FAIL_OFFLOAD_DIR_NEEDED", type="ValueError", message=r"We need an '{0,2}offload_dir\b", stages=_LOADING,
-        catalogue="B7", owner="peft", meaning="PEFT's plan puts something on disk and was given no folder",
+        catalogue="B7", owner="peft", meaning="PEFT's plan puts modules on disk without a folder",
     ),
     Signature(
         label="FAIL_OFFLOAD_FLAG_NEEDED", type="ValueError", message=r"Some modules are dispatched on the CPU or the disk",
@@ -160,7 +160,7 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_SAVE_SEQUENTIAL_HOOK", type="AttributeError",
         message=r"'SequentialHook' object has no attribute 'weights_map'", catalogue="C3", owner="transformers",
-        meaning="saving does not know the hooks that a catch-all entry leaves",
+        meaning="saving does not handle the hooks of a catch-all entry",
     ),
     Signature(
         label="FAIL_DEVICE_OBJECT_ON_DISK", type="SafetensorError", message=r"device device\(.{0,60}\) is invalid",
@@ -168,19 +168,19 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="GEMMA4_CLIPPABLE_LINEAR_UNSUPPORTED", type="ValueError", message=r"Target module Gemma4ClippableLinear\(",
-        stages=("adapter",), catalogue="D1", owner="peft", meaning="the adapter's target is a wrapper whose inner Linear is meant",
+        stages=("adapter",), catalogue="D1", owner="peft", meaning="the adapter targets a wrapper instead of its inner Linear",
     ),
     Signature(
         label="FAIL_AUDIO_FINFO", type="TypeError", message=r"torch\.finfo\(\) requires a floating point input type",
         frame=_GEMMA, innermost=True, code=r"Gemma(4|3n)Audio\w+", stages=_RUNNING, catalogue="D2", owner="transformers",
-        meaning="a quantized audio tower asks for the limits of its integer weights",
+        meaning="a quantized audio tower calls torch.finfo on its integer weights",
         ask="the innermost frame outside torch: modeling_gemma4.py or another model",
     ),
     Signature(
         label="FAIL_SDPA_AUDIO", type="ValueError",
         message=r"Gemma(4|3n)Audio\w* does not support an attention implementation through "
         r"torch\.nn\.functional\.scaled_dot_product_attention", stages=("base",), catalogue="D3", owner="transformers",
-        meaning="one attention name is forced on a tower that cannot do it",
+        meaning="one attention implementation is set for a tower that does not support it",
     ),
     Signature(
         label="FAIL_EMBED_TOKENS_META", type="RuntimeError", message=r"Tensor on device meta is not on the expected device",
@@ -218,11 +218,11 @@ SIGNATURES: tuple[Signature, ...] = (
     Signature(
         label="FAIL_TORCHAO_LORA", type="TypeError",
         message=r"TorchaoLoraLinear\.__init__\(\) missing \d required .{0,40}'get_apply_tensor_subclass'", catalogue="F3",
-        owner="peft", meaning="PEFT's layer for torchao lacks what it needs to merge",
+        owner="peft", meaning="PEFT's torchao layer lacks an argument that merging needs",
     ),
     Signature(
         label="FAIL_TORCHAO_LORA", type="TypeError", message=r"Int4Tensor", frame=r"peft/tuners/lora/torchao", catalogue="F3",
-        owner="peft", meaning="LoRA on torchao works for int8 alone", ask="the frames in peft/tuners/lora/torchao.py",
+        owner="peft", meaning="LoRA on torchao supports int8 only", ask="the frames in peft/tuners/lora/torchao.py",
     ),
     Signature(
         label="FAIL_PREQUANTIZED_EXPERTS", type="RuntimeError", message=r"(size mismatch|mismatched sizes).{0,2000}experts",
@@ -233,11 +233,11 @@ SIGNATURES: tuple[Signature, ...] = (
     ),
     Signature(
         label="OOM_GPU", type="OutOfMemoryError", message=r"out of memory|Tried to allocate", catalogue="", owner="",
-        meaning="the GPU's memory ran out",
+        meaning="the GPU is out of memory",
     ),
     Signature(
         label="OOM_GPU", type="RuntimeError", message=r"CUDA (error: )?out of memory|CUBLAS_STATUS_ALLOC_FAILED", catalogue="",
-        owner="", meaning="the GPU's memory ran out",
+        owner="", meaning="the GPU is out of memory",
     ),
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from trimtab.doctor.kit import LLAMA_SPLIT, Kit, failure, on_cpu, unmark
 BUG = Bug(
     id="A2",
     name="4bit-meta-copy",
-    title="An offloaded 4-bit layer loads without a word, then the first forward cannot copy out of a meta tensor",
+    title="An offloaded 4-bit layer loads without an error, then the first forward cannot copy out of a meta tensor",
     symptom="NotImplementedError: Cannot copy out of meta tensor; no data! at bitsandbytes functional.py QuantState.to",
     trigger="any quantized Linear4bit that accelerate's hooks keep on \"cpu\": by a map a block (given to dispatch_model or to "
     "PEFT), by PEFT's own plan (B2) or by device_map=\"auto\" (A6); with double quantization A1 comes first",
@@ -16,7 +16,7 @@ BUG = Bug(
     "the weight to meta moves its scales there too. accelerate keeps the packed bytes, and its hook builds the parameter "
     "again with the old quant_state, which is on meta by then",
     affected=(Affected("bitsandbytes"), Affected("accelerate")),
-    versions="bitsandbytes 0.49.2 with accelerate 1.13.0 (A3 taken out of the way) and 0.50.2 with 1.15.0, both run; 8-bit "
+    versions="bitsandbytes 0.49.2 with accelerate 1.13.0 (with A3 fixed) and 0.50.2 with 1.15.0, both run; 8-bit "
     "weights pass the same test in the newer pair",
     way_round="keep 4-bit layers on one accelerator and offload only modules that are not quantized; or 8-bit for what must go",
     owner=("bitsandbytes", "accelerate"),

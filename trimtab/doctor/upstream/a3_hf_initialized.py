@@ -15,7 +15,7 @@ BUG = Bug(
     "arguments; transformers 5 puts _is_hf_initialized there, bitsandbytes' constructors do not take it",
     affected=(Affected("accelerate", None, "1.14.0"), Affected("bitsandbytes", None, "0.50.0")),
     versions="run: fails with accelerate 1.13.0 and bitsandbytes 0.49.2, for 4-bit and 8-bit; accelerate 1.14.0 alone (takes "
-    "the mark out) cures it, and bitsandbytes 0.50.0 alone (takes any keyword)",
+    "the mark out) fixes it, and bitsandbytes 0.50.0 alone (takes any keyword)",
     way_round="upgrade accelerate to 1.14.0 or bitsandbytes to 0.50.0; 4-bit offload then meets A1 or A2",
     owner=("accelerate", "bitsandbytes"),
     trackers=(
@@ -24,7 +24,7 @@ BUG = Bug(
         "huggingface/transformers#43872 (closed, named by users)",
         "verl-project/verl#4522 (the same of a plain Parameter, open)",
     ),
-    trimtab="it builds no parameter from another one's attributes, and no accelerate hook touches its weights",
+    trimtab="trimtab builds no parameter from another one's attributes, and no accelerate hook accesses its weights",
     evidence="run",
 )  # fmt: skip
 

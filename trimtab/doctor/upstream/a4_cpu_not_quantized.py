@@ -8,7 +8,7 @@ from trimtab.doctor.kit import LLAMA_SPLIT, Kit, quantized
 BUG = Bug(
     id="A4",
     name="cpu-not-quantized",
-    title="Modules that the device map puts on \"cpu\" or \"disk\" stay unquantized, without a word",
+    title="Modules that the device map puts on \"cpu\" or \"disk\" stay unquantized, silently",
     symptom="silent: plain nn.Linear in the load dtype (bfloat16, not float32 as the flag's name says); four times the host "
     "memory, and four times the bytes to copy at every forward, of what a 4-bit user expects",
     trigger="llm_int8_enable_fp32_cpu_offload=True with a dict as device_map that holds \"cpu\" or \"disk\", 4-bit or 8-bit",

@@ -14,10 +14,10 @@ BUG = Bug(
     cause="the keys on the CPU become modules_to_not_convert (A4), and the empty key matches every module's name",
     affected=(Affected("transformers"),),
     versions="transformers 5.6.2 and 5.23.0, run; the warning's wrong backend too",
-    way_round="leave the flag out when everything is on one device; count the quantized layers after loading",
+    way_round="omit the flag when everything is on one device; count the quantized layers after loading",
     owner=("transformers",),
     trackers=(),
-    trimtab="the format is asked for by itself and does not depend on the place; the plan says it for each block",
+    trimtab="the format does not depend on the placement; the plan lists it for each block",
     evidence="run",
 )  # fmt: skip
 

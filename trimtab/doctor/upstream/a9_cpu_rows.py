@@ -1,4 +1,4 @@
-"""A9: a 4-bit layer whose outputs are no multiple of 32 cannot run on a CPU with AVX512-BF16."""
+"""A9: a 4-bit layer whose outputs are not a multiple of 32 cannot run on a CPU with AVX512-BF16."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from trimtab.doctor.kit import Kit
 BUG = Bug(
     id="A9",
     name="cpu-rows",
-    title="A 4-bit layer whose outputs are no multiple of 32 fails on CPUs with AVX512-BF16",
+    title="A 4-bit layer whose outputs are not a multiple of 32 fails on CPUs with AVX512-BF16",
     symptom="AssertionError: N must be divisible by block_n, at the first forward without gradients",
     trigger="a 4-bit layer of 40 outputs, say, computed on a CPU with AVX512-BF16; the same layer runs on other CPUs and on GPUs",
     cause="bitsandbytes nn/modules.py Linear4bit.forward repacks every 4-bit weight on such a CPU; functional.py "
-    "_convert_weight_packed_for_cpu asserts whole groups of 32 rows, and nothing asks before",
+    "_convert_weight_packed_for_cpu asserts whole groups of 32 rows, and nothing checks before",
     affected=(Affected("bitsandbytes"),),
     versions="bitsandbytes 0.49.2 and 0.50.2, run",
     way_round="support_avx512bf16_for_cpu = False on the layer",

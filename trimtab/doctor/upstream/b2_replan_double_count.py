@@ -16,7 +16,7 @@ BUG = Bug(
     "A2 or A3; or everything lands on the CPU: \"Expected all tensors to be on the same device, but got index is on cuda:0\"",
     trigger="as B1, on a GPU with less free memory than the base takes, which is every GPU that the base fills by half",
     cause="peft_model.py load_adapter passes max_memory=None on, so accelerate's get_max_memory asks the driver for free "
-    "memory while the base already lies there, and infer_auto_device_map places the whole base in it again",
+    "memory while the base is already there, and infer_auto_device_map places the whole base in it again",
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2, for 4-bit, 8-bit and bfloat16 alike, run under pressure on a GPU; the probe plays a GPU "
     "of 1.5 times the base",

@@ -20,7 +20,7 @@ BUG = Bug(
     "every other name; ephemeral_gpu_offload is read only when DoRA is set up",
     affected=(Affected("peft"),),
     versions="peft 0.19.1 and 0.21.2, run: dispatch_model does not get offload_buffers",
-    way_round="pass offload_dir to PEFT (not offload_folder as well); expect nothing of the other two",
+    way_round="pass offload_dir to PEFT (not offload_folder as well); the other two have no effect",
     owner=("peft",),
     trackers=(
         "huggingface/peft#136 (closed)", "huggingface/peft#225 (closed)", "huggingface/peft#774 (closed)",

@@ -26,7 +26,7 @@ BUG = Bug(
         "huggingface/peft#3169 (open)", "huggingface/peft#3181 (pull request, closed: a reproducer was asked for)",
         "huggingface/peft#3418 (merged, of dequantization)",
     ),
-    trimtab="the matrices of a LoRA are put on the device where their layer computes, whatever tier its weight is in",
+    trimtab="the matrices of a LoRA are put on the device where their layer computes, in whatever tier its weight is",
     evidence="run",
 )  # fmt: skip
 
@@ -49,7 +49,7 @@ def probe(kit: Kit) -> Seen:
         try:
             torch.empty(1, device="cuda")
         except (AssertionError, RuntimeError) as error:
-            return Seen(NOT_APPLICABLE, f"no GPU, and this torch cannot play one: {failure(error)}")
+            return Seen(NOT_APPLICABLE, f"no GPU, and this torch cannot simulate one: {failure(error)}")
         return _run(model[0], "a fake CUDA layer")
 
 

@@ -21,7 +21,7 @@ BUG = Bug(
     "after loading, or trimtab.bridge.load_peft",
     owner=("peft", "transformers"),
     trackers=("huggingface/peft#3169 (open, the same error)",),
-    trimtab="the matrices of a LoRA are put on the device where their layer computes, whatever tier its weight is in",
+    trimtab="the matrices of a LoRA are put on the device where their layer computes, in whatever tier its weight is",
     evidence="run",
 )  # fmt: skip
 

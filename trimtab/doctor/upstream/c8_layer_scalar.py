@@ -23,7 +23,7 @@ BUG = Bug(
     owner=("accelerate",),
     trackers=(
         "huggingface/accelerate#4014 (closed)",
-        "huggingface/accelerate#4020 (the cure for buffers, pull request, closed)",
+        "huggingface/accelerate#4020 (the fix for buffers, pull request, closed)",
     ),
     trimtab="a block is moved as one piece; a map that forgets a module is an error that names it",
     evidence="run",

@@ -8,9 +8,9 @@ from trimtab.doctor.kit import Kit, failure
 BUG = Bug(
     id="D2",
     name="audio-finfo",
-    title="A 4-bit or 8-bit Gemma 4 fails on any sound: \"torch.finfo() requires a floating point input type\"",
+    title="A 4-bit or 8-bit Gemma 4 fails on any audio: \"torch.finfo() requires a floating point input type\"",
     symptom="TypeError: torch.finfo() requires a floating point input type. Use torch.iinfo to handle ...",
-    trigger="sound given to a Gemma 4 whose audio tower is quantized by bitsandbytes",
+    trigger="audio given to a Gemma 4 whose audio tower is quantized by bitsandbytes",
     cause="transformers models/gemma4/modeling_gemma4.py clips to torch.finfo(self.ffw_layer_1.linear.weight.dtype), "
     "and the dtype of a packed weight is uint8 or int8",
     affected=(Affected("transformers", fixed_in="5.11.0"), Affected("bitsandbytes")),
@@ -19,7 +19,7 @@ BUG = Bug(
     way_round="transformers 5.11.0 or newer, or llm_int8_skip_modules with the audio tower and the head (H4)",
     owner=("transformers",),
     trackers=("huggingface/transformers#45672 (closed)",),
-    trimtab="its quantized layers report the computing dtype, so all supported releases hear",
+    trimtab="its quantized layers report the computing dtype, so audio works with all supported releases",
     evidence="run",
 )  # fmt: skip
 
@@ -32,4 +32,4 @@ def probe(kit: Kit) -> Seen:
         if "torch.finfo()" not in str(error):
             raise
         return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a 4-bit Gemma 4 took a sound")
+    return Seen(FIXED, "a 4-bit Gemma 4 processed audio")

@@ -39,4 +39,4 @@ def probe(kit: Kit) -> Seen:
         if "expected device" not in str(error):
             raise
         return Seen(PRESENT, failure(error))
-    return Seen(FIXED, "a text went through with embed_tokens offloaded")
+    return Seen(FIXED, "a text prompt ran with embed_tokens offloaded")

@@ -17,7 +17,7 @@ BUG = Bug(
     affected=(Affected("transformers"),),
     versions="reported by others; the tiny model with towers and two decoder layers on the CPU is what the probe "
     "runs, and only a GPU can show it",
-    way_round="keep whole parts together; check with one forward pass of text, picture and sound",
+    way_round="keep whole parts together; check with one forward pass of text, image and audio",
     owner=("transformers",),
     trackers=("huggingface/transformers#45482 (open when last seen)",),
     trimtab="weights come to the execution device; where a block computes on the CPU, its own layers move inputs and "
@@ -56,4 +56,4 @@ def probe(kit: Kit) -> Seen:
                 failures.append(f"{title} on the CPU, {kind}: {failure(error)}")
     if failures:
         return Seen(PRESENT, "; ".join(failures))
-    return Seen(FIXED, "text, picture and sound went through with towers, and with decoder layers, on the CPU")
+    return Seen(FIXED, "text, image and audio ran with towers, and with decoder layers, on the CPU")

@@ -10,15 +10,15 @@ from trimtab.doctor.kit import Kit
 BUG = Bug(
     id="D6",
     name="ple",
-    title="Most of an E-series Gemma 4 on the GPU is a table that is only looked up; offloading it copies it whole",
+    title="Most of an E-series Gemma 4 on the GPU is an embedding table of which one token reads a row; offloading copies it whole",
     symptom="silent: 5.6 of 10.1 GB of E4B are embed_tokens_per_layer; given to \"cpu\", the whole table goes to the "
     "GPU in every forward pass for a few rows",
     trigger="Gemma 4 E2B and E4B on a small GPU, quantized or not: an Embedding is never quantized by bitsandbytes",
-    cause="accelerate hooks.py AlignDevicesHook.pre_forward brings whole weights; no part of the stack gathers rows "
+    cause="accelerate hooks.py AlignDevicesHook.pre_forward copies whole weights; no part of the stack gathers rows "
     "on the host",
     affected=(Affected("accelerate"), Affected("transformers")),
     versions="accelerate 1.13.0 and 1.15.0 run: bytes moved are those of the table, however few tokens",
-    way_round="replace the module by one that looks rows up on the CPU and moves the rows",
+    way_round="replace the module with one that reads rows on the CPU and moves the rows",
     owner=("accelerate", "transformers"),
     trackers=("huggingface/transformers#47705 (closed)", "ggml-org/llama.cpp#14400 (keeps it on the CPU)"),
     trimtab="the table is gathered: rows are fetched from host memory or from the file, the table never comes to the "

@@ -51,7 +51,5 @@ def probe(kit: Kit) -> Seen:
     try:
         kit.forward(model)
     except (NotImplementedError, RuntimeError) as error:
-        return Seen(PRESENT, f"{len(empty)} LoRA weights on meta; the forward pass says {failure(error)}")
-    return Seen(
-        PRESENT, f"{len(empty)} LoRA weights on meta, such as {empty[0]}; the forward pass answers all the same"
-    )
+        return Seen(PRESENT, f"{len(empty)} LoRA weights on meta; the forward pass gives {failure(error)}")
+    return Seen(PRESENT, f"{len(empty)} LoRA weights on meta, such as {empty[0]}; the forward pass still answers")

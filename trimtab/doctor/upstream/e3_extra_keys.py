@@ -11,7 +11,7 @@ from trimtab.doctor.kit import Kit, failure, quiet
 BUG = Bug(
     id="E3",
     name="extra-keys",
-    title="Adapter weights that the configuration does not target are dropped without a word",
+    title="Adapter weights that the configuration does not target are dropped silently",
     symptom="silent: tensors of the file for modules outside target_modules (towers left out of it, for example) are "
     "not applied",
     trigger="PeftModel.from_pretrained with a config whose target_modules is narrower than the file; "
@@ -55,4 +55,4 @@ def probe(kit: Kit) -> Seen:
     heard = [line for line in said if "unexpected" in line.lower() or "v_proj" in line]
     if heard:
         return Seen(FIXED, f"said: {heard[0][:120]}")
-    return Seen(PRESENT, "4 tensors of the file were not applied, and nothing was said")
+    return Seen(PRESENT, "4 tensors of the file were not applied, and nothing was reported")

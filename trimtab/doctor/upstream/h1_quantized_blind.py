@@ -8,13 +8,13 @@ from trimtab.doctor.kit import Kit
 BUG = Bug(
     id="H1",
     name="quantized-blind",
-    title="A 4-bit or 8-bit Gemma 4 does not see the picture",
+    title="A 4-bit or 8-bit Gemma 4 ignores the image",
     symptom="silent: halving every pixel changes no logit",
-    trigger="pictures given to a Gemma 4 whose vision tower is quantized by bitsandbytes",
+    trigger="images given to a Gemma 4 whose vision tower is quantized by bitsandbytes",
     cause="transformers modeling_gemma4.py Gemma4VisionPatchEmbedder.forward casts pixels to "
     "input_proj.weight.dtype, which is uint8 or int8 for a packed weight",
     affected=(Affected("transformers", fixed_in="5.13.0"), Affected("bitsandbytes")),
-    versions="5.6.2 run, blind in 4-bit and 8-bit; 5.23.0 run, sees; the cast is still in 5.9.0 and no longer in "
+    versions="5.6.2 run, images ignored in 4-bit and 8-bit; 5.23.0 run, images used; the cast is still in 5.9.0 and no longer in "
     "5.13.0 (read in the wheels)",
     way_round="a newer transformers, or llm_int8_skip_modules with patch_embedder.input_proj and the head (H4)",
     owner=("transformers",),

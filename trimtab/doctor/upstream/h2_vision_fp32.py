@@ -13,10 +13,10 @@ BUG = Bug(
     title="The vision tower of a quantized Gemma 4 runs in float32",
     symptom="silent and slow: hidden states of the tower are float32, twice the memory of bfloat16",
     trigger="a Gemma 4 quantized by bitsandbytes, and pixels as the image processor gives them (float32)",
-    cause="since the cure of H1, transformers modeling_gemma4.py casts pixels only to a floating dtype, and "
+    cause="since the fix of H1, transformers modeling_gemma4.py casts pixels only to a floating dtype, and "
     "Linear4bit gives back the dtype it was given",
     affected=(Affected("transformers", since="5.13.0"), Affected("bitsandbytes")),
-    versions="5.23.0 run, 4-bit and 8-bit; not in 5.6.2, where H1 hides it; it came with the cure of H1, in 5.13.0 "
+    versions="5.23.0 run, 4-bit and 8-bit; not in 5.6.2, where H1 hides it; it came with the fix of H1, in 5.13.0 "
     "at the latest",
     way_round="pass pixel_values.to(torch.bfloat16)",
     owner=("transformers",),

@@ -11,13 +11,13 @@ BUG = Bug(
     id="H6",
     name="request-state",
     title="Qwen-VL keeps position offsets of the last request on the model",
-    symptom="silent: model.rope_deltas holds the offsets of the last picture, and a call with inputs_embeds alone "
-    "gives other logits after a request with a picture than before. With input_ids they are computed anew",
+    symptom="silent: model.rope_deltas holds the offsets of the last image, and a call with inputs_embeds alone "
+    "gives other logits after a request with an image than before. With input_ids they are computed again",
     trigger="Qwen2-VL, Qwen2.5-VL, Qwen3-VL: a server or a test that uses one model for several requests",
     cause="transformers modeling_qwen2_5_vl.py compute_3d_position_ids keeps rope_deltas as an attribute and uses it "
     "whenever input_ids is None",
     affected=(Affected("transformers"),),
-    versions="5.6.2 and 5.23.0 run with Qwen2.5-VL; new generations were cured before 5.6.2",
+    versions="5.6.2 and 5.23.0 run with Qwen2.5-VL; new generations were fixed before 5.6.2",
     way_round="set model.model.rope_deltas = None between requests",
     owner=("transformers",),
     trackers=("huggingface/transformers#43952 (generation, merged)", "huggingface/transformers#36013 (merged)"),
@@ -39,6 +39,6 @@ def probe(kit: Kit) -> Seen:
     kept: Any = getattr(model.model, "rope_deltas", None)
     if change:
         return Seen(
-            PRESENT, f"the same text differs by up to {change:.3f} after a picture; rope_deltas is {kept.tolist()}"
+            PRESENT, f"the same text differs by up to {change:.3f} after an image; rope_deltas is {kept.tolist()}"
         )
-    return Seen(FIXED, "the same text has the same logits before and after a picture")
+    return Seen(FIXED, "the same text has the same logits before and after an image")

@@ -15,7 +15,7 @@ BUG = Bug(
     cause="accelerate utils/modeling.py wraps what is neither a list nor a tuple in a list, so that no class name is "
     "found in it",
     affected=(Affected("accelerate", fixed_in="1.14.0"),),
-    versions="accelerate 1.13.0 run, splits; 1.15.0 run, does not; 1.14.0 has the cure (read in the wheel)",
+    versions="accelerate 1.13.0 run, splits; 1.15.0 run, does not; 1.14.0 has the fix (read in the wheel)",
     way_round="pass list(model._no_split_modules); PEFT and transformers do",
     owner=("accelerate",),
     trackers=(),

@@ -17,12 +17,12 @@ BUG = Bug(
     cause="PEFT utils/transformers_weight_conversion.py rewrites the configuration; lora/layer.py ParamWrapper "
     "supports plain LoRA alone",
     affected=(Affected("peft"),),
-    versions="peft 0.19.1 and 0.21.2 run (older than was thought); the wrong warning is in 0.21.2 (run) and not in "
+    versions="peft 0.19.1 and 0.21.2 run (older than expected); the wrong warning is in 0.21.2 (run) and not in "
     "0.20.0 (read)",
     way_round="target attention alone, or plain LoRA on experts",
     owner=("peft",),
     trackers=("huggingface/peft#2638 (adapters on parameters, merged)", "huggingface/peft#3112 (closed)"),
-    trimtab="adapters on fused experts are refused by name before anything is loaded",
+    trimtab="adapters on fused experts are refused with the reason before anything is loaded",
     evidence="run",
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ BUG = Bug(
     way_round="write a longer ending, \"model.norm\"",
     owner=("peft",),
     trackers=("huggingface/peft#1917 (closed)", "huggingface/peft#3755 (open when last seen)"),
-    trimtab="it reads a configuration by the same rule, so that it finds what PEFT saved",
+    trimtab="trimtab applies the same rule to a configuration, so it reads what PEFT saved",
     evidence="run",
 )  # fmt: skip
 

@@ -18,7 +18,7 @@ BUG = Bug(
     cause="transformers processing_utils.py makes every part of a processor, and video processors exist for "
     "torchvision alone",
     affected=(Affected("transformers"),),
-    versions="5.6.2 and 5.23.0 run without torchvision; others saw it begin with 5.4.0",
+    versions="5.6.2 and 5.23.0 run without torchvision; others report it from 5.4.0 on",
     way_round="install the torchvision that belongs to your torch, or AutoTokenizer for text",
     owner=("transformers",),
     trackers=("huggingface/transformers#43986 (open when last seen)",),
@@ -37,7 +37,7 @@ def probe(kit: Kit) -> Seen:
     if kit.has("torchvision"):
         return Seen(NOT_APPLICABLE, f"torchvision {kit.version('torchvision')} is installed")
     if not (DEMO / "processor_config.json").exists():
-        return Seen(UNKNOWN, "the bundled demo model is not there")
+        return Seen(UNKNOWN, "the bundled demo model is missing")
     try:
         AutoProcessor.from_pretrained(DEMO)
     except ImportError as error:

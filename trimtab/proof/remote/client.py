@@ -147,9 +147,9 @@ class Client:
             headers["Authorization"] = f"Bearer {self._key}"
         async with client.stream(method, self.url + path, json=body, headers=headers) as response:
             if response.is_redirect:
-                raise self._error("sends to another address, which is not followed")
+                raise self._error("redirects to another address; redirects are not followed")
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise self._error("packs its answers although it was asked not to")
+                raise self._error("sends compressed answers although the request excludes them")
             held = bytearray()
             async for chunk in response.aiter_bytes():
                 held += chunk

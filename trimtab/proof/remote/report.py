@@ -135,17 +135,17 @@ def headline(report: RemoteReport) -> str:
         ALIVE: f"ALIVE: {name} answers with the adapter {report.adapter}",
         IGNORED: f"IGNORED: {name} answers as its base, the adapter {report.adapter} has no effect",
         CANNOT_TELL: f"CANNOT TELL whether {name} answers with the adapter {report.adapter}"
-        + (": as a whole it does, a small fault would not be seen" if verdict.is_as_a_whole else ""),
+        + (": as a whole it does, a small fault would not be detected" if verdict.is_as_a_whole else ""),
         WRONG: f"WRONG: {name} does not answer as the adapter {report.adapter} should",
     }[verdict.word]
     if verdict.word == WRONG:
-        what = next((one.what for one in verdict.weighed if one.name == verdict.fault), "in no way that is known here")
+        what = next((one.what for one in verdict.weighed if one.name == verdict.fault), "in no known way")
         words += f": {what}"
     return words
 
 
 def facts(report: RemoteReport) -> list[str]:
-    """Return what the verdict rests on, line by line."""
+    """Return the facts behind the verdict, one line each."""
     verdict = report.verdict
     lines = [f"because    {verdict.reason}"]
     if verdict.confidence is not None:
@@ -155,25 +155,25 @@ def facts(report: RemoteReport) -> list[str]:
         f"{MEASURED}"
     )
     if verdict.weighed:
-        lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not seen")
+        lines.append(f"noise      {verdict.noise:.3g}; a fault below {verdict.visible_from:.3g} is not detected")
     smallest = verdict.smallest_seen
     if smallest is not None and verdict.word in (ALIVE, CANNOT_TELL):
         lines.append(
-            f"seen       {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been seen"
+            f"detected   {smallest.name} ({smallest.size:.3g}) is the smallest fault that would have been detected"
         )
     nearest = ", ".join(f"{name} {value:.3g}" for name, value in report.residuals.items())
-    of = "server's base" if report.remote_base else "server (its base was not asked)"
+    of = "server's base" if report.remote_base else "server (no request went to its base)"
     lines.append(
         f"precision  {PRECISION_WORDS.get(report.precision, report.precision)}, the nearest to the {of}: {nearest}"
     )
     for kind, channel in report.channels.items():
         count = sum(one.kind == kind for one in report.answered)
         how = f"top {channel.top} logprobs" if channel.top else "texts alone: the server gives no logprobs"
-        lines.append(f"asked      {count} {kind} questions by {channel.name} ({how})")
+        lines.append(f"questions  {count} {kind} questions by {channel.name} ({how})")
     lines += [f"note       {plain(note, 400)}" for note in report.notes]
     lines += [f"not tried  {plain(one, 400)}" for one in report.not_tried]
     lines.append(
-        f"took       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
+        f"time       {report.requests} requests, {report.server_s:.1f} s for the server, {report.seconds:.1f} s in all"
     )
     return lines
 
@@ -254,8 +254,9 @@ def _fact_row(line: str) -> str:
 
 
 LEGEND = (
-    "Size: how far the fault moves our own right answers. From it, from right: how far the server's answers are from each. All "
-    "three are mean differences of logprobs, on the questions that tell of the fault. Nearer: on how many of them the fault is."
+    "Size: how far the fault moves the right answers, which trimtab computes. From it, from right: the distances of the server's "
+    "answers from both. All three are mean differences of logprobs, on the questions that show the fault. Nearer: on how many of "
+    "them the fault is nearer."
 )
 
 

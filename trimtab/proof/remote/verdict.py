@@ -168,7 +168,7 @@ def judge(
     noise = _mean([one.distance[RIGHT] for one in asked])
     unlike = count * _chance_of_unlike(asked, faults[0][0])
     if unlike <= FALSE_ALARM:
-        reason = "the answers are neither the adapter's nor those of any fault that is known here, while the base's are right"
+        reason = "the answers are neither the adapter's nor those of any known fault, while the base's are right"
         return _made(WRONG, "", reason, 1 - unlike, unlike, weighed, count, noise)
     possible = [one.name for one in weighed if not one.is_excluded(count)]
     other = next((one.size for one in weighed if one.name == OTHER_VALUES), 0.0)
@@ -186,7 +186,7 @@ def judge(
             possible
         )
     elif is_whole_open:
-        reason = "as the answers are, these remain possible: " + ", ".join(possible)
+        reason = "with these answers, the following remain possible: " + ", ".join(possible)
     else:
         reason = "the answers are too far from the right adapter's to be called so, and no fault explains them"
     return _made(CANNOT_TELL, "", reason, None, FALSE_ALARM, weighed, count, noise, possible, is_whole=is_whole)

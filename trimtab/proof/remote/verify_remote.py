@@ -169,7 +169,7 @@ def _own_prompts(prompts: Any, send_prompts: bool) -> tuple[Prompt, ...] | None:
     if not send_prompts:
         raise RequestError(
             "your own prompts would be sent to the server", field="prompts", value=str(prompts)[:200],
-            hint="Give send_prompts if they may leave this machine",
+            hint="Pass send_prompts if they may leave this machine",
         )  # fmt: skip
     if isinstance(prompts, (str, Path)):
         return asked_prompts.read_prompts(prompts)
@@ -224,7 +224,7 @@ def _examine(
                         return nothing_to_tell(reason, words), precision
                     if not work.rows:
                         return nothing_to_tell(
-                            "the server's answers name no token that is known here", words
+                            "the server's answers contain no token of this tokenizer", words
                         ), precision
                 work.residuals[precision] = _residual(work, reference, precision)
                 if len(precisions) == 1 or work.residuals[precision] <= SAME_PRECISION:
@@ -281,7 +281,7 @@ def _open_channels(work: _Work, reference: Reference, is_ollama: bool) -> None:
         except RequestError as exc:
             if not work.channels:
                 raise
-            work.notes.append(f"{kind} questions were not asked ({str(exc)[:300]})")
+            work.notes.append(f"{kind}questions were not sent ({str(exc)[:300]})")
 
 
 def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
