@@ -370,8 +370,8 @@ def test_what_probes_saw_here_and_elsewhere_is_told():
     seen = SimpleNamespace(bug=BUGS["A1"], seen=SimpleNamespace(state="present", evidence="RuntimeError: item"))
     gone = SimpleNamespace(bug=BUGS["A1"], seen=SimpleNamespace(state="fixed", evidence="it ran"))
     text = the_draft(make(verdicts=[seen], other_verdicts={"peft 0.30": [gone]}), "quant-state-meta-item").markdown()
-    assert "A check of this installation says present: `RuntimeError: item` [probe A1]" in text
-    assert "A check of peft 0.30 says fixed: `it ran` [probe A1]" in text
+    assert "A check of this installation reports present: `RuntimeError: item` [probe A1]" in text
+    assert "A check of peft 0.30 reports fixed: `it ran` [probe A1]" in text
 
 
 # Owner and threads ----------------------------------------------------------------------------------------------------

@@ -181,8 +181,12 @@ def test_two_lines_of_the_map_with_the_same_words_are_refused():
 @pytest.mark.parametrize(
     ("docstring", "words"),
     [
-        ("POST /api/verify: whether it holds.", "POST /api/verify"),
-        ("How a plan reads: as a table.", "how a plan reads"),
+        ("POST /api/verify: whether it holds.", "POST /api/verify: whether it holds"),
+        ("A plan: a table.", "a plan: a table"),
+        (
+            "The beginning of a sentence that is long enough: and more.",
+            "the beginning of a sentence that is long enough",
+        ),
         (f"How a module runs, {'also elsewhere ' * 9}.", "how a module runs"),
         ("CUDA graphs.", "CUDA graphs"),
     ],

@@ -72,7 +72,7 @@ def test_loading_peaks_too_high_only_where_running_fits_and_loading_does_not():
 def test_what_is_as_fast_elsewhere_leaves_although_everything_fits():
     quick_host = Rates(device_Bps=1e9, host_Bps=1e10, transfer_s=1e-7)
     made = plan(HIGH_LOAD, machine=CPU, rates=quick_host, **SHORT)
-    assert reasons(made) == {"fits the device, but is as fast there: only indexed, 16.0 KiB per token"}
+    assert reasons(made) == {"would fit on the device, but is as fast in this tier: only indexed, 16.0 KiB per token"}
     assert reason(made, "model.language_model.layers.0") == "fits"
     slow_host = Rates(device_Bps=1e9, host_Bps=1e9, transfer_s=1e-3)
     assert reasons(plan(HIGH_LOAD, machine=CPU, rates=slow_host, **SHORT)) == set()
@@ -165,7 +165,7 @@ WORDINGS = {
     "stays: ": (lambda: plan(gpu=2.5), plan),
     "fits": (plan, lambda: plan(gpu=2.5)),
     "moved, ": (lambda: plan(gpu=6), plan),
-    "fits the device, but is as fast there": (lambda: _as_fast(1e-7), lambda: _as_fast(1e-3)),
+    "would fit on the device, but is as fast in this tier": (lambda: _as_fast(1e-7), lambda: _as_fast(1e-3)),
     ": only indexed, ": (lambda: plan(gpu=6), plan),
     " per token": (lambda: plan(gpu=6), plan),
     ", from the checkpoint file": (lambda: _shared_memory(-GIB), lambda: plan(gpu=6)),

@@ -1,9 +1,9 @@
-"""Keeps CONTRIBUTING's picture of the rooms true: new files are added with their first sentence, gone ones taken out.
+"""Updates the map of files in CONTRIBUTING.md: new files are added with their first sentence, deleted ones removed.
 
-    python tools/rooms.py            rewrites the picture
+    python tools/rooms.py            rewrites the map
     python tools/rooms.py --check    exit code 1 if it would change
 
-A line's words are kept as they are, so that they can be made better by hand; words that say nothing are made anew.
+A line's text is kept, so that it can be improved by hand; an empty or useless one is made from the docstring again.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GUIDE = ROOT / "CONTRIBUTING.md"
-# The order in which a newcomer meets them; a folder that is not here comes last.
+# The order for a newcomer; a folder that is not listed comes last.
 FOLDERS = ("", "checkpoint", "plan", "machine", "runtime", "bridge", "merge", "proof", "proof/remote", "speed", "doctor",
            "serve", "commands",
            "demo")  # fmt: skip
-# Folders with one small file a thing: shown as one line.
+# Folders with one small file per item: shown as one line.
 CLOSED = ("doctor/upstream", "doctor/servers", "serve/page")
 TITLES = {
-    "checkpoint": "WHAT IS ON DISK (pure: no torch)", "plan": "WHAT GOES WHERE (pure: no torch)",
-    "machine": "WHAT THIS MACHINE IS, AND WHAT IS KEPT BETWEEN RUNS (no torch)", "runtime": "WHAT RUNS",
+    "checkpoint": "FILES (pure: no torch)", "plan": "PLANNING (pure: no torch)",
+    "machine": "THIS MACHINE, AND CACHES BETWEEN RUNS (no torch)", "runtime": "THE RUNTIME",
     "bridge": "STOCK OBJECTS IN, STOCK OBJECTS OUT", "merge": "A CHECKPOINT AND ADAPTERS -> A NEW CHECKPOINT",
-    "proof": "WHAT IS RIGHT", "proof/remote": "WHETHER A SERVER'S ADAPTER IS ALIVE",
-    "speed": "HOW FAST IT IS, AND WHAT THE LIMIT IS",
-    "doctor": "WHAT IS BROKEN", "serve": "WHO ASKS", "commands": "WHAT EACH COMMAND DOES",
-    "demo": "WHAT CAN BE TRIED: a small trained model, adapters, pictures, sounds (CARD.md)",
-    "doctor/servers": "known bugs of adapters in other servers, one small file each",
-    "doctor/upstream": "known bugs of other packages, one small file each", "serve/page": "the page at /, as it is sent",
+    "proof": "VERIFICATION", "proof/remote": "WHETHER A SERVER APPLIES ITS ADAPTER",
+    "speed": "BENCHMARKS",
+    "doctor": "THE DOCTOR", "serve": "THE SERVER", "commands": "THE COMMANDS",
+    "demo": "THE DEMO: a small trained model, adapters, images, audio (CARD.md)",
+    "doctor/servers": "known adapter bugs in other servers, one small file each",
+    "doctor/upstream": "known bugs of other packages, one small file each", "serve/page": "the files of the page at /",
 }  # fmt: skip
 BLOCK = re.compile(r"```\n(trimtab/\n.*?)```", re.DOTALL)
-WIDTH, LONGEST = 28, 90
+WIDTH, SHORT, LONGEST = 28, 45, 100  # a beginning below SHORT is shown with what follows its colon
 
 
 def shown_files() -> dict[str, list[str]]:
@@ -53,12 +53,14 @@ def shown_files() -> dict[str, list[str]]:
 def first_words(file: Path) -> str:
     """Return the beginning of a file's docstring, short enough for one line."""
     text = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0].replace("\n", " ")
-    text = re.split(r"(?<=[a-z)`])[.:;](?: |$)", text)[0].rstrip(".")
-    # "POST /api" stays as it is, "What" and "A" become small.
-    words = text if re.match(r"[A-Z][A-Z0-9]", text) else text[:1].lower() + text[1:]
+    sentence = re.split(r"(?<=[\w)`])[.;](?: |$)", text)[0].rstrip(".:")
+    head = sentence.partition(": ")[0]
+    text = head if len(head) >= SHORT else sentence
+    # "POST /api" stays as it is, "The" and "A" become small.
+    words = text if re.match(r"[A-Z]\w*[A-Z0-9]", text) else text[:1].lower() + text[1:]
     if len(words) <= LONGEST:
         return words
-    return words[:LONGEST].rpartition(", ")[0] or words
+    return words[:LONGEST].rpartition(", ")[0] or words[: len(head)]
 
 
 def problem(words: str) -> str:

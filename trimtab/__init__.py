@@ -1,4 +1,4 @@
-"""What a user of the library may name. Importing trimtab imports no torch: that is loaded by the first `plan` or `load`.
+"""The public names of the library. Importing trimtab imports no torch: the first `plan` or `load` does.
 
 `trimtab.plan` and `trimtab.merge` are functions. The folders of the same name are reached as `from trimtab.plan import ...`:
 their import is done here first, so that they never hide the functions later. `trimtab.bridge` is the room of that name.

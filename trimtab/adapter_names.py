@@ -1,4 +1,4 @@
-"""How adapters are named: `NAME=PATH[:WEIGHT]` or a bare path on the command line, a mapping, a list or one path in Python.
+"""Adapter names: `NAME=PATH[:WEIGHT]` or a bare path on the command line; a mapping, a list or one path in Python.
 
 A bare path is named after its folder. One vocabulary for every command and call; no torch, and no file is read.
 """

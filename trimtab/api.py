@@ -1,4 +1,4 @@
-"""The line of work as three calls: `plan`, `load`, `inspect`. Each is a short sequence of the rooms' own functions."""
+"""`plan`, `load` and `inspect`: from a request to a loaded model in three calls into the other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: flags become a request, the request one library call, and what comes back is printed.
+"""The command line: flags become a request, the request becomes one library call, and the result is printed.
 
 With `commands/` alone prints; alone exits and reads what the user's terminal is. Exit codes:
 

@@ -1,4 +1,4 @@
-"""What is fetched from a hub, only when it is asked for: config, tokenizer and safetensors of one revision, into the hub's cache.
+"""Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
 
 Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the config and
 index name, as `checkpoint/folder.py` reads them. A download that stopped goes on where it was. The revision is the commit that

@@ -1,4 +1,4 @@
-"""What can go wrong, as one tree:
+"""The error tree:
 
     TrimtabError
       RequestError      the question is wrong              field, value, allowed

@@ -1,4 +1,4 @@
-"""How a module of this package runs in a process of its own, also under an interpreter that has no trimtab installed.
+"""How a module of this package runs in a separate process, also under an interpreter without trimtab.
 
     EXE .../trimtab/inside.py MODULE REQUEST.json LINES.jsonl
 

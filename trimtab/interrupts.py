@@ -1,4 +1,4 @@
-"""What Ctrl-C does to the command line while no command can answer it: while modules are imported, and at the very end.
+"""How Ctrl-C is handled while no command can do it: during imports, and at the very end.
 
 Python raises KeyboardInterrupt wherever it is, and an import that is cut short ends in a traceback. A command ends in its
 own way at the first Ctrl-C, at once at the second. From the first line of

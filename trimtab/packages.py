@@ -1,4 +1,4 @@
-"""Which packages are installed, and which an answer needs that are not: named in one line, with the command that installs them."""
+"""Installed packages: an error names each missing package on one line, with the command that installs it."""
 
 from __future__ import annotations
 

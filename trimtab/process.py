@@ -1,4 +1,4 @@
-"""One piece of work in a process of its own: within a time and a memory limit, and what it had said before it ended.
+"""Work in a separate process, with limits on time and memory and the output that it wrote before it ended.
 
 The work is a module of trimtab with `main(request, tell)` (see `inside.py`), run by this interpreter or another one. The
 process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its

@@ -1,4 +1,4 @@
-"""What a user may ask, as frozen dataclasses made once at the edge.
+"""User requests as frozen dataclasses, made once at the edge.
 
 `LoadRequest` is the question behind `plan` and `load`; `GenerateRequest` the one behind `generate`. Both check their own
 fields and raise RequestError; neither touches a file or imports torch.

@@ -1,4 +1,4 @@
-"""How what comes back is shown: an adapter's report, an answer's numbers, a bar while weights are read. Imports no torch."""
+"""Text for the terminal: an adapter's report, an answer's numbers, a progress bar while loading. Imports no torch."""
 
 from __future__ import annotations
 

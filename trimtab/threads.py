@@ -1,4 +1,4 @@
-"""How many threads compute on the CPU: as many as this process really gets, chosen before torch is imported.
+"""The number of CPU threads: as many as this process really gets, chosen before torch is imported.
 
 torch takes one thread a core and lets them spin while they wait for each other. In a container with a quota, or beside
 other work, threads without a core of their own hold up the rest at every one of the thousand small products of a token.

@@ -1,4 +1,4 @@
-"""How an adapter gets into a model whose modules stay where they are: PEFT's own layers, filled from the file by us.
+"""Attaching an adapter to a model whose modules stay in place: PEFT's own layers, filled from the file by trimtab.
 
 PEFT injects its layers empty; each adapter tensor is then made on the device that its layer computes on, in the dtype
 that PEFT would give it, and filled from the file. `PeftModel.load_adapter`, which dispatches a split model a second

@@ -1,4 +1,4 @@
-"""What a caller may ask of `load_peft`, and the copy of the adapter's configuration that PEFT is given.
+"""The arguments of `load_peft`, and the copy of the adapter's configuration that PEFT receives.
 
 The copy names every module by its own path in the model and its own rank and alpha; the adapter's folder is only read.
 Arguments of `PeftModel.from_pretrained` that would place something again, or that do nothing, are refused by name.

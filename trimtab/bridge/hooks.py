@@ -1,4 +1,4 @@
-"""Where accelerate's hooks compute a module, and where they keep its weights meanwhile.
+"""accelerate's hooks: the device on which they compute a module, and the place where they keep its weights.
 
 Read from the hook objects by their attributes, so that nothing of accelerate is imported: AlignDevicesHook
 (execution_device, offload, weights_map, original_devices) and SequentialHook (hooks). Source: accelerate 1.13.0 and

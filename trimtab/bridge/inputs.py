@@ -1,4 +1,4 @@
-"""Where the inputs of a model that accelerate has split belong: on the device where its token embedding computes."""
+"""Inputs of a model that accelerate has split: they belong on the device of its token embedding."""
 
 from __future__ import annotations
 

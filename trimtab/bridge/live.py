@@ -1,4 +1,4 @@
-"""What a live model is made of: the rows that a checkpoint gives, read from a model that stock transformers has loaded.
+"""The anatomy of a live model: the rows that a checkpoint gives, read from a model that transformers has loaded.
 
 A quantized linear counts as a linear with the shape that it stands for. Weights may be anywhere, the meta device
 included. Not covered: a model that already holds adapters.

@@ -1,4 +1,4 @@
-"""How an adapter is loaded onto a live base, step by step, and how later ones come the same way."""
+"""Loading an adapter onto a live base, step by step, and further adapters the same way."""
 
 from __future__ import annotations
 

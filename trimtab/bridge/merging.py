@@ -1,4 +1,4 @@
-"""How a merge reaches weights that a hook keeps elsewhere: each layer is brought by its own hook, merged, and kept there.
+"""Merging into weights that a hook offloads: each layer's hook loads it, PEFT merges, and the result stays with the hook.
 
 PEFT's `onload_layer` would do that for a plain hook, with four holes. A `""` entry in a device map leaves two hooks on a
 module, as one SequentialHook, which it does not know: it merges into a weight without data and says nothing. It is called

@@ -1,4 +1,4 @@
-"""What is on disk: headers, the files of a checkpoint, packed weights, adapters, names. Imports no torch."""
+"""Files: headers, checkpoint folders, packed weights, adapters, names. Imports no torch."""
 
 from trimtab.checkpoint.folder import Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.headers import Header, TensorEntry, read_header

@@ -1,4 +1,4 @@
-"""What an adapter holds and does, in one report; and the names that the rest of the package uses for adapters.
+"""The report on one adapter, and the adapter names that the rest of the package imports.
 
 `read_adapter` (adapter_file.py) reads a folder that PEFT wrote, without tensor data. `match_adapter` (adapter_match.py)
 puts every tensor on a module of the model or refuses. `describe` is what `trimtab inspect` prints. Imports no torch.

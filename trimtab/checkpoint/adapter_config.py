@@ -1,4 +1,4 @@
-"""What an adapter_config.json asks for, and whether this package does it: every field is known, harmless or refused.
+"""adapter_config.json: every field is supported, harmless or refused.
 
 Fields are those of LoraConfig in PEFT 0.19.1 and 0.21.2. A field this file does not know is refused by name unless it
 is off (null, false, empty), because PEFT adds new fields switched off. Imports no torch.

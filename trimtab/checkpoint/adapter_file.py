@@ -1,4 +1,4 @@
-"""What an adapter folder holds: the configuration and the header of the tensor file that PEFT wrote, read strictly.
+"""The files of an adapter folder: the configuration and the header of PEFT's tensor file, read strictly.
 
 Files with fixed names inside the folder are opened, nothing else: no name in them ever becomes a path. Imports no
 torch.

@@ -1,4 +1,4 @@
-"""What the name of a tensor in an adapter file says: which module, which role, and how the model spells its path.
+"""Tensor names in an adapter file: the module, the role, and the model's spelling of the path.
 
 `parse_key` reads one name. `Rewrite` is one known way to spell module paths (PEFT, older transformers, text-only
 classes, servers); `REWRITES` lists all of them in order. Names only: whether a path exists is the caller's question.

@@ -1,4 +1,4 @@
-"""Which modules of a model an adapter changes: every tensor of the file matched, or named with the reason.
+"""Matching an adapter with a model: every tensor gets its module, or the reason why it has none.
 
 All problems of a file are gathered and raised once; nothing is dropped, guessed or half applied. Not covered: LoRA on
 convolutions, attention modules and fused experts, which are refused by name. Regular expressions in a configuration are

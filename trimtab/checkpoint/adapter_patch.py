@@ -1,4 +1,4 @@
-"""A copy of an adapter whose config names exactly the modules that it has weights for, inner linears included, in short.
+"""A copy of an adapter whose config names exactly the modules with weights, inner linears included, in short form.
 
 PEFT refuses a target that is a wrapper (Gemma4ClippableLinear), though the weights are those of the linear inside it. The
 copy has one regular expression for target_modules, with `\\d+` for layer numbers wherever that fits no other module.

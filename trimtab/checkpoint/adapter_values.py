@@ -1,4 +1,4 @@
-"""Which tensors of an adapter hold values that are NaN or infinite: read from the file a piece at a time, without torch.
+"""NaN and infinity in an adapter's tensors: read from the file in chunks, without torch.
 
 Every way to use an adapter begins with `read_adapter`, which asks this first: what is wrong is told before work starts. A
 value is not finite if all bits of its exponent are set; these lie in its one or two highest bytes.

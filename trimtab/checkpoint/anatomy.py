@@ -1,4 +1,4 @@
-"""What the model is made of: one row a module of the empty model, read from config and headers alone.
+"""The anatomy: one row per module of the empty model, from config and headers only.
 
 The rows are plain data; building them (`runtime/hf.py::read_anatomy`) uses transformers' own class on tensors that hold
 no data, so that any architecture works and names follow transformers' own conversion. Imports no torch.

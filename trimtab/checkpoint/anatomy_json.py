@@ -1,4 +1,4 @@
-"""The anatomy as JSON and back, equal in every field; rows as lists in the order of their fields, so that it stays small."""
+"""The anatomy as JSON and back, equal in every field; rows are lists in field order, which keeps the file small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files make a checkpoint: a config, and the weight files that transformers itself would read.
+"""The files of a checkpoint: a config, and the weight files that transformers would read.
 
 `read_checkpoint` takes a folder, a hub-cache folder or a hub id that is in the local cache; nothing is ever downloaded.
 Source of the file choice: transformers 5.6.2 and 5.23.0, modeling_utils.py, _get_resolved_checkpoint_files. Files are

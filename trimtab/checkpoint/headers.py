@@ -1,4 +1,4 @@
-"""What a safetensors file says it holds: a strict reader of headers that touches no weights.
+"""Safetensors headers: a strict reader that reads no weights.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
 the data. Source: safetensors README, "Format". Strict where a lie would cost memory or give wrong weights: names once,

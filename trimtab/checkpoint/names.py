@@ -1,4 +1,4 @@
-"""Which names belong together: patterns with boundaries, prefixes, and the nearest name to a mistyped one."""
+"""Name matching: patterns with boundaries, prefixes, and the names most similar to a mistyped one."""
 
 from __future__ import annotations
 

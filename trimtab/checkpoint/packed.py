@@ -1,4 +1,4 @@
-"""What a bitsandbytes checkpoint holds: packed weights grouped with their statistics, by the weight's own name.
+"""bitsandbytes checkpoints: packed weights grouped with their statistics, by the weight's name.
 
 4-bit: `X.weight` packed [n, 1], beside it `X.weight.absmax`, `.quant_map`, with double quantization `.nested_absmax`
 and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), a small JSON. int8: `X.weight`, `X.SCB` and

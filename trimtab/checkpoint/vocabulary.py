@@ -1,4 +1,4 @@
-"""Whether an adapter was trained with the model's tokenizer: the vocabularies in both folders' tokenizer.json, held together.
+"""Whether an adapter was trained with the model's tokenizer: the vocabularies of both folders' tokenizer.json are compared.
 
 Trainers leave a copy of the tokenizer in the adapter's folder. It may have more tokens than the model's, and other texts
 for some that were reserved; a tokenizer of another model gives nearly every id another text, also where it is as large.

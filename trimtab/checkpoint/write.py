@@ -1,4 +1,4 @@
-"""How a safetensors file is written: a header for tensors whose bytes come later, and writes at positions.
+"""Writing a safetensors file: a header for tensors whose bytes come later, and writes at offsets.
 
 `lay_out` gives every tensor its place, `encode` the header's bytes. Format: see `headers.py`. Nothing here knows where
 the bytes come from, and no tensor is ever held: a file is made piece by piece. Imports no torch.

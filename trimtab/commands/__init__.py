@@ -1,1 +1,1 @@
-"""What each command of the command line does: its flags, one library call, what is printed."""
+"""The commands: each has its flags, one library call and its output."""

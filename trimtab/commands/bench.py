@@ -1,4 +1,4 @@
-"""The command of how fast: bench."""
+"""`trimtab bench`: speed against the stock stack and the bandwidth limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that holds a conversation: flags become a plan, the plan a model, then lines are read until the end."""
+"""`trimtab chat`: plans and loads a model, then reads lines until the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the lines of a conversation come from: a terminal with editing, history and completion, or any stream of lines."""
+"""Input lines of a chat: a terminal with editing, history and completion, or any stream of lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to each line of a conversation: a message is answered, a line that begins with "/" is a command."""
+"""One chat session: a line is a message for the model, or a command if it begins with "/"."""
 
 from __future__ import annotations
 

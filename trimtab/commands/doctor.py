@@ -1,4 +1,4 @@
-"""The command of what is broken: known bugs here, what lies ahead of one model, cases tried, releases searched, drafts."""
+"""`trimtab doctor`: known bugs, predictions for one model, cases, bisection, drafts."""
 
 from __future__ import annotations
 
@@ -307,5 +307,5 @@ def _texts(report: Mapping[str, Any]) -> list[str]:
     if report["html"]:
         texts.append(f"written: {report['html']}")
     if report["stopped"]:
-        texts.append("stopped before its end: the cases above are all that were run, and no drafts were made")
+        texts.append("stopped early: only the cases above were run, and no drafts were written")
     return texts

@@ -1,4 +1,4 @@
-"""How flags become a request: the placement and sampling groups that several commands share, and what their values mean."""
+"""Flags become a request: the placement and sampling groups that several commands share, and their values."""
 
 from __future__ import annotations
 

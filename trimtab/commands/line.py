@@ -1,4 +1,4 @@
-"""The commands of the line: plan, inspect, run, demo. Each is flags -> request -> one library call -> print."""
+"""`trimtab plan`, `inspect`, `run` and `demo`: flags, a request, one library call, output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands that list what is there: models with what fits this machine, adapters with the models that they fit, completion."""
+"""`trimtab models`, `adapters` and `completion`: lists of local files, with what fits this machine."""
 
 from __future__ import annotations
 

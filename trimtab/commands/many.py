@@ -1,4 +1,4 @@
-"""What `trimtab run --prompts` does: prompts of a file are decoded together, answers are appended to a file as they finish."""
+"""`trimtab run --prompts`: prompts of a file are decoded together, and answers are appended to a file as they finish."""
 
 from __future__ import annotations
 

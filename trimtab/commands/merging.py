@@ -1,4 +1,4 @@
-"""The commands of what stays and what is right: merge and verify."""
+"""`trimtab merge` and `trimtab verify`."""
 
 from __future__ import annotations
 

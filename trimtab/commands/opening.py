@@ -1,4 +1,4 @@
-"""How a command loads a planned model: its tokenizer first, a bar while weights are read, and what to say of slower ways."""
+"""Loading a planned model for a command: the tokenizer first, a bar while weights are read, a note on slower fallbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trimtab run --prompts` reads and writes: one prompt a line in, one answer a line out, whole lines only.
+"""The files of `trimtab run --prompts`: one prompt per input line, one answer per output line, whole lines only.
 
 A line of the prompts is a JSON object: `prompt` (or `messages`, as a chat), and as far as they are given `id`, `image`, `audio`
 (files beside the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers names the model, the

@@ -1,4 +1,4 @@
-"""The one command that downloads: a model or adapter from a hub into the local cache."""
+"""`trimtab pull`, the only command that downloads: a model or adapter from a hub into the local cache."""
 
 from __future__ import annotations
 

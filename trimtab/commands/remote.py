@@ -1,4 +1,4 @@
-"""What `trimtab verify` asks of a server: flags of its own, and the report on the server's adapter."""
+"""`trimtab verify` against a server: its flags, and the report on the server's adapter."""
 
 from __future__ import annotations
 

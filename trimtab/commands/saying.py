@@ -1,4 +1,4 @@
-"""What every command needs to say something: its place in the parser, and JSON on stdout."""
+"""Output of all commands: their place in the parser, and JSON on stdout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command that serves: flags or a registry file become models and settings, then the server runs until it is told to end."""
+"""`trimtab serve`: flags or a registry file become models and settings, then the server runs until it is stopped."""
 
 from __future__ import annotations
 

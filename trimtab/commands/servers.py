@@ -1,4 +1,4 @@
-"""What `trimtab doctor` does with a server's address."""
+"""`trimtab doctor` with a server's address."""
 
 from __future__ import annotations
 

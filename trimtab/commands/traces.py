@@ -1,4 +1,4 @@
-"""The questions of a forum: which known failure a pasted error is, what to paste into a question, what to file on a merge."""
+"""`trimtab doctor --trace`, `--report` and `--lanes`: a pasted error, a block for a question, an issue on a merge."""
 
 from __future__ import annotations
 

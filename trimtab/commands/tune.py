@@ -1,4 +1,4 @@
-"""The command that measures launch configurations: tune."""
+"""`trimtab tune`: measures launch configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters answer, with which weights: what `--adapter NAME=PATH:0.7` and `--use` say together."""
+"""Adapters and weights of an answer: the combined meaning of `--adapter NAME=PATH:0.7` and `--use`."""
 
 from __future__ import annotations
 

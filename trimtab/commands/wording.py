@@ -1,4 +1,4 @@
-"""How an error of the library reads on the command line: arguments become the flags of the command that was run."""
+"""Library errors on the command line: arguments become the flags of the command that was run."""
 
 from __future__ import annotations
 

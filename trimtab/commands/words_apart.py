@@ -1,4 +1,4 @@
-"""How two answers are shown beside each other: the words in which they differ, marked; and what a terminal may be sent."""
+"""Two answers side by side with the differing words marked, and text that is safe for a terminal."""
 
 from __future__ import annotations
 

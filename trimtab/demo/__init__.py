@@ -1,4 +1,4 @@
-"""What can be tried without a download: a small trained model, its adapters, pictures and sounds (CARD.md), by path.
+"""The demo's files: a small trained model, its adapters, images and audio (CARD.md), by path.
 
     import trimtab.demo
 

@@ -1,4 +1,4 @@
-"""What the whole line does, shown on one small model: plan under a budget it does not fit, load, adapt, answer, prove."""
+"""`trimtab demo`: plan under a budget that the model does not fit, load, apply adapters, answer, verify."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is broken, and whose it is: the environment, known bugs of other packages, cases tried one by one, drafts of issues."""
+"""The doctor: the environment, known bugs of other packages, cases tried one by one, drafts of issues."""

@@ -1,4 +1,4 @@
-"""Which release of a package changed what a case gives: one environment a release, the case run in each, as few as needed.
+"""Bisection over releases: one environment per release, the case run in as few of them as needed.
 
 `bisect_search.py` says which release is next, `bisect_environments.py` makes its interpreter, the matrix runs the case
 there. A release that cannot be installed or run is said and skipped; Ctrl-C keeps what was found.

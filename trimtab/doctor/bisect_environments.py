@@ -1,4 +1,4 @@
-"""One interpreter a version of a package: made with venv and pip from the user's own index, kept below the user's cache folder.
+"""Environments for bisection: created with venv and pip from the user's own index, below the user's cache folder.
 
 Every environment sees the packages of the interpreter it is made from (a .pth file adds its folders behind its own), so
 that torch is not installed again, and holds only what has to differ: the version asked for and what that version pulls

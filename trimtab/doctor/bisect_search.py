@@ -1,4 +1,4 @@
-"""Where along a row of releases a label changes, asking about as few of them as can be. Pure: it knows no package and no case.
+"""The search for changes of a label along a list of releases, with few evaluations. Pure: knows no package and no case.
 
 The range is halved where two labels differ; releases that cannot be run are gone round; both halves are followed where a
 third label turns up. At ends with equal labels the middle alone is looked at, so a change that is undone between two

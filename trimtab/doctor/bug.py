@@ -1,4 +1,4 @@
-"""What is known about one bug of another package, and what a probe saw of it here."""
+"""One bug of another package: the known facts, and what a probe observed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which copies of an adapter the cases need: the same weights, another config. The original is never written. Pure."""
+"""Copies of an adapter for the cases: the same weights, another config. The original is never written. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model answered in each mode, and whether that is the reference's answer.
+"""A model's answers in each mode, and whether they equal the reference's.
 
 An answer is the last position's logits of one forward pass and the tokens of a greedy generation.
 """

@@ -1,4 +1,4 @@
-"""Which questions a model is asked: one text, one picture, one sound, as tensors, made once and given to every route.
+"""Inputs of the cases: one text, one image, one audio clip, as tensors, made once for every route.
 
 With a processor the bundled demo's first questions are asked; without one (a checkpoint of random weights) tokens and
 media are drawn from the config. Floats are bf16: an image processor's float32 would change what the tower computes in.

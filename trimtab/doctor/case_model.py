@@ -1,4 +1,4 @@
-"""How the stock stack is given a case: the model, the map, the imitated GPU, the pressure, and where everything went.
+"""A case on the stock stack: the model, the map, the imitated GPU, the memory pressure, and the final placement.
 
 Runs in any interpreter with torch, transformers, accelerate, peft and bitsandbytes. On a machine without a GPU
 `torch.device("cpu")` plays it and the string "cpu" is offload: accelerate compares devices by value and takes its real

@@ -1,4 +1,4 @@
-"""Which packages an interpreter has, and whether its torch sees a GPU.
+"""Packages of an interpreter, and whether its torch finds a GPU.
 
 Imports the standard library alone before it knows what is there, so that it can say what is missing.
 """

@@ -1,4 +1,4 @@
-"""What is kept of a run on the stock stack: exceptions by library frames, warnings counted, log lines; no path of the machine."""
+"""The record of a run on the stock stack: library frames, counted warnings, log lines; no paths of the machine."""
 
 from __future__ import annotations
 

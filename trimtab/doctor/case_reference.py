@@ -1,4 +1,4 @@
-"""What the answer ought to be: the same base, in the same formats, all on one device, with stock PEFT.
+"""The reference answer of a case: the same base, in the same formats, on one device, with stock PEFT.
 
 One process a quantization. A mode that fails here has no reference (an upstream bug hits the unsplit model too).
 """

@@ -1,4 +1,4 @@
-"""Which script reproduces a case on a tiny model with the stock stack alone: text that runs by itself and prints what came.
+"""A script that reproduces a case on a tiny model with the stock stack only, and prints the result.
 
 It builds a small Gemma 4 and an adapter with transformers and PEFT, needs no download and imports nothing of ours. Without
 a GPU it lets `torch.device("cpu")` play one. It ends with a line that begins "RESULT: ", after the exception if there is

@@ -1,4 +1,4 @@
-"""Which ways of putting an adapter on a split or quantized model are tried: base placement x quantization x adapter x call.
+"""The cases: base placement x quantization x adapter x call.
 
 Data only, and pure: `stock_case.py` runs a case on the stock stack, `line_case.py` answers it with trimtab, `case_script.py`
 writes it as a script. Maps are named here and resolved for a model's own modules by `device_map`; 0 is the GPU.

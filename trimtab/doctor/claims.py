@@ -1,4 +1,4 @@
-"""Which claims the recorded runs do not carry, and so are not to be filed: each with the test that decides on it.
+"""Claims that the recorded runs do not support, and that are not to be filed, each with the test that decides it.
 
 A claim is general, a run is one case: runs can refute a claim and can never prove it. What no run refutes is still wider
 than its evidence, and says so.

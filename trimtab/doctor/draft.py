@@ -1,4 +1,4 @@
-"""What can be filed, and where: from recorded runs one draft a failure, and a list of what the runs do not carry.
+"""Drafts of issues: one per failure, from recorded runs, and a list of what the runs do not support.
 
 A draft is written only when its failure has a trace or a wrong result of its own on the stock stack and its reproducer,
 which is run first, shows the same failure under the same versions. Everything else goes to NOT_TO_FILE.md with the

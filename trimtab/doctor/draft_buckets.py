@@ -1,4 +1,4 @@
-"""Which failures belong into one issue, and what is asked of its owner: data for the drafts.
+"""Groups of failures for the drafts: which failures share an issue, and the questions to its owner. Data.
 
 Facts are not here: a `Point` is stated only with the recorded runs that carry it, titles are those of runs with these
 labels, and everything else is a wish or a question.

@@ -1,4 +1,4 @@
-"""What must not leave the machine in a draft or report: paths, user and host names, addresses, tokens.
+"""Private data that must not leave the machine in a draft or report: paths, user and host names, addresses, tokens.
 
 `clean` takes them out of what was recorded, `check_clean` refuses a finished text that still has one.
 """

@@ -1,4 +1,4 @@
-"""What a draft may say: statements that carry the recorded run they come from, and nothing else.
+"""Evidence of a draft: statements that carry the recorded run that they come from, and nothing else.
 
 A `Run` is made from a record of the matrix alone, a `Shown` from a reproducer that was run; a `Statement` without one of
 the two cannot be made. Everything that comes out of them is free of paths, user and host names.

@@ -1,4 +1,4 @@
-"""What a reproducer prints when it runs by itself: as a plain script, in an empty folder, in the interpreter given.
+"""Running a reproducer: as a plain script, in an empty folder, in the given interpreter.
 
 `run_script` is called by the drafts; `main` runs inside that interpreter's process and starts the script as a child, so that
 its output is what a maintainer would see.

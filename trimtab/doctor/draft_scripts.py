@@ -1,9 +1,8 @@
-"""The minimal reproducers: for each known failure a script that needs the stock stack alone and first shows the near case
-that works.
+"""Minimal reproducers: a script per failure that needs only the stock stack and first runs a similar case that passes.
 
-A script is a body of a few lines behind those of the shared pieces that it uses: a tiny random Gemma 4, how it is loaded,
-a LoRA for its language model. What has nothing to do with Gemma 4 is shown on a tiny Llama, without an adapter. A script
-prints "works: ..." for the near case, then raises what a user meets; a silent failure ends in an AssertionError that says
+A script is a body of a few lines after the shared parts that it uses: a tiny random Gemma 4, its loader, a LoRA for its
+language model. Failures that do not depend on Gemma 4 are shown on a tiny Llama, without an adapter. A script
+prints "works: ..." for the similar case, then raises what a user meets; a silent failure ends in an AssertionError that says
 what was found.
 """
 

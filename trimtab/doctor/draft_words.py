@@ -1,4 +1,4 @@
-"""How a recorded run is told in words, from its own configuration: what was loaded, where it was put, what was called."""
+"""A recorded run in words, from its own configuration: what was loaded, its placement, the calls."""
 
 from __future__ import annotations
 

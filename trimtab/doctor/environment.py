@@ -1,4 +1,4 @@
-"""What this machine and an interpreter on it are: versions, how each package was installed, GPUs, memory. Nothing personal.
+"""The environment report: versions, how each package was installed, GPUs, memory. No personal data.
 
 `read_environment` asks any interpreter, in a process of its own; the machine itself is looked at here. Left out on
 purpose: user and host names, folders, addresses, serial numbers, environment variables. `scrubbed` removes the same from

@@ -1,4 +1,4 @@
-"""What an interpreter has: its packages with how each was installed, its torch and the GPUs that this one sees.
+"""The environment of one interpreter: its packages and how each was installed, its torch and that torch's GPUs.
 
 `main` runs in a process of its own (`process.py`), so that looking at a GPU leaves no CUDA context behind and any other
 interpreter can be asked. Needs the standard library alone: a package that is missing or broken is told as such. No path,

@@ -1,4 +1,4 @@
-"""What probes build with: tiny checkpoints and adapters, the stock stack on them, and where an error came from.
+"""The probes' tools: tiny checkpoints and adapters, the stock stack on them, and the source of an error.
 
 It runs in any interpreter: it imports the standard library, and torch, transformers and peft inside functions.
 

@@ -1,4 +1,4 @@
-"""Which known failure a run is: by the signatures of exceptions, and by silent faults, as data. Pure.
+"""Labels of runs: the known failure that a run shows, by exception signatures and by silent faults. Data, pure.
 
 A failure that no signature (traces/signatures.py) knows is UNKNOWN, never the nearest one. What ended without an
 exception is judged by facts of the record: nothing quantized first (another arithmetic altogether), then a wrong

@@ -1,4 +1,4 @@
-"""Which cases work here: every case in a process of its own, on the stock stack and by trimtab, as records that are kept.
+"""The matrix of cases: each in a separate process, on the stock stack and on trimtab, as records.
 
 A case that hangs, is killed for its memory or crashes is a record like any other; what is finished is handed on at once
 (`on_record`), so that Ctrl-C keeps it.

@@ -1,4 +1,4 @@
-"""Which device map PEFT makes when it loads an adapter on a base that is partly on the CPU or disk, by the installed releases.
+"""The device map that the installed PEFT makes for an adapter on a base that is partly on the CPU or disk.
 
 PEFT's own `from_pretrained` runs on a base without data: meta tensors that have the sizes of the packed weights. It runs
 until it has called accelerate's `infer_auto_device_map`; nothing is dispatched and nothing is written. Two things are

@@ -1,4 +1,4 @@
-"""What would happen if the stock stack loaded this model with this map and adapter here, before a weight is read; and what works.
+"""Predictions before a weight is read: what the stock stack would do with this model, map and adapter, and what works.
 
 `preflight` reads config and headers alone. It says which modules stay unquantized and what that costs, which keys of the
 map name nothing, what PEFT's second plan would make of the map (its arithmetic in full), what becomes of the adapter's

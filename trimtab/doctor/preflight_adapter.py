@@ -1,4 +1,4 @@
-"""What the stock stack does with an adapter on a model: which targets it refuses, which keys it drops, which it never fills.
+"""An adapter in the stock stack: the targets that it refuses, the keys that it drops, the layers that it never fills.
 
 PEFT decides from `target_modules` alone which modules get a LoRA layer, then fills what the file has keys for: keys of
 other modules are dropped without a word, modules without keys stay at zero after a warning. Not asked: `exclude_modules`,

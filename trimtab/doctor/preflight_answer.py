@@ -1,4 +1,4 @@
-"""What works on this machine: the whole model on the GPU, towers off it, or a split plan; with the call to make.
+"""The call that works on this machine: the whole model on the GPU, towers off it, or a split plan.
 
 The order is that of a person in a hurry: everything on the GPU if it fits; else the towers off it, with one map and no
 second plan; else a plan of trimtab's that streams or gathers; else how much is missing. Whether a placement fits is asked

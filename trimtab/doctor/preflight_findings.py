@@ -1,4 +1,4 @@
-"""Which known failures lie ahead: the map, the adapter, the versions and PEFT's second plan, judged by the catalogue.
+"""Known failures that will occur: the map, the adapter, the versions and PEFT's second plan, judged by the catalogue.
 
 Each finding names the entry of the catalogue (`upstream/`) that it rests on; whether the installed versions have it is
 that entry's to say. What is foreseen is what the stock stack does, from its source; it is not a run of it.

@@ -1,4 +1,4 @@
-"""What a device map does in the stock stack: keys that name nothing or too much, what stays unquantized, and what that costs.
+"""A device map in the stock stack: keys that match nothing or too much, what stays unquantized, and the cost.
 
 Works on the shape of the model (`preflight_shape.py`); the two rules that differ between transformers releases are read
 there. Imports no torch.

@@ -1,4 +1,4 @@
-"""Whether PEFT plans placement a second time for this map, from which memory, and which map comes out.
+"""PEFT's second plan for a map: whether it is made, the memory that it assumes, and its result.
 
 The map is that of the installed PEFT and accelerate (`peft_dispatch.py`, in a process of its own). The free memory that
 they would see is calculated here, line by line: what is free now, less the base and the adapter that are on the device by

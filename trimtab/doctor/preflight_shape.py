@@ -1,4 +1,4 @@
-"""What the stock stack of an interpreter would see of a checkpoint before it loads a weight: modules, dtypes, skip rules.
+"""The model as an interpreter's stock stack builds it before it loads a weight: modules, dtypes, skip rules.
 
 `read_shape` asks this interpreter or another one (in a process of its own): the empty model is built by the transformers
 that is installed there, and what a device map's keys hit is decided by that release's own functions, so that a rule that

@@ -1,4 +1,4 @@
-"""The smaller model of a family, by its config alone: what would fit on a machine where the model that was asked about does not.
+"""The smaller model of a family, by its config only: what would fit where the requested one does not.
 
 Only Gemma 4 E4B has one here: E2B, in the sizes of the released model.
 """

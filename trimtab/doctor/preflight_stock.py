@@ -1,4 +1,4 @@
-"""Which linears the stock stack leaves unquantized, and the bytes that each tensor of the loaded model takes.
+"""The linears that the stock stack leaves unquantized, and the bytes of each tensor of the loaded model.
 
 The bytes are real ones, scales included; accelerate's own count of the same model is in `peft_dispatch.py`. Imports no torch.
 """

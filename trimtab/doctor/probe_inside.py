@@ -1,4 +1,4 @@
-"""What runs inside the process of the probes: each in turn, what it saw told at once.
+"""The process that runs probes: one after the other, each result reported immediately.
 
 It runs in any interpreter. A probe that hangs is ended by the interpreter's own watchdog, which also ends native code.
 """

@@ -1,4 +1,4 @@
-"""Which known bugs are in the installed packages, of this interpreter or of another one.
+"""Known bugs in the installed packages, of this interpreter or another one.
 
 One process runs all probes. A probe that crashes the process or hangs becomes "unknown" with the way it ended, and a
 fresh process goes on with the next one.

@@ -1,4 +1,4 @@
-"""What the doctor found, as one page: environment, matrix, known bugs, memory, preflight, bisection and drafts.
+"""The doctor's results on one page: environment, matrix, known bugs, memory, predictions, bisection and drafts.
 
 The page is one HTML file that loads nothing: its style and its few lines of script are in it, and its own policy forbids
 the rest. Whatever a record says is shown as text.

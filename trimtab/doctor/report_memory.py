@@ -1,4 +1,4 @@
-"""What each case took at its peak, as bars: SVG by hand, the same bytes for the same records."""
+"""Peak memory of each case as an SVG bar chart; the same records give the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a live torch model looks like from outside: where its weights are, what is quantized, what is broken or idle.
+"""A scan of a live torch model: where its weights are, what is quantized, what is broken or idle.
 
 `scan` takes any model of transformers: plain, quantized, split by accelerate's hooks, with adapters of PEFT, or empty on
 the meta device. It moves nothing and calls no forward. The rules are in scan_rules.py; this file holds the values.

@@ -1,4 +1,4 @@
-"""How a live model is looked at: one view of its modules, and one small function for each kind of finding.
+"""The rules of a scan: one view of the model's modules, and one small function for each kind of finding.
 
 Modules of transformers, accelerate, PEFT and bitsandbytes are known by their attributes and class names, so that the
 rules run in any installation and import none of the four.

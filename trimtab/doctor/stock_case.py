@@ -1,4 +1,4 @@
-"""What the stock stack does with one case: how far it gets, where everything ends up, and whether the answer is right.
+"""One case on the stock stack: how far it gets, the final placement, and whether the answer is right.
 
 Runs in a process of its own, in any interpreter. Every fact is told as soon as it is known, so that a process that is
 killed leaves its stage and what it had seen: `tell({"stage": ...})`, `tell({"facts": {...}})`.

@@ -1,4 +1,4 @@
-"""Which tiny checkpoints the probes run on: real classes with the quirks that matter, two to five layers, random weights.
+"""Tiny checkpoints for the probes: real classes with the relevant quirks, two to five layers, random weights.
 
 Imports only torch and transformers, so that it also runs where trimtab is not installed.
 """

@@ -1,4 +1,4 @@
-"""Which threads are known about a bug, and what is known of their state. Pure.
+"""The threads about a bug, and their known state. Pure.
 
 A state is what the catalogue says in words; no network is used. A thread whose state is not known may be open: look there
 before filing anything.

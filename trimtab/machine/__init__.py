@@ -1,1 +1,1 @@
-"""What this machine is and what is remembered of it: memory, GPUs, rates, installed packages, files kept between runs. No torch."""
+"""This machine, and what is cached about it: memory, GPUs, rates, installed packages, files. Imports no torch."""

@@ -1,4 +1,4 @@
-"""The anatomies that earlier processes read, kept so that a plan needs neither torch nor transformers.
+"""The cache of anatomies from earlier processes, so that a plan needs neither torch nor transformers.
 
 An entry is found by everything that shapes the tree: the hash of config.json and of the other files that transformers reads for
 it, the tensors' names, types and shapes, what the request says of formats, and the releases of Python, torch, transformers,

@@ -1,4 +1,4 @@
-"""What the driver holds for this process on a GPU: context, code, graphs, workspaces and torch's allocator together.
+"""The driver's memory for this process on a GPU: context, code, graphs, workspaces and torch's allocator together.
 
 None where NVIDIA's management library, the device or the figure is not there: Windows' display driver model does not tell it, nor
 does a container whose process numbers are not the host's.

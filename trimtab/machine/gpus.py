@@ -1,4 +1,4 @@
-"""Which NVIDIA GPUs this machine has and what is free on them, asked of the driver's own libraries, without torch or a context.
+"""The NVIDIA GPUs of this machine and their free memory, from the driver's libraries, without torch or a context.
 
 The driver numbers GPUs as CUDA does (CUDA_VISIBLE_DEVICES included); NVML, which knows free memory, is asked by UUID.
 """

@@ -1,4 +1,4 @@
-"""Which releases of which packages are installed, read without importing them."""
+"""Releases of installed packages, read without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an earlier process learned of this machine through torch, so that a plan needs no torch: a Machine and Rates, or None.
+"""A Machine and Rates that an earlier process measured through torch, so that a plan needs no torch; or None.
 
 Kept by installed releases and by what sets the number of threads: the host memory that the libraries take, and torch's thread
 count. Free memory is asked now, of the driver. Where torch is loaded already, it is asked instead (runtime/devices.py).

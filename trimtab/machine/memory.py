@@ -1,4 +1,4 @@
-"""How much memory this machine and this process have: host memory within its limits, the spill disk, peaks. Imports no torch."""
+"""Memory of this machine and this process: host memory within its limits, the spill disk, peaks. Imports no torch."""
 
 from __future__ import annotations
 

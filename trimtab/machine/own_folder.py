@@ -1,4 +1,4 @@
-"""Which files of the user's own are kept between runs, and how they are read and written: in folders of their own, checksummed.
+"""The user's cache files: private folders, checksums, and how the files are read and written.
 
 Compiled kernels are executable code and a cached module tree decides what is loaded: on systems with owners a folder that
 belongs to another user, that others may write, or that is a link is refused, and so is such a file. A file begins with the

@@ -1,4 +1,4 @@
-"""The rates of this machine as an earlier process measured them, in a file of the user's own."""
+"""The rates of this machine as an earlier process measured them, in the user's cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""WHAT STAYS: adapters merged into a checkpoint for good, in little memory, and the proof that they are. Imports no torch."""
+"""Merging: adapters merged into a checkpoint, in little memory, and the check of the result. Imports no torch."""
 
 from trimtab.merge.merge import merge, merge_request
 from trimtab.merge.report import MergeCheck, MergeReport, merge_text

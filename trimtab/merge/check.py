@@ -1,4 +1,4 @@
-"""Whether the written files hold what they should: every change computed again in float64, everything else compared bit by bit.
+"""The check of written files: every change computed again in float64, everything else compared bit by bit.
 
 A changed value is right if it is the exact result rounded once to the file's dtype, give or take what the float32 sums
 before that rounding may lose (`check_exact.py`); the bound is computed for every value, none is chosen by hand. A right

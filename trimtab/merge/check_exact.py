@@ -1,4 +1,4 @@
-"""What a changed tensor should hold: each value in float64, and how far float32 sums may leave it.
+"""The exact value of a changed tensor in float64, and the bound for float32 sums.
 
 The bound is a theorem, not a measurement: a float32 sum of n products is off by at most n roundings of its terms, in any
 order and on any number of threads (Higham, Accuracy and Stability of Numerical Algorithms, section 3.1). Nothing here

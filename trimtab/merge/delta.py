@@ -1,4 +1,4 @@
-"""How an adapter changes a weight for good: PEFT's merge in float32, a few rows at a time.
+"""The weight change of an adapter: PEFT's merge in float32, a few rows at a time.
 
 A `Change` is what one adapter does to one parameter of the model; `merged` puts the changes of all adapters on rows of
 the base. Every adapter's change is taken against the base, so their order means nothing but the order of float32 sums.

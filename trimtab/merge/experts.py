@@ -1,4 +1,4 @@
-"""What an adapter does to stacks of experts, which only a merge can follow: PEFT's target_parameters, and old per-expert keys.
+"""Adapters on stacked experts, which only a merge can apply: PEFT's target_parameters, and older per-expert keys.
 
 A stack is one parameter [E, out, in] of the model, and one tensor or many in the files. PEFT keeps one pair for a whole
 stack: A [R E, in] in expert order, B [out, R E] with the expert as the fastest index. Of a module with several adapted

@@ -1,4 +1,4 @@
-"""How a changed parameter goes back into the files it was made from, where the loader renames, stacks or cuts tensors.
+"""The inverse of loading: a changed parameter goes back into its files where the loader renames, stacks or splits tensors.
 
 `probe.py` records how stock makes a parameter of file tensors. Read backwards, a stack becomes a selection, a
 concatenation a part, a transposition its inverse; what cuts a file tensor into several parameters is done forwards, as a

@@ -1,4 +1,4 @@
-"""How long one merge takes and how much memory it needs beyond what its imports took; run in a process of its own.
+"""Time and memory of one merge beyond its imports; runs in a separate process.
 
 `main` is called by `process.run_inside`: {"model", "out", "adapters", ...} in; seconds, baseline and peak bytes out.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint and adapters in, a new checkpoint out, one piece of one tensor in memory at a time."""
+"""The merge: a checkpoint and adapters in, a new checkpoint out, one slice of one tensor in memory at a time."""
 
 from __future__ import annotations
 

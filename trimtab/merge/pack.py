@@ -1,4 +1,4 @@
-"""How a weight is packed to NF4 with scales chosen by what they lose, not by the largest value alone.
+"""Quantizing a weight to NF4 with scales fitted to the error instead of the largest value.
 
 Stock takes the largest magnitude of a block of 64 as its scale, which spends a level on one value. Here each block tries
 a few smaller scales and refits each to its own codes by least squares, and keeps what leaves the smallest squared error

@@ -1,4 +1,4 @@
-"""Where a merged model comes to lie: a hidden folder beside OUT while it is made, and one rename when it is done.
+"""The output folder of a merge: a hidden folder beside OUT while it is written, and one rename at the end.
 
 A crash, a kill or a full disk leaves that folder, never half a model at OUT; the next run of the same merge takes over
 the files that were finished, by their hashes. A run that fails for a reason of its own removes it.

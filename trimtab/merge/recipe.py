@@ -1,4 +1,4 @@
-"""Which file tensors a merge changes, and by what: adapters matched to the model, then followed back to the files.
+"""The file tensors that a merge changes, and how: adapters matched to the model, then traced back to the files.
 
 A parameter that is one file tensor is changed by rows; one that the loader makes of several goes back the way it came
 (`lay_back.py`). Tied parameters stay tied only if every adapter does the same to all of them; otherwise the partner gets

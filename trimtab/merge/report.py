@@ -1,4 +1,4 @@
-"""What a merge did, as a value, a record beside the model, and text for the terminal."""
+"""The report of a merge: a value, a record in the new folder, and text for the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a merge is asked for: a model, a place for the new one, adapters with their weights, and the form it is written in."""
+"""The request of a merge: a model, an output folder, adapters with their weights, and the output format."""
 
 from __future__ import annotations
 

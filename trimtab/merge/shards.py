@@ -1,4 +1,4 @@
-"""Which files a merge writes, and what each tensor in them is made of; decided before the first byte is written."""
+"""The output files of a merge and the sources of each tensor, decided before the first byte is written."""
 
 from __future__ import annotations
 

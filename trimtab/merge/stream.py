@@ -1,4 +1,4 @@
-"""How one weight file of a merge is written: read ahead, changed by rows, hashed and written behind, in fixed memory.
+"""Writing one weight file of a merge: read ahead, changed by rows, hashed and written behind, in fixed memory.
 
 A plain file goes front to back: unchanged bytes in large pieces, changed tensors row by row, both hashes on the way, so
 that every byte is read once and written once. Any other file is written tensor by tensor at its place; the base is hashed

@@ -1,4 +1,4 @@
-"""What a packed weight stands for, in float32, a few rows at a time.
+"""Dequantizing a packed weight to float32, a few rows at a time.
 
 4-bit: two values a byte, the first in the high half; value = code[index] x the block's scale. Double quantization keeps
 the scales as 8-bit codes of a second table, less their mean. int8: row-wise, value = integer x row maximum / 127. Source:

@@ -1,4 +1,4 @@
-"""What goes where: blocks, their costs, and the plan that places them. Pure: no torch, no files but the plan's own."""
+"""Planning: blocks, their costs, and the plan that places them. Pure: no torch, no files except saved plans."""
 
 from trimtab.plan.blocks import Block, blocks_of
 from trimtab.plan.cost import Rates

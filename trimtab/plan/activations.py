@@ -1,4 +1,4 @@
-"""How much device memory a request takes while it runs: the KV cache, and the largest set of live intermediate tensors.
+"""Device memory of a running request: the KV cache, and the largest set of live intermediate tensors.
 
 The forward of the model is read as a few *moments*, each a sum of tensors that are alive together; a phase needs its
 worst moment, a request its worst phase: pictures, sound, the prompt, one decoding step. The sizes come from the linears

@@ -1,4 +1,4 @@
-"""What adapters mean for a plan beside their own bytes: whether one changes the output head, and what else they take.
+"""Adapters in a plan besides their own bytes: whether one changes the output head, and scratch memory.
 
 Pure. An adapter that is loaded later finds what the plan has counted: where it was made without any adapter, the scratch of
 adapters is taken off what the budget leaves before the first one is let in.

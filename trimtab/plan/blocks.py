@@ -1,4 +1,4 @@
-"""What can move and what cannot: the placement blocks of a model, with bytes, tiers and the reasons against the others.
+"""The placement blocks of a model, with bytes, tiers, and the reasons against the other tiers.
 
 A block is a decoder or tower layer, a gathered table, the head, or the rest of a part. Its movable bytes are the packed
 weights of its linears and fused experts, or its table; norms, convolutions, biases, buffers and embeddings that are not

@@ -1,4 +1,4 @@
-"""What a placement takes on every device, while running and while loading, and whether the budgets allow it.
+"""The memory of a placement on every device, while running and while loading, against the budgets.
 
 A `Choice` is one way to place a block, an `Item` a block with its choices, `Limits` the budgets with everything that is
 taken whatever the placement, `Totals` the sum.

@@ -1,4 +1,4 @@
-"""What a plan needs of a card that is not in this machine: a Machine and Rates, estimated from the card's profile.
+"""The Machine and Rates of a card that is not in this machine, estimated from its profile.
 
 Memory is the card's total less what its driver keeps; a card that drives a display has less. Bandwidth, link and arithmetic are
 the data sheet's, times the share that programs reach. The host's memory is this machine's, its rates those assumed of any host.

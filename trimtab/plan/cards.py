@@ -1,4 +1,4 @@
-"""Which GPUs have a profile, so that a plan can be made for a card that is not in this machine.
+"""GPU profiles, for plans for cards that are not in this machine.
 
 Profiles are in cards.json, with their sources; `card_machine.py` makes a Machine and Rates from one. All of it is an estimate:
 nothing was measured.
@@ -176,7 +176,7 @@ def _named(text: str) -> Card:
         return alike[0]
     if alike:
         raise RequestError(
-            "exists with several memory sizes; add the size", field="card", value=text,
+            "has several memory sizes; add the size", field="card", value=text,
             allowed=[card.title for card in alike],
         )  # fmt: skip
     raise RequestError(
@@ -239,7 +239,7 @@ def check_budget(card: Card, budget_bytes: int | None) -> None:
     """Raise RequestError for a budget that is larger than the card."""
     if budget_bytes is not None and budget_bytes > card.memory_bytes:
         raise RequestError(
-            f"is more than {card.title} has: {gib(card.memory_bytes)}", field="gpu_memory", value=gib(budget_bytes),
+            f"is more than the memory of {card.title}: {gib(card.memory_bytes)}", field="gpu_memory", value=gib(budget_bytes),
             hint="Omit it to plan for the whole card",
         )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""How many bytes a weight takes in each form and place, and how many seconds a block costs in each tier.
+"""Bytes of a weight in each format and location, and seconds of a block in each tier.
 
 Bytes of weights are exact: they follow bitsandbytes' formats and torch's CUDA allocator. Seconds come from measured
 rates and serve to compare placements, not to promise a speed: copies of neighbouring blocks are taken to queue on one

@@ -1,4 +1,4 @@
-"""In which floating-point type a model computes on a card, and why.
+"""The floating-point type in which a model computes on a card, and the reason.
 
 Compute capability below 8.0 (GTX 16, RTX 20, T4) emulates bfloat16. There float16 is taken where a family's activations stay within
 it, which is measured while loading (`runtime/float16_check.py`); float32 where they are known not to.

@@ -1,4 +1,4 @@
-"""How prompts and decode steps run, which bytes of the device that takes, and how long a step takes.
+"""How prompts and decode steps run, the device memory that this takes, and the time of a step.
 
 A decode step runs in one of three modes. "eager": transformers' modules, one kernel after the other. "graph": the same
 modules, captured as one CUDA graph. "fused": our own kernels, captured. Captured modes keep keys and values of every

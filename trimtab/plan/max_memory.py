@@ -1,4 +1,4 @@
-"""Which budgets a `max_memory` in transformers' form stands for: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
+"""Budgets from a `max_memory` in transformers' form: {0: "4GiB", "cpu": "16GiB", "disk": "64GiB"}.
 
 A device that is not named is not used, as in accelerate: without a GPU the CPU computes. Pure: no file, no torch.
 """

@@ -1,4 +1,4 @@
-"""How a plan reads in 80 columns: a line of figures for each row of blocks, its reason below, one paragraph a device."""
+"""A plan in 80 columns: a line of figures for each row of blocks, its reason below, one paragraph per device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which execution and which output head a plan takes, and what other requests would give.
+"""The execution and the output head that a plan chooses, and what other requests would give.
 
 `choose_plan` makes a plan for every execution and head that the request leaves open, and takes the one with the least
 expected seconds. `options_of` makes plans of changed requests: a table of what would help.

@@ -1,4 +1,4 @@
-"""What a plan looks like: one bar a device, loaded like a ship up to its load line.
+"""The chart of a plan: one bar per device, with the budget as its load line.
 
 `draw` writes .svg (by hand, the same bytes for the same plan) or .png (the same shapes through matplotlib). The shapes
 are laid out once, in pixels from the top left corner.

@@ -1,4 +1,4 @@
-"""Which decoder layers are copied in every step, and how long a step with copies takes.
+"""The decoder layers that are copied in every step, and the time of such a step.
 
 Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer once the one in it has been
 computed with. While layers that stay are computed the link works ahead by as many layers as there are buffers, and no further:

@@ -1,4 +1,4 @@
-"""Which tiers the user decided: `place` patterns and device maps in transformers' form, as one decision a block.
+"""The user's placement: `place` patterns and device maps in transformers' form, as one decision per block.
 
 Both are read strictly: a key that names nothing, that cannot be followed or that changes nothing is an error, because a
 placement that silently differs from the one asked for is what this package is there to avoid.

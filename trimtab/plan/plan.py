@@ -1,4 +1,4 @@
-"""What was decided: the frozen Plan, its rows, and its form on disk.
+"""The frozen Plan, its rows, and its file format.
 
 A plan says for each block where it is, what that takes on every device and why; it prints as a table (`plan/table.py`),
 saves as JSON and comes back equal. Bytes are integers everywhere.

@@ -1,4 +1,4 @@
-"""What goes where: the plan of one request on one machine.
+"""The planner: the plan of one request on one machine.
 
 Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows
 costs next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run

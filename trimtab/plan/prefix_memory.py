@@ -1,4 +1,4 @@
-"""What the prefix cache takes: the host memory that the request gives it, and a buffer on the device that copies pass through.
+"""Memory of the prefix cache: the host memory that the request sets, and a copy buffer on the device.
 
 Host memory, because device memory is what a plan is short of and a copy is cheap beside a prompt: 2,000 tokens of an 8B model
 are 290 MB, 12 ms on a link of 25 GB/s, where the prompt takes hundreds. On a CPU both are the same memory.

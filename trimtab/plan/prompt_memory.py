@@ -1,4 +1,4 @@
-"""How many bytes of the device prompts in chunks take: their graphs, what the passes hand to each other, their inputs.
+"""Device memory of chunked prompts: their graphs, the buffers between passes, their inputs.
 
 Pure: sizes of the model, of the request and of the chunks. What runs them is `runtime/prefill_graphs.py`.
 """

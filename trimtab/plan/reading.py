@@ -1,4 +1,4 @@
-"""How values of a saved plan become frozen dataclasses again: every type and range checked, every error by its field.
+"""Reading a saved plan: values become frozen dataclasses, every type and range checked, every error with its field.
 
 A file may have been written by hand, by another release or by somebody else. What is read is exactly what `to_json` writes: no key
 more or less, whole numbers that are not below zero, finite seconds, texts where texts belong.

@@ -1,4 +1,4 @@
-"""Why each block is where it is, as one sentence with bytes.
+"""The reason for each block's placement, as one sentence with bytes.
 
 Each sentence states a fact about this plan. What it says is computed with the totals that the search compares: the
 placement in which nothing leaves, and the one in which nothing goes further than host memory.
@@ -48,7 +48,7 @@ class Reasons:
             return block.refused["stream"]
         if choice.tier == "resident":
             return f"stays: {_PAID[block.paid]}" if self.too_much else "fits"
-        leaves = f"moved, {self.too_much}" if self.too_much else "fits the device, but is as fast there"
+        leaves = f"moved, {self.too_much}" if self.too_much else "would fit on the device, but is as fast in this tier"
         if choice.tier == "gather":
             why = f"{leaves}: only indexed, {gib(block.row_bytes)} per token"
             return f"{why}, from the checkpoint file{self.far}" if choice.is_far else why

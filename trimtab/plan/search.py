@@ -1,4 +1,4 @@
-"""Which tier each block gets: the cheapest placement of a family that keeps every budget.
+"""The search: the cheapest placement that keeps every budget.
 
 The family does not depend on the budgets, so more memory never gives a slower plan. Its members are *prefixes*: blocks
 in the order in which they should leave (tables first, since fetching rows costs next to nothing, then the fewest

@@ -1,4 +1,4 @@
-"""What one decode step of a placement reads, copies to the device and launches, block by block in the order of computing."""
+"""Reads, copies and kernel launches of one decode step of a placement, block by block in order of execution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a plan reads: an aligned table, identical layers in one row, and what every device holds against its budget."""
+"""A plan as a table: identical layers in one row, and the memory of every device against its budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a plan keeps 4-bit decoder weights unpacked beside the packed ones, and how many bytes that takes.
+"""Whether a plan keeps the decoder's 4-bit weights unpacked as well as packed, and the bytes of that.
 
 A step of one row reads the packed weights: fewer bytes, so faster. A chunk of a prompt, and a step of more rows than the
 matrix-vector kernels take, multiply with weights in the model's own type, which are unpacked in every pass: on an H200 that is 2.2

@@ -1,1 +1,1 @@
-"""What is right: two routes to the same answer, compared, with the noise floor that the comparison itself measured."""
+"""Verification: two routes to the same answer, compared, with a noise floor that the comparison measures itself."""

@@ -1,4 +1,4 @@
-"""How far two sets of logits are apart, and whether that is more than the noise that was measured beside them.
+"""The distance of two sets of logits, and whether it exceeds the measured noise.
 
 A difference is computed in float64 a few positions at a time, so that [S, 262144] needs no second copy of itself. A
 verdict is `same` (every value equal), `same within noise`, `differs`, or `cannot tell` where no noise could be measured.

@@ -1,4 +1,4 @@
-"""What is compared with what: every word of `against` made into two routes, or refused with the reason."""
+"""The comparisons: every value of `against` becomes two routes, or is refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a difference is more than noise, and how often that verdict is wrong: one criterion with a stated false-alarm rate.
+"""The criterion for a difference above the noise, with a stated false-alarm rate.
 
 The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N + 1).
 The limit here is a prediction bound. The reference answers DRAWS times more with its roundings drawn anew; the logarithm

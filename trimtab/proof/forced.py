@@ -1,4 +1,4 @@
-"""What a model says to tokens that are given to it: teacher-forced logits, and the same ones summed in other orders.
+"""Teacher forcing: a model's logits for given tokens, and the same with sums in other orders.
 
 Shared by our own route and the stock one, also in an interpreter that has no trimtab installed: torch and safetensors
 alone. A continuation is appended to the prepared inputs, so that both routes are asked about the very same tokens.

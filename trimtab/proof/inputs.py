@@ -1,4 +1,4 @@
-"""What every route is given: prompts made into model inputs once, so that no two routes differ in template or pixels.
+"""The inputs of all routes: prompts become model inputs once, so that routes share template and pixels.
 
 Runs in a process of its own (`main`) or in this one (`prepare`). Reads config and processor; loads no weights.
 """

@@ -1,4 +1,4 @@
-"""How an error of ours leaves the process it was raised in: told as its kind, message and fields, raised again outside."""
+"""Errors across processes: the child sends class, message and fields, and the parent raises the same error."""
 
 from __future__ import annotations
 

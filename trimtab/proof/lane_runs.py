@@ -1,4 +1,4 @@
-"""How a merge lane is run: its processes, the files they hand over, and the comparison of what they said."""
+"""Running a merge lane: its processes, the files that they exchange, and the comparison of their answers."""
 
 from __future__ import annotations
 

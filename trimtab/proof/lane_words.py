@@ -1,4 +1,4 @@
-"""How the merge lanes read: one row a lane, one row a prompt, on a screen and as Markdown."""
+"""Merge lanes as text: one row per lane, one row per prompt, on a screen and as Markdown."""
 
 from __future__ import annotations
 

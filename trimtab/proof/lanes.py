@@ -1,4 +1,4 @@
-"""What each way to merge does to the answers: the merge lanes by name, on any model and adapter.
+"""Merge lanes: the effect of each way to merge on the answers, on any model and adapter.
 
 Every lane answers the prompts three times (base, adapter loaded, merged) and says of each prompt which one the merged
 model answers like. Greedy texts decide the labels; beside them stand the KL to the adapter-loaded output and the share of

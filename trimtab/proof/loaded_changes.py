@@ -1,4 +1,4 @@
-"""Whether two routes loaded the same adapters: what each module's change does to fixed vectors, compared by module.
+"""Whether two routes loaded the same adapters: each module's change applied to fixed vectors, compared by module.
 
 Answers show a wrong scale only above the noise of their roundings; what was loaded has no such noise. Of a change
 D = scale B A of one module each route tells SIZE numbers, s_k^T D u_k for fixed vectors of signs s_k and u_k: their slope is

@@ -1,4 +1,4 @@
-"""What trimtab's own merge takes: one merge in a process of its own, whose peak memory is the merge's and nothing else's."""
+"""trimtab's own merge in a separate process, so that the peak memory is that of the merge."""
 
 from __future__ import annotations
 

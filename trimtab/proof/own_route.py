@@ -1,4 +1,4 @@
-"""What trimtab says to prompts in one placement and format: runs inside a process of its own, and tells as it goes."""
+"""trimtab's answers in one placement and format; runs in a separate process and reports its progress."""
 
 from __future__ import annotations
 

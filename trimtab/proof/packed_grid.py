@@ -1,4 +1,4 @@
-"""Which values a packed weight can hold, given the scales in its file, and which of them a right merge would choose.
+"""The values that a packed weight can have, given the scales in its file, and those that a right merge may choose.
 
 How a packer chooses its scales is its own business; which code it then gives a value is not: the nearest level. There are
 two sets of scales that codes are chosen for: those that are read back from the file, or, as bitsandbytes does before it

@@ -1,4 +1,4 @@
-"""How a parity report looks as one HTML page: self-contained, light and dark, every text escaped, plots inline."""
+"""A parity report as one HTML page: self-contained, light and dark, all text escaped, plots inline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers of a proof look: lines and bars as inline SVG, colours from the page's own variables."""
+"""Plots of parity reports: lines and bars as inline SVG, with the page's colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which prompts a proof asks: those of a JSONL file, all problems of it said at once, or a built-in set.
+"""The prompts of a comparison: a JSONL file, with all its problems reported at once, or a built-in set.
 
 A line is one JSON object: `id`, and `text` (with `image` and `audio`, file names beside the file, if the model sees and
 hears) or `token_ids` taken as they are. The built-in set is the demo model's own questions for the demo model; for any

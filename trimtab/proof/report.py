@@ -1,4 +1,4 @@
-"""What a proof found, as values: the parity report, its verdict and its forms (table, JSON, Markdown, HTML page)."""
+"""The parity report, its verdict and its forms (table, JSON, Markdown, HTML page)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rounding that no merge can avoid does to the answers: the change added to the weights, and rounded once.
+"""The effect of the rounding that no merge can avoid: the change is added to the weights and rounded once.
 
 A merge in bf16 cannot give the bits of the adapter loaded beside its base: every changed weight is rounded to bf16 once;
 a merge that is packed again rounds every packed weight to 4 bits. How far that moves the answers is measured, not assumed:

@@ -1,4 +1,4 @@
-"""How a route to the answers is run: in a process of its own, its logits handed over as files, its memory recorded.
+"""Running a route: in a separate process, its logits passed as files, its memory recorded.
 
 A route is a model in one placement and format, by trimtab or by the stock stack. The reference route answers first; its
 greedy texts are the continuation that both are then asked about.

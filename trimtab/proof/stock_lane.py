@@ -1,4 +1,4 @@
-"""What a merge of the stock stack does to the answers: base, adapter loaded, merged, in one process, step by step.
+"""A merge of the stock stack: base, adapter loaded, merged, in one process, step by step.
 
 Runs where `stock_route` does. Each LoRA layer's own `merge` is watched, so that the weight before and after it can be held
 against the change that the adapter means; PEFT's `merge_and_unload` itself is called as a user would.

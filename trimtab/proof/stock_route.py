@@ -1,4 +1,4 @@
-"""What the stock stack says to the same prompts: transformers' loader, bitsandbytes and PEFT, unsplit on one device.
+"""The stock stack's answers to the same prompts: transformers' loader, bitsandbytes and PEFT, on one device.
 
 Runs inside a process of its own, of any interpreter that has them (`--python`): it imports nothing else but torch,
 safetensors and files of this package that hold to the same. A target list that names Gemma 4's wrapped projections,

@@ -1,4 +1,4 @@
-"""Which share of an adapter's change is still in a merged weight, and what else came into it.
+"""The share of an adapter's change that a merged weight retains, and the size of other changes.
 
 With D = merged - base and the change that the adapter means, delta:
 

@@ -1,4 +1,4 @@
-"""What of an adapter's change is in a merged checkpoint: base and merged files read tensor by tensor, never whole."""
+"""The retained change of a merged checkpoint: base and merged files are read tensor by tensor."""
 
 from __future__ import annotations
 

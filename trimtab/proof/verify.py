@@ -1,4 +1,4 @@
-"""Whether two routes to the same answer agree: `trimtab.verify`, one report of one comparison.
+"""`trimtab.verify`: whether two routes to the same answer agree, as one report.
 
 Each route runs in a process of its own. The reference answers the prompts first and measures its own noise; the other is
 asked about the same tokens. What is compared with what is one word, `against` (see AGAINST), or a merged model's folder.

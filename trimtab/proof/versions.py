@@ -1,4 +1,4 @@
-"""Which releases a proof was made with; asks the installed packages' metadata, imports none of them."""
+"""Package releases of a comparison, from the installed packages' metadata, without importing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether merged weights are base plus change, rounded in any of the ways that a right merge may round: a test by module.
+"""Whether merged weights are base plus change, rounded in any way that a right merge may round: a test by module.
 
 Each value of a merged weight is held against the exact one, rounded once. Two tests, with one false-alarm rate for all
 modules together:

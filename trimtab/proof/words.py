@@ -1,4 +1,4 @@
-"""How a parity report reads: as a table on a screen and as Markdown for a page or an issue."""
+"""A parity report as text: a table on a screen, Markdown for a page or an issue."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What runs: the machine, formats, tiers, loading, adapters, questions and answers."""
+"""The runtime: the machine, formats, tiers, loading, adapters, prompts and answers."""

@@ -1,4 +1,4 @@
-"""How the empty model becomes rows: parts from its sub-models, blocks from its layer lists, caches from its attention.
+"""The empty model becomes rows: modalities from its sub-models, blocks from its layer lists, caches from its attention.
 
 Reads only what every transformers model has: module paths and classes, the config objects that its sub-models carry,
 the text config's fields on layers, heads and windows. What it does not know: the sizes of pictures, a processor's

@@ -1,4 +1,4 @@
-"""How a checkpoint's answers are written: which form its calls of tools and its thoughts have, as its chat template says.
+"""The form of a checkpoint's answers: how its chat template writes tool calls and reasoning.
 
     gemma4        <|tool_call>call:NAME{key:<|"|>text<|"|>,n:5}<tool_call|>      <|channel>thought\\n...<channel|>
     hermes        <tool_call>{"name": "NAME", "arguments": {...}}</tool_call>     <think>...</think>

@@ -1,4 +1,4 @@
-"""How an answer's text is read as it comes: what is said, what is thought, and which tools are called.
+"""Parsing an answer's text as it streams: content, reasoning and tool calls.
 
     reader = AnswerReader(form, functions={"f": parameters})
     for part in reader.push(text): ...      # ("text", "..."), ("reasoning", "..."), ("call", Call)

@@ -1,4 +1,4 @@
-"""What else can be asked of a loaded model than one answer: the methods that `LoadedModel` has beside its own."""
+"""Further methods of `LoadedModel`: batches, several answers, embeddings, asyncio and the like."""
 
 from __future__ import annotations
 

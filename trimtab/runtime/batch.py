@@ -1,4 +1,4 @@
-"""How several requests answer together: each with its own adapter, length and sampling, one step of all of them at a time.
+"""A batch: requests with their own adapter, length and sampling, decoded one step at a time for all of them.
 
     batch = Batch(model, rows=8)
     prompt = batch.begin(inputs, request, adapter="medical")

@@ -1,4 +1,4 @@
-"""What the arguments of a call are, where they are not written as JSON: Gemma 4's and Qwen's forms.
+"""Arguments of tool calls that are not written as JSON: the forms of Gemma 4 and Qwen.
 
 Gemma 4 writes {city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}: keys without quotes, texts between two marks, the rest as in JSON.
 Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template. Qwen3-Coder writes each argument between tags, as a

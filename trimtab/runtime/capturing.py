@@ -1,4 +1,4 @@
-"""The stream that CUDA graphs are captured on: one for each device, for the life of the process.
+"""The stream for capturing CUDA graphs: one per device, for the life of the process.
 
 cuBLAS keeps a workspace for every stream that it was ever called on (32 MiB on a GPU of compute capability 9.0), and torch hands
 out 32 streams in turn: a stream for each capture would cost 1 GiB that no plan counts.

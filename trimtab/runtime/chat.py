@@ -1,4 +1,4 @@
-"""How a question becomes model inputs: chat template, pictures and sounds through the model's own processor."""
+"""A prompt becomes model inputs: the chat template, and images and audio through the model's own processor."""
 
 from __future__ import annotations
 

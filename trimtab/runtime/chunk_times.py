@@ -1,4 +1,4 @@
-"""How long the chunks of prompts take on the device, known once they have run: nothing waits for it.
+"""Device times of prompt chunks, known after they have run, without waiting.
 
 A chunk whose graph had to be captured, or that ran kernel by kernel where others are captured, says nothing about the next one
 of its size, and one with pictures or sounds has its towers in it: the caller leaves them out.

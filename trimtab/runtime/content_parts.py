@@ -1,4 +1,4 @@
-"""How the parts of a chat message may be written: this package's own form, or OpenAI's with data URLs.
+"""Parts of a chat message: trimtab's own form, or OpenAI's with data URLs.
 
     {"type": "image", "image": X}                          X: a path, bytes, a Pillow image or an array
     {"type": "image_url", "image_url": {"url": "data:image/png;base64,...", "detail": "low"}}

@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary are control tokens, and how text from users is kept from becoming one.
+"""Control tokens of a vocabulary, and how user text is kept from becoming one.
 
 A chat template writes users' text between its own control tokens, and a tokenizer reads `<|turn>` as a control token whoever
 wrote it. Here the rendered prompt is searched for control tokens that users wrote; each is cut after its first character, so

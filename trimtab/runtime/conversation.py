@@ -1,4 +1,4 @@
-"""A conversation with a loaded model: turns that are kept, each answered by the adapter of its moment.
+"""A conversation with a loaded model: it keeps the turns, each answered by the adapter that was selected then.
 
     chat = model.chat(system="Answer briefly.", adapter="medical")
     for piece in chat.stream("What is on this image?", image="xray.png"): ...

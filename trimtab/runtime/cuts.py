@@ -1,4 +1,4 @@
-"""Into which blocks and warps a 4-bit product is cut: every way that fits a card, the likeliest to be fast first.
+"""Launch configurations of a 4-bit matmul: every one that fits a card, the probably fastest first.
 
 A block computes `units` units of 16 rows: `k_warps` warps share a unit's columns, `groups` of them take units in turn.
 Columns come in pieces of `piece` blocks of 64 through a ring of `stages`; `splits` blocks share a unit. What is fastest on a

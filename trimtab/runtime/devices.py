@@ -1,4 +1,4 @@
-"""What the machine has, asked through torch: GPUs, their memory, and link rates measured once and kept.
+"""The machine through torch: GPUs, their memory, and link rates, measured once and cached.
 
 Rates are medians of a few short runs (each under half a second) and go to a file of the user's own, keyed by device, torch
 release and thread count; a file that cannot be used is measured again. What an earlier process learned, so that a plan needs no

@@ -1,4 +1,4 @@
-"""What a model makes of a text as one vector: its last hidden state, pooled and brought to length 1, while others are answered.
+"""The embedding of a text: its last hidden state, pooled and scaled to length 1, while other requests run.
 
 The states are those behind the final norm, which the output head reads. "last" takes the last token's, "mean" the average of all in
 float32. A prompt goes through in the chunks that the plan counts for prompts, with an adapter as everywhere.

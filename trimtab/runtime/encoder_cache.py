@@ -1,4 +1,4 @@
-"""How the output of a vision or audio tower is kept: a picture that a chat shows again is not seen again.
+"""The cache of vision and audio tower outputs: an image that a chat repeats is not encoded again.
 
     with encoders(model, cache, scope, inputs): hf_model(**tensors)      # or what stops before the decoder
 

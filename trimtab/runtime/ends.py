@@ -1,4 +1,4 @@
-"""The two ends of a decode step, few launches each: rows of tables and each layer's own input; scores and likeliest tokens.
+"""Both ends of a decode step in few launches: embedding rows and per-layer inputs; logits and argmax.
 
 n rows, one token each. As in fused.py every function takes a module (`load`) and launches one kernel where the tensors lie
 on its device and the shapes suit, else it computes the same in torch. The torch paths equal transformers' Gemma 4 modules
@@ -331,7 +331,7 @@ def _wrong_scores(module: nvrtc.Module, inputs: _Inputs) -> str | None:
         what = f"likeliest of {width} scores{name and f' ({name})'}"
         finite = wanted[0].isfinite()
         if not torch.equal(finite, scores.isfinite()) or not torch.equal(wanted[0].isnan(), scores.isnan()):
-            return f"{what}: not the scores of torch"
+            return f"{what}: not the logits of torch"
         error = fused_check.relative_error(scores[finite], wanted[0][finite]) if finite.any() else 0.0
         if error > fused_check.LARGEST_DIFFERENCE[logits.dtype]:
             return f"{what}: relative error {error:.1e}"

@@ -1,4 +1,4 @@
-"""Whether values are numbers: NaN or infinity in logits is an error, never an answer."""
+"""The check for NaN and infinity: such logits are an error, never an answer."""
 
 from __future__ import annotations
 

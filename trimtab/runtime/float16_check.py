@@ -1,4 +1,4 @@
-"""Whether a model's activations stay within float16: measured on the loaded model, where the plan chose that type by itself.
+"""Whether activations stay within float16, measured on the loaded model where the plan chose that type.
 
 One pass over a prompt of tokens from all over the vocabulary, the first one that texts begin with: there models have their
 largest activations ("Massive activations", arXiv 2402.17762). Measured is what every layer of the decoder gives, and its MLP.

@@ -1,4 +1,4 @@
-"""What lies between the products of a decode step, few launches each: norms, rotation, attention, gates.
+"""Kernels between the matmuls of a decode step, in few launches: norms, rotary embedding, attention, gates.
 
 n rows, one token each. Every function takes a module (`load`) and launches one kernel where x lies on its device and the
 shapes suit (`why_not`), else it computes the same in torch. The torch paths round where transformers' Gemma 4 modules

@@ -1,4 +1,4 @@
-"""Whether the small kernels (fused.py) are right on this device, and what they take: asked when a model first decodes.
+"""The check of the small kernels (fused.py) on this device, and their times; runs when a model first decodes.
 
 Random inputs, poisoned outputs; norms, rotation and gates against their torch path, attention against float64. What is compared
 is compared in pieces, so that it takes little memory beside a model that may fill the device (`check_bytes`).

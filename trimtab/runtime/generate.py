@@ -1,4 +1,4 @@
-"""How model inputs become text: generation in one worker thread, text handed out as it comes.
+"""Generation: model inputs become text in one worker thread, delivered as it arrives.
 
 On a GPU steps are captured (`runtime/graphs.py`); where they cannot be, and on a CPU, transformers' own generation runs.
 

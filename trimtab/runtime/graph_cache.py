@@ -1,4 +1,4 @@
-"""The CUDA graphs of one batch, used longest ago first, and the memory pool that all of them are captured into.
+"""The CUDA graphs of one batch, least recently used first, and their common memory pool.
 
 graphs = GraphCache()
 with side_stream(device) as side:

@@ -1,4 +1,4 @@
-"""How a decode step of all rows is computed: by transformers' modules, or from few kernels, launched as one CUDA graph.
+"""A decode step of all rows: transformers' modules, or a few kernels launched as one CUDA graph.
 
     steps = Steps(batch, mode="auto")
     logits, greedy = steps.run()      # [count, V] float32 and the likeliest token of each row, on the device

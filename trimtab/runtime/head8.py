@@ -1,4 +1,4 @@
-"""An output head in 8 bits: how it is made from the checkpoint's weight, and the product with it.
+"""An 8-bit output head: its quantization from the checkpoint's weight, and its matmul.
 
 q [V, D] int8 with one float32 scale a row: scale = the row's largest magnitude / 127, q = round(weight / scale), ties to
 even. The product is y = round(scale * (x . q) + bias): x and q are taken as they are, sums are in float32, one rounding at

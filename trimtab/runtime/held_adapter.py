@@ -1,4 +1,4 @@
-"""What an adapter is in host memory: matched with one model, ready to be put on it, known by its content."""
+"""An adapter in host memory: matched with one model, ready to be loaded, identified by its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One decode step of Gemma 4's text model from few kernels, on transformers' own modules and weights.
+"""One decode step of Gemma 4's text model in few kernels, on transformers' own modules and weights.
 
 What transformers' layer does in forty operations on one token is done here in about sixteen: products that read the same
 input are one launch, and everything between two products is one. Roundings are transformers' own: each value that it

@@ -1,4 +1,4 @@
-"""How tokens are drawn: transformers' own generation, asked with this request's values and nothing of the file's."""
+"""Sampling: transformers' own processors, with the values of this request and none of the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a piece of a prompt goes through the model with shapes and addresses that never change: what a CUDA graph can hold.
+"""A prompt chunk with fixed shapes and addresses, so that a CUDA graph can hold it.
 
     chunks = chunks_of(prompt_tokens, CHUNKS)
     forward = ChunkForward(hf_model, cache, dtype)   # keys and values go into a row of a SlotCache

@@ -1,4 +1,4 @@
-"""Which processor a checkpoint has: transformers' own, also where its video part cannot be had.
+"""A checkpoint's processor: transformers' own, also where its video part is unavailable.
 
 Multimodal processors carry a video processor that needs torchvision even for a picture. Where torchvision is missing the
 processor is put together from its other parts, and asking it for a video is refused.

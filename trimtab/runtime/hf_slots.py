@@ -1,4 +1,4 @@
-"""Keys and values of a fixed number of rows, each at a position of its own: transformers' cache interface on still buffers.
+"""The KV cache of a fixed number of rows, each at its own position: transformers' cache interface on static buffers.
 
 A row's prompt goes through the model with transformers' own growing cache and is copied in afterwards, so that every
 mask a family needs for it (pictures that see each other, chunks) is transformers' own. From then on a decode step writes

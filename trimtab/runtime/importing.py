@@ -1,4 +1,4 @@
-"""How bitsandbytes is imported: with the kernels that it brings, and no others.
+"""The import of bitsandbytes: with the kernels that it includes, and no others.
 
 Where a CPU has AVX512-BF16, bitsandbytes 0.50 asks the `kernels` package for a product from the hub while it is imported: a
 download and foreign code where the package is installed, a warning in every process where it is not.

@@ -1,4 +1,4 @@
-"""What a model computes on the way to its logits: hidden states, and one vector for a text."""
+"""Results before the logits: hidden states, and one vector for a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of our own kernels a loaded model uses: those that compile here, compute rightly here and are faster here.
+"""trimtab's kernels of a loaded model: those that compile, compute correctly and are faster on this machine.
 
 Every kernel is compiled when a model first decodes, compared with float64 or plain torch over the model's own weights and
 shapes, and timed against what it would replace. What fails one of the three is left out by name; plain torch or

@@ -1,4 +1,4 @@
-"""How a package is imported whose functions are given to torch.compile at import: each is compiled when it is first called.
+"""The import of a package that calls torch.compile at import: each function is compiled at its first call.
 
 `torch.compile` imports torch's compiler, inductor included, as soon as it is given a function: more than a second of every start,
 for functions of bitsandbytes that most processes never call. What is called is compiled then, with the same options.

@@ -1,4 +1,4 @@
-"""Which launch configurations of 4-bit products are known without measuring: shipped as data, or kept from an earlier tuning.
+"""Known launch configurations of 4-bit matmuls: shipped as data, or cached from an earlier tuning.
 
 A shipped file belongs to one compute capability and says on which card it was measured (cuda/launch_configs_sm_NN.json, written by
 `trimtab tune MODEL --export`). What was tuned on this card is in a file of the user's own and wins. A configuration is taken only

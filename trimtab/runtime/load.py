@@ -1,4 +1,4 @@
-"""How a plan becomes a model: every tensor is read once, packed on the execution device and put straight into its tier.
+"""A plan becomes a model: every tensor is read once, quantized on the execution device and put into its tier.
 
 The module tree is transformers' own, built on tensors without data (`runtime/hf.py::probe`); `load` fills it block by
 block. What a tier can move is replaced by our leaves; norms, convolutions, biases and buffers become plain tensors on the

@@ -1,4 +1,4 @@
-"""How an adapter changes the answer while the model runs: PEFT's mathematics on our layers, chosen per batch row.
+"""Adapters at run time: PEFT's mathematics on trimtab's layers, selected per batch row.
 
 `attach` puts a matched adapter on the model, all of it or nothing; `Route` says which adapter each row uses now; layers
 call `apply_linear` and `apply_embedding` on their own output. Same operations in the same order and precision as PEFT

@@ -1,4 +1,4 @@
-"""How many prompts are answered together: `LoadedModel.batch`, each prompt with its own adapter, media and options.
+"""`LoadedModel.batch`: many prompts decoded together, each with its own adapter, media and options.
 
     for answer in model.batch([{"prompt": "One?", "adapter": "medical"}, {"prompt": "Two?"}], max_new_tokens=64): ...
 

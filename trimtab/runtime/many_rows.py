@@ -1,4 +1,4 @@
-"""What a decode step of 9 to 64 rows computes by kernels of ours: products of 4-bit weights on tensor cores, adapters by row.
+"""Kernels for decode steps of 9 to 64 rows: 4-bit matmuls on tensor cores, adapters per row.
 
 The matrix-vector kernels (matvec.py) decode a weight once for 8 rows at most. Here a weight is decoded once for up to 64: it
 becomes code * absmax, rounded once to the type of x, which is what bitsandbytes unpacks; sums are float32, rounded once. So a

@@ -1,4 +1,4 @@
-"""What in a prompt its tokens do not say: which picture or sound a placeholder stands for, and where turns end."""
+"""Marks beside a prompt's tokens: the image or audio of a placeholder, and the ends of turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters chosen by each row: CUDA kernels and the same in torch.
+"""4-bit matrix-vector products for 1 to 8 rows, with LoRA adapters selected per row: CUDA kernels and the same in torch.
 
     y = round(x W^T [+ bias]);  with an adapter: y = round(y + round(scale * (B @ low))),  low = A @ x in float32
     with a norm in front: x is norm(h) next, h = (residual + norm(y) post) scalar, rounded as fused.add_norm rounds it

@@ -1,4 +1,4 @@
-"""How pictures and sounds become pixels and samples: files, bytes or objects in, one form out, with limits.
+"""Images and audio become pixels and samples: files, bytes or objects in, one form out, with limits.
 
 Pictures: anything Pillow reads of png, jpeg and webp; turned upright by their EXIF, transparency on white. Sounds: what
 libsndfile reads of wav, flac, ogg and mp3, at any rate and channel count, mixed to mono and resampled to 16 kHz by soxr.

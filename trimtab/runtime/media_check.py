@@ -1,4 +1,4 @@
-"""Whether the model can read what its processor made of images and sounds: patches within its position table, none empty.
+"""Whether the model can read the processed images and audio: patches within its position table, none empty.
 
 A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
 What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any

@@ -1,4 +1,4 @@
-"""What takes the device's memory, share by share: what the plan counts beside what is measured.
+"""The shares of the device's memory: planned and measured.
 
     for share in memory_shares.shares_of(model, batch): ...
 

@@ -1,4 +1,4 @@
-"""How several loaded adapters act as one: the sum of their changes, each times its weight.
+"""Mixes of loaded adapters: the sum of their changes, each multiplied by its weight.
 
     model.answer("Hello", adapter={"medical": 0.7, "style": 0.3})
 

@@ -1,4 +1,4 @@
-"""The loaded model: one object that owns the memory, answers prompts and takes adapters in and out.
+"""The loaded model: one object that owns the memory, answers prompts, and loads and unloads adapters.
 
 One answer at a time: calls of other threads wait for their turn; a second one of the same thread while its first is unfinished
 is refused by name.

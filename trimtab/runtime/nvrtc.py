@@ -1,4 +1,4 @@
-"""How CUDA sources of this package become kernels at load: NVRTC, the compiler that torch's CUDA wheels bring, by ctypes.
+"""Compiling trimtab's CUDA sources at load: NVRTC, the compiler in torch's CUDA wheels, through ctypes.
 
 No toolchain, no headers, no Triton. What was compiled is kept in memory and in a folder of the user's own, by source, options,
 architecture, compiler and driver. A source is compiled once for a device; `Module.launch` queues a kernel on

@@ -1,4 +1,4 @@
-"""Whether an error says that a GPU has no memory left, and the error with the plan's numbers that users see then.
+"""Out-of-memory errors of a GPU: how they are recognized, and the error with the plan's numbers that users get.
 
 A plan counts what its execution takes, so a device that runs out is never a reason to go on the slower way: it is an error that
 names what was counted, what is free and what to pass.

@@ -1,4 +1,4 @@
-"""How several prompts go through the model in one chunk of still shapes: a batch of rows, each with a prompt of its own.
+"""Several prompts in one chunk of fixed shapes: a batch of rows, each with its own prompt.
 
     forward = PackForward(hf_model, cache, dtype)
     form = forward.pack_form(pieces, size, rows)   # pieces: of up to `rows` prompts, each with its row of the cache

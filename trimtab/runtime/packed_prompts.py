@@ -1,4 +1,4 @@
-"""Which waiting prompts go through the model together, each with its adapter, as one pass of packed_prefill.py.
+"""Waiting prompts that run together, each with its adapter, as one pass of packed_prefill.py.
 
     packs = prompts.packs                              # of a batch's captured prompts
     together = packs.choose(prompts, most_tokens)      # None: the first one goes through alone

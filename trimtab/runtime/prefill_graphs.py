@@ -1,4 +1,4 @@
-"""Which prompts go through the model as CUDA graphs, and which as transformers runs them; `fallbacks` says why.
+"""Prompts as CUDA graphs, or as transformers runs them; `fallbacks` has the reason.
 
     prompts = Prompts(batch)
     if prompts.takes(prompt):        # else: transformers' own pass

@@ -1,4 +1,4 @@
-"""Which prefixes of prompts are cached, in which pages of a fixed memory, and which are evicted when room is needed.
+"""Pages of the prefix cache: which prefixes are stored in a fixed memory, and which are evicted.
 
     store = PrefixStore(pages=1000, block_tokens=32, snapshot_pages=21)
     key = PrefixKey(scope, token_ids)

@@ -1,4 +1,4 @@
-"""Tensors that hold no data but remember where they came from, so that another loader can be asked what it would do.
+"""Tensors without data that record their origin, so that transformers' loader can be traced.
 
 A `Traced` tensor has the dtype and shape of a file tensor on the meta device, and an `Expression`: a file tensor, or
 an operation on expressions. A loader run on traced tensors renames, stacks, transposes and casts them as it would real

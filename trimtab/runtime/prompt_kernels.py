@@ -1,4 +1,4 @@
-"""What a chunk of a prompt computes by kernels of ours beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
+"""Kernels for prompt chunks beside cuBLAS: 4-bit weights unpacked in one launch, LoRA in two.
 
 bitsandbytes unpacks a weight with doubly quantized scales in three launches, and torch adds a LoRA in five that pass over the
 output in float32. Here a weight becomes the same bits in one launch (`unpack`), and a LoRA is A x, then y + scale B (A x) in

@@ -1,4 +1,4 @@
-"""How likely a model finds its own prompt: the log-probability of each token under those before it, while others are answered.
+"""Log-probabilities of a prompt's own tokens, each given those before it, while other requests run.
 
 The prompt goes through once more for this, in short pieces: the logits of every position take room that a plan counts for one.
 """

@@ -1,4 +1,4 @@
-"""How a weight is stored: bitsandbytes' 4-bit and 8-bit formats, packed, computed with and taken apart.
+"""bitsandbytes' 4-bit and 8-bit formats: packing, computing and unpacking.
 
 A `Packed` weight is a few plain tensors (`parts`) plus facts. Tiers move the parts; a *shell* is bitsandbytes' own layer
 built over parts that are already where they are computed, so that kernels and bytes are stock's. The only file that

@@ -1,4 +1,4 @@
-"""How file tensors get to a device: in parallel, ahead of use, through a fixed amount of host memory.
+"""Reading file tensors to a device: in parallel, ahead of use, through a fixed amount of host memory.
 
 Worker threads read pieces of a file with positioned reads (the GIL is released while they wait) into a small ring of
 pinned buffers and copy them on from there on a side stream; on the CPU they read straight into the tensor. No file is

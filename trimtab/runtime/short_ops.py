@@ -1,4 +1,4 @@
-"""How transformers' own modules take fewer operations in a decode step: one for a norm, four for a LoRA.
+"""Fewer operations in transformers' own modules in a decode step: one for a norm, four for a LoRA.
 
     short = ShortOps(hf_model, route, device, left_out=print)
     with short.step():                # within: norms and adapters are short; after it, whatever happened: as before

@@ -1,4 +1,4 @@
-"""Which adapter each row of a step uses, as numbers on the device: switching adapters changes a table, not the program.
+"""The adapter of each row of a step as numbers on the device: switching adapters changes a table, not the graph.
 
 A kernel that is captured in a CUDA graph cannot be told new arguments, so it looks them up: for every linear layer and
 every slot the table has the addresses of A and B, the rank and the scale of the adapter in that slot, rank 0 where the

@@ -1,4 +1,4 @@
-"""How one decode step becomes a CUDA graph, and what is measured in whole steps before one is kept.
+"""Capturing a decode step as a CUDA graph, and measuring whole steps before one is kept.
 
     capture = StepCapture(choice, tokens, graphs, tables)
     step = capture.record(run, keep, count)       # step.graph, step.outputs

@@ -1,4 +1,4 @@
-"""What the decode steps of a batch are made of, chosen once: captured or not, fused or modules, and from which kernels.
+"""The mode of a batch's decode steps, chosen once: captured or not, fused or modules, and the kernels.
 
     choice = StepChoice(model, mode="auto", rows=8)
     choice.is_captured, choice.is_fusable, choice.kernels, choice.fallbacks

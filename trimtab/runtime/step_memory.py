@@ -1,4 +1,4 @@
-"""What captured steps take beside their plan, and how many of their graphs there is room for."""
+"""Memory of captured steps beyond their plan, and how many graphs fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding tables: whole on the device that computes, or left in host memory or in the file, of which only rows are fetched."""
+"""Embedding tables: complete on the computing device, or in host memory or the file, from which rows are fetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a weight lives while the model runs, and how it gets to the device that computes.
+"""Tiers at run time: where a weight is, and how it gets to the computing device.
 
 Leaves (leaves.py) compute, blocks schedule. Staged weights (the `stream` and `disk` tiers) are grouped by placement block: one
 contiguous buffer a block, copied as one piece into a ring of staging buffers. Entering a block prefetches the one that

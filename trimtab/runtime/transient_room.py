@@ -1,4 +1,4 @@
-"""One piece of the device's memory for what comes and goes while a model answers, taken when it is loaded.
+"""One segment of device memory for temporary tensors of an answer, allocated when the model is loaded.
 
 torch takes memory from the driver in segments of 20 MiB, or of a tensor's own size above 10 MiB, and a free part of one segment
 never joins that of another: what a prompt needs for a moment then takes more of the device than its tensors ever hold. A segment

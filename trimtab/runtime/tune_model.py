@@ -1,4 +1,4 @@
-"""How the launch configurations of a loaded model are tuned on this card: every product by itself, then the whole step.
+"""Tuning the launch configurations of a loaded model on this card: each matmul alone, then the whole step.
 
 `trimtab tune` runs this; a server tunes single products in idle time (serve/idle.py). What was measured is kept in a file of the
 user's own and used by the next process that loads a model with such layers; one that runs already keeps what it began with, so

@@ -1,4 +1,4 @@
-"""Whose turn it is: one answer of a loaded model at a time, in the order in which threads came."""
+"""Turns of a loaded model: one answer at a time, in the order in which threads called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""4-bit weights of the decoder in the model's own type, kept beside the packed ones where the plan has room for both.
+"""Unpacked copies of the decoder's 4-bit weights in the model's dtype, where the plan reserves memory for both.
 
     unpacked = UnpackedWeights.of(model)         # None where the plan counts none
     unpacked.joined([q, k, v])                   # [sum of outputs, inputs]: layers over one input as one product

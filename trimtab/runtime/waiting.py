@@ -1,4 +1,4 @@
-"""How an answer is awaited: it is made in a thread of its own, its pieces are handed to the event loop (asyncio)."""
+"""Awaiting an answer: a separate thread generates it and passes each delta to the asyncio event loop."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Who asks: many clients, each with its own adapter, answered by one model in a process of its own."""
+"""The server: many clients, each with its own adapter, answered by one model in a separate process."""

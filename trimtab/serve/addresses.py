@@ -1,4 +1,4 @@
-"""Whether an IP address belongs to the public network: by IANA's registries, the same on every Python.
+"""Whether an IP address is public: by IANA's registries, the same on every Python.
 
 What `ipaddress` calls global differs between Python releases, and it does not know every form in which an IPv6 address
 carries an IPv4 one. So both have to agree: `ipaddress`, and the networks below. Of IPv6 only global unicast (2000::/3) is public,

@@ -1,4 +1,4 @@
-"""What the server answers, as JSON schemas: the answers' half of the API's description."""
+"""JSON schemas of the server's responses: the response half of the API's description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How jobs become one HTTP answer: their events side by side, whole or as a stream, cancelled when the client leaves.
+"""Jobs become one HTTP response: merged events, whole or as a stream, cancelled when the client disconnects.
 
 What is refused before it has begun has a status of its own, in a stream too: a stream's head waits up to `HOLD_S` for the
 first piece of text. After that an error comes as an `error` event, and the stream ends without [DONE].

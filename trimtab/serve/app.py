@@ -1,4 +1,4 @@
-"""The HTTP face: OpenAI's routes on a pool of models, and what each of our errors is called there.
+"""The HTTP application: OpenAI's routes on a pool of models, and the HTTP form of every error.
 
     GET  /health  /ready  /metrics  /openapi.json  /v1/models  /v1/models/{id}
     POST /v1/chat/completions  /v1/completions  /v1/responses  /v1/messages  /v1/embeddings  /tokenize  /detokenize

@@ -1,4 +1,4 @@
-"""How a client's request becomes jobs: what it asks beyond the limits is refused here, before anything waits or computes."""
+"""A client's request becomes jobs: values beyond the limits are refused here, before anything waits or computes."""
 
 from __future__ import annotations
 

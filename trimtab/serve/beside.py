@@ -1,4 +1,4 @@
-"""Routes beside answers: embeddings, tokens of a text or chat, and the text of tokens. Each is a job without a row of its own.
+"""Routes without answers: embeddings, tokens of a text or chat, and the text of tokens. Each is a job without a row.
 
 Jobs of one request run one after the other, so that many texts take no more of the queue than one.
 """

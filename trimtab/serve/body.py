@@ -1,4 +1,4 @@
-"""A request's body: its bytes, depth and number of values are counted as it arrives, before anything parses it.
+"""A request's body: bytes, depth and number of values are counted as it arrives, before it is parsed.
 
     Budget    the bytes of all bodies that are being received or answered
     Incoming  one body on its way in, under the limits of its path

@@ -1,4 +1,4 @@
-"""How much of the waiting prompts goes through the model behind one step of the rows, so that no answer waits long.
+"""The share of waiting prompts that runs behind one decode step, so that no answer waits long.
 
 A turn is a step of all rows and, behind it, chunks of prompts. Their time is bounded: step and chunks together take no more than
 `RATIO` times the median step of as many rows. A chunk reads every weight, so very small ones would make prompts slow for

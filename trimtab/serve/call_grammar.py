@@ -1,4 +1,4 @@
-"""The grammar of an answer that has to call a tool: which texts a model may write in its family's form, as llguidance reads it.
+"""The grammar for a mandatory tool call: the texts that a model may write in its family's form, for llguidance.
 
 A function's arguments in JSON are held to its schema by llguidance itself. In Gemma 4's form and in Qwen's tags the rules are
 made here from the schema: names, required ones, types, enums, lengths and numbers' bounds are held; `pattern` and `format` of

@@ -1,4 +1,4 @@
-"""How the tools of a request and the calls in its messages become a job's: checked against the limits before anything waits."""
+"""Tools and tool calls of a request become those of a job, checked against the limits before anything waits."""
 
 from __future__ import annotations
 

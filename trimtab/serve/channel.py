@@ -1,4 +1,4 @@
-"""What travels between the API process and the worker: one JSON object a message, bytes beside it. Never pickle.
+"""Messages between the API process and the worker: one JSON object per message, with raw bytes. Never pickle.
 
 A message is a JSON frame {"message": ..., "blobs": [path, ...]} followed by one frame a blob; a path says where in the
 message those bytes belong, so that nothing a client writes can be taken for them.

@@ -1,4 +1,4 @@
-"""What an error about a prompt is called in the HTTP API: its fields, and nothing of plans, flags or Python's arguments."""
+"""Errors about a prompt in the HTTP API: its fields, and nothing of plans, flags or Python's arguments."""
 
 from __future__ import annotations
 

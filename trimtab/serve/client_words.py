@@ -1,4 +1,4 @@
-"""Which words an error may have on its way to a client: those of the request and of the server, none of the layers below.
+"""The words that an error may contain for clients: those of the request and the server, none of the layers below.
 
 A hint that only who plans or starts the server can follow is left out, and so is a reason that names an argument of Python. The
 operator reads both in the log. Pure: imports nothing of the model.

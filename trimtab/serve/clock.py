@@ -1,4 +1,4 @@
-"""How much time one request has left, its waiting for a model included."""
+"""The remaining time of a request, including the wait for its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One TOML file for everything that the flags of `trimtab serve` say: `--config FILE`.
+"""`trimtab serve --config FILE`: one TOML file for all settings of the flags.
 
     host = "127.0.0.1"
     api_key_file = "keys"

@@ -1,4 +1,4 @@
-"""One client's connection: how long it may take to say what it wants, what it may not say, and who makes room when all are taken.
+"""One client connection: time limits, the requests that it refuses, and which connection is closed when all are taken.
 
     Guard              every open connection, by what it waits for
     GuardedProtocol    uvicorn's HTTP/1.1 connection, with deadlines for head and body

@@ -1,4 +1,4 @@
-"""How an answer is held to a JSON schema: at every step only tokens that can still lead to a valid one may be drawn.
+"""Answers restricted to a JSON schema: at every step only tokens that can still lead to a valid answer are sampled.
 
 The grammar work is llguidance's (the library behind several servers' structured output); here it meets our sampler.
 """

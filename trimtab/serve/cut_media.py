@@ -1,4 +1,4 @@
-"""Takes long base64 out of a body before it is read as JSON, piece by piece.
+"""Removes long base64 from a body before it is parsed as JSON, chunk by chunk.
 
 A parser holds the interpreter from the first byte of a text to its last: an image of 20 MiB would keep every other request of the
 process waiting for 10 to 30 ms. What is cut out is decoded in small pieces, and a random name stands in its place.

@@ -1,4 +1,4 @@
-"""Who may come in: the keys, the address they called, and the size and kind of what they carry, before anything reads it.
+"""Access control: keys, the address of the request, and the size and type of its body, before anything reads it.
 
 A server without a key listens on this machine alone, and even then a web page in a browser here could call it. Two checks
 keep pages of other sites out: the Host header has to be this machine (a name that was made to point here is refused), and

@@ -1,4 +1,4 @@
-"""How jobs become rows of a batch, and tokens become the text that clients are told.
+"""Jobs become rows of a batch, and tokens become the text that clients receive.
 
 The engine's side of `scheduler.Engine`, on a loaded model; its adapters are on a shelf (`shelf.py`).
 """

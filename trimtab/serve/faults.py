@@ -1,4 +1,4 @@
-"""What each of our errors is called over HTTP: a status, OpenAI's error object, and none of this machine's paths."""
+"""Errors over HTTP: a status and OpenAI's error object, without paths of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures by address: only from hosts that the operator named, never from a private network, within size and time.
+"""Images by URL: only from hosts that the operator named, never from a private network, within limits of size and time.
 
 The addresses a name resolves to are checked and then connected to, so that a name which answers differently the second
 time gains nothing. Redirects are not followed. One clock counts from the first packet to the last byte: at its end the

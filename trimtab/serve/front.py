@@ -1,4 +1,4 @@
-"""What answers HTTP inside Ray Serve: the single server's app and pool, with every copy of a model in a worker's place.
+"""The HTTP ingress inside Ray Serve: the single server's app and pool, with a copy of a model in place of each worker.
 
 `Replicas` is to the pool what a supervisor is on one machine: it takes jobs, tells their events and knows the state. Names,
 queues, deadlines, limits, keys and errors are therefore the same code. There is one front: what clients load at run time is

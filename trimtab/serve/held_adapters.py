@@ -1,4 +1,4 @@
-"""Which adapters wait in host memory: the same files once, however many names they have, within what the plan leaves."""
+"""Adapters in host memory: the same files once, whatever their names, within the budget that the plan leaves."""
 
 from __future__ import annotations
 

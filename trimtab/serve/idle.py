@@ -1,4 +1,4 @@
-"""How a worker measures launch configurations while nobody asks: one candidate at a time, given up when a request arrives.
+"""Tuning in idle time: a worker measures one launch configuration at a time and stops when a request arrives.
 
 A candidate is compiled on a thread of its own and timed, in a few milliseconds, between two looks at the pipe. What was measured is
 kept for the next load; the model that runs keeps its configurations, so that its answers keep their bits. The kernels used here

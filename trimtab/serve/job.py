@@ -1,4 +1,4 @@
-"""What a client's request is inside the server, and what it is told while it is answered. Imports no torch."""
+"""A job: a client's request inside the server, and the events that it receives. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server writes down: one line per event with its time, level and request id, as text or as JSON; one line per request.
+"""The server's log: one line per event with time, level and request id, as text or JSON; one line per request.
 
 A request has an id: the client's own (X-Request-Id, if it is short and plain) or a new one. Every answer carries it, every line
 that is written while the request is answered has it, and an answer with status 500 names the id under which its traceback

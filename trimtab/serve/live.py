@@ -1,4 +1,4 @@
-"""The settings that hold now: what a reload puts in the place of others while requests are answered."""
+"""The current settings, which a reload replaces while requests run."""
 
 from __future__ import annotations
 

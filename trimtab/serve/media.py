@@ -1,4 +1,4 @@
-"""Pictures and sounds in a request: bytes out of data URLs, base64 or allowed hosts, measured before they are decoded.
+"""Images and audio of a request: bytes from data URLs, base64 or allowed hosts, measured before they are decoded.
 
 Nothing here decodes pixels or samples; that is the worker's. What is checked here costs a few header bytes, so that a
 decompression bomb is refused in the process that survives it. Sizes are counted as they will be in memory, whatever

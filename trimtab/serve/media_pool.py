@@ -1,4 +1,4 @@
-"""Which client's images and audio are decoded next, by a few threads, so that one slow medium delays nobody else's.
+"""Decoding images and audio in a few threads, in an order in which no slow file delays other clients.
 
     MediaPool   the threads, and what they may hold
 

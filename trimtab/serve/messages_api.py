@@ -1,4 +1,4 @@
-"""What clients of Anthropic's Messages API send, and the same request as a chat: the rest of the server knows chats alone.
+"""Requests of Anthropic's Messages API, converted to chats, which is what the rest of the server handles.
 
 Source: Anthropic's API reference, "Messages" (version 2023-06-01). Fields that have no meaning here are refused by name, as in
 `wire.py`; `cache_control` is taken, because the prefix cache does not need it.

@@ -1,4 +1,4 @@
-"""How an answer looks to clients of Anthropic's Messages API: a message of blocks, whole or as named events.
+"""Responses of Anthropic's Messages API: a message of blocks, whole or as named events.
 
 Source: Anthropic's API reference, "Messages" and "Streaming messages". The tokens of the prompt are known at the end of a stream
 alone: `message_start` says 0, `message_delta` how many there were.

@@ -1,4 +1,4 @@
-"""What the server counts, as Prometheus reads it and as the page shows it."""
+"""Metrics of the server, for Prometheus and for the page."""
 
 from __future__ import annotations
 

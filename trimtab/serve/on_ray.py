@@ -1,4 +1,4 @@
-"""How one server becomes many: the same app and the same workers as a Ray Serve application. Needs `pip install trimtab[ray]`.
+"""The server as a Ray Serve application: the same app and the same workers. Needs `pip install trimtab[ray]`.
 
     application(arguments)   what Ray runs; also what the printed file names
     run(arguments, ...)      deploys it, on the Ray that is reachable or a local one, and waits until it is told to end
@@ -136,7 +136,9 @@ def _begin(ray: Any, address: str | None, settings: Settings) -> bool:
             except (ConnectionError, ValueError, RuntimeError) as exc:
                 raise RequestError(f"Ray refuses: {exc}", field=field or "--ray-address", value=where) from exc
         if field is not None:
-            raise RequestError("no Ray answers there", field=field, value=address or os.environ["RAY_ADDRESS"])
+            raise RequestError(
+                "no Ray cluster answers at this address", field=field, value=address or os.environ["RAY_ADDRESS"]
+            )
     listen(settings.host, settings.port).close()  # says who is in the way, as the single server does
     ray.init(address="local", include_dashboard=False, **quiet)
     return True

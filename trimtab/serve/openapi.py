@@ -1,4 +1,4 @@
-"""The API's description in OpenAPI's form, made from the shapes that the server itself reads requests with.
+"""The API's OpenAPI description, made from the schemas that the server validates requests with.
 
 Version 3.2, the first one that can say what the events of a stream are (`itemSchema`).
 """

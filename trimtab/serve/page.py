@@ -1,4 +1,4 @@
-"""The page at `/`: files of the package, read once, sent with a policy that lets them talk to this server alone.
+"""The page at `/`: files of the package, read once, sent with a policy that allows connections to this server only.
 
 The page is open to everybody who reaches the server: it holds nothing but itself. Its reader is asked for the key, which
 goes with every request that reads or changes something.

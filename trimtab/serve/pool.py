@@ -1,4 +1,4 @@
-"""The models behind the routes: one supervised worker each, taking turns where they do not fit together.
+"""The models behind the routes: one supervised worker each; models that do not fit together are swapped.
 
 A model is started when it is first asked for and stopped after its idle time. `together` workers live at once. When
 another model is wanted, one that has nothing to do gives its place up at once; one that is busy keeps it for `turn_s` from

@@ -1,4 +1,4 @@
-"""In which order prompts become model inputs, beside the thread that makes tokens: an image never delays a token of others.
+"""The order in which prompts become model inputs, on a separate thread, so that an image delays no token of others.
 
 Images and audio are decoded by a few threads (media_pool.py). Everything else is done by one thread, because a tokenizer is changed
 while it encodes. Short texts come first: a text waits for one prompt with media at most, however many of those there are.

@@ -1,4 +1,4 @@
-"""What one API key may use: requests at once, requests a minute, tokens a day. Counted in memory, from the start of the server."""
+"""Limits of one API key: concurrent requests, requests per minute, tokens per day. Counted in memory since the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an answer's text becomes what a chat's client is told: text, thoughts and calls, in the form of the checkpoint.
+"""An answer's text becomes the parts of a chat response: content, reasoning and calls, in the checkpoint's form.
 
 What a checkpoint cannot do is refused here in the words "not supported: NAME".
 """

@@ -1,4 +1,4 @@
-"""Which models a server has: one on the command line, or several in a TOML file.
+"""The models of a server: one on the command line, or several in a TOML file.
 
     [models.gemma]
     path = "models/gemma-4-E4B-it"

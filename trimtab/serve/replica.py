@@ -1,4 +1,4 @@
-"""One copy of a model inside Ray Serve: a supervised worker, as the single server has it, and the adapters it has at hand.
+"""One copy of a model inside Ray Serve: a supervised worker, as in the single server, and its loaded adapters.
 
 Ray's multiplexing knows which adapters were used here last, as many as may be on the model at once, and sends requests to
 a copy that has theirs. What Ray forgets stays in this copy's host memory, as it does on the single server: it costs a swap

@@ -1,4 +1,4 @@
-"""Which shape the body of each route has."""
+"""The body schema of each route."""
 
 from __future__ import annotations
 

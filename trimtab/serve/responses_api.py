@@ -1,4 +1,4 @@
-"""What clients of OpenAI's Responses API send, and the same request as a chat. The server keeps nothing between two requests.
+"""Requests of OpenAI's Responses API, converted to chats. The server stores nothing between two requests.
 
 Source: OpenAI's API reference, "Responses". A request is stateless: its `input` holds the whole conversation, and fields that
 refer to what a server would keep are refused by name.

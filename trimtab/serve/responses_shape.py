@@ -1,4 +1,4 @@
-"""How an answer looks to clients of OpenAI's Responses API: a response of items, whole or as named events.
+"""Responses of OpenAI's Responses API: a response of items, whole or as named events.
 
 Source: OpenAI's API reference, "Responses" and "Streaming events".
 """

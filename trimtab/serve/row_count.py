@@ -1,4 +1,4 @@
-"""How many requests a worker decodes together: as many as were asked for, or the most that cost the model nothing.
+"""The number of requests that a worker decodes together: the requested one, or the most that moves no block.
 
 More rows need more memory for keys and values, logits and graphs. Where nobody names a number, the worker takes the largest of
 `PLANNED` whose plan keeps every block where the plan of the smallest keeps it, and runs prompts and steps the same way.

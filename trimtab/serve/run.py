@@ -1,4 +1,4 @@
-"""How the server runs: a socket that is free, uvicorn on it, and an end that lets answers finish."""
+"""Running the server: a free socket, uvicorn, and a shutdown that lets answers finish."""
 
 from __future__ import annotations
 

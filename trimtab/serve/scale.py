@@ -1,4 +1,4 @@
-"""What Ray Serve is told: models, settings, copies and their share of a machine, as plain values and as a file.
+"""The configuration for Ray Serve: models, settings, copies and their resources, as plain values and as a file.
 
 Ray builds the application on a machine of the cluster, so everything that it needs travels as values that JSON has:
 `arguments_of` writes them, `read_arguments` makes models and settings of them there, and `config` is the file for

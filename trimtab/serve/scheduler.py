@@ -1,4 +1,4 @@
-"""Who is answered next: a bounded queue, fair between adapters, prompts in pieces between the steps of the others.
+"""The scheduler: a bounded queue, fair between adapters, prompts in chunks between the decode steps.
 
 One thread calls `turn` again and again; each turn takes up what has been prepared, for `ADMIT_S` at most, decodes one step of all
 rows and puts pieces of the waiting prompts through the model behind it, as many as budget.py has time for: a long prompt delays

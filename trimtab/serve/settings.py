@@ -1,4 +1,4 @@
-"""How the server listens and what it allows, checked once at the edge."""
+"""Settings of the server: how it listens and what it allows, checked once at the edge."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the events of an answer look on the wire: OpenAI's chunks and whole answers, of chats and of completions."""
+"""Responses of OpenAI's chat and completion APIs: chunks and whole answers."""
 
 from __future__ import annotations
 

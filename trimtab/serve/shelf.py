@@ -1,4 +1,4 @@
-"""Which adapters a server has: all in host memory, those that fit on the model, and mixes of them made as they are asked for.
+"""The adapters of a server: all in host memory, those that fit on the model, and mixes made on request.
 
 An adapter takes the place of the one that was used longest ago, never of one that a row is using or that is kept. A mix
 ("medical:0.7+style:0.3") takes a place of its own. Where its adapters are plain LoRA it is made from host memory and needs

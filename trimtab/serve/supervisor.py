@@ -1,4 +1,4 @@
-"""The API process's side of a worker: starts it, hands it jobs, hears it, and puts it back when it dies.
+"""The API process's side of a worker: it starts the worker, sends jobs, reads events, and restarts it after a crash.
 
 Every job ends in exactly one "done" or "error" event, whatever happens to the worker: when the pipe breaks, each job in
 flight is told a named error at once, or is handed to the next worker if it had sent nothing yet and retries are on.

@@ -1,4 +1,4 @@
-"""One trace per request in OpenTelemetry's form: how long it waited, its prompt and its tokens took; never what it says.
+"""One OpenTelemetry trace per request: times of the queue, the prompt and the tokens, without texts.
 
     pip install 'trimtab[otel]';  OTEL_EXPORTER_OTLP_ENDPOINT=http://localhost:4318 trimtab serve MODEL --otel
 

@@ -1,4 +1,4 @@
-"""POST /api/verify: whether the running plan still gives the answers of another route, told as it is found.
+"""POST /api/verify: whether the running plan still gives the answers of another route, as a stream of events.
 
     {"model": "gemma", "adapter": "medical" or null, "against": "resident"}
 

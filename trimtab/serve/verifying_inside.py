@@ -1,4 +1,4 @@
-"""What a comparison asked for over HTTP does in its own process: see whether there is room, then compare."""
+"""The child process of POST /api/verify: checks the free memory, then compares."""
 
 from __future__ import annotations
 

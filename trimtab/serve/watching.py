@@ -1,4 +1,4 @@
-"""Which adapters' files have changed: a thread of the worker looks once a second, and reads what is whole.
+"""Changed adapter files: a thread of the worker checks once a second and reads complete files.
 
 A change is taken up when two looks in a row find the same files, so that a folder that is being written is left alone; files that
 cannot be read are named in the log once, and the old adapter stays.

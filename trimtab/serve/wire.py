@@ -1,4 +1,4 @@
-"""What clients send, in OpenAI's shapes: every field known and checked.
+"""Request schemas in OpenAI's form: every field known and checked.
 
 A field that is not listed here is refused by name, and so is one whose value this server does not honour: nothing is
 silently ignored. Fields beyond OpenAI's (`top_k`, `min_p`, `repetition_penalty`) have the names and meanings of vLLM's.

@@ -1,4 +1,4 @@
-"""The process that holds a model: it loads a plan, answers jobs from the pipe, and ends when the pipe does.
+"""The worker process: it loads a plan, answers jobs from the pipe, and ends when the pipe closes.
 
 Run by `supervisor.py` with spawn, never fork. Messages to it: {"do": "submit", "job"}, {"do": "cancel", "id"},
 {"do": "call", "id", "what", ...} for adapters and numbers, {"do": "drain"}. Messages from it: {"say": "loading", "done",

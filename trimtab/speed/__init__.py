@@ -1,1 +1,1 @@
-"""How fast a model answers here, beside the stock stack and beside what the machine's memory allows."""
+"""Benchmarks: how fast a model answers here, against the stock stack and the memory bandwidth."""

@@ -1,4 +1,4 @@
-"""How fast this machine's memory is, measured now: one large copy on the device, one in host memory, one over the link.
+"""Memory bandwidth of this machine, measured now: one large copy on the device, in host memory, and over the link.
 
 A copy reads and writes every byte, so its rate counts both. The best of some repeats: others may use the machine too, and
 a limit is what nothing comes above. Needs torch alone.

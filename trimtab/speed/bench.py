@@ -1,4 +1,4 @@
-"""How fast trimtab answers beside the stock stack (or its own eager steps): one process each run, in turn, same inputs.
+"""The benchmark: trimtab against the stock stack (or its own eager steps), one process per run, alternating, same inputs.
 
 Ours, the other, ours, the other, ...: what else the machine does meanwhile meets both. A side that fails is named and not
 started again; the other one is measured to the end. The plan's budgets are trimtab's alone: the stock stack takes what it

@@ -1,4 +1,4 @@
-"""What a run tells of one answer: its tokens, when each of them came, and nothing before the device is done. Needs torch alone."""
+"""The timing of one answer: its tokens and the time of each, after the device has finished. Needs torch only."""
 
 from __future__ import annotations
 

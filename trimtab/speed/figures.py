@@ -1,4 +1,4 @@
-"""What runs amount to: figures of one run, medians with their spread over several, and where two answers part.
+"""Figures of runs: one run, medians with their spread over several, and the first difference of two answers.
 
 Pure arithmetic over what the processes told; imports no torch.
 """

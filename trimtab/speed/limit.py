@@ -1,4 +1,4 @@
-"""How fast decoding could be at best: the bytes that one token has to read, over how fast they can be read.
+"""The upper limit of the decode speed: the bytes that one token reads, divided by the bandwidth.
 
 A decoding step of one row reads every weight of the decoder and the head once, whatever is computed with it, and the
 adapter's matrices and the keys and values of the tokens before. Nothing of a step can end before its bytes have arrived:

@@ -1,4 +1,4 @@
-"""One run of trimtab: load, warm up, answer every prompt and tell when each token came. Runs in a process of its own."""
+"""One run of trimtab in a separate process: load, warm up, answer every prompt, time each token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement looks like: a panel a figure, a bar an engine, its spread as a whisker, the limit as a line.
+"""The chart of a benchmark: a panel per figure, a bar per engine, its spread as a whisker, the limit as a line.
 
 Drawn from the same shapes as a plan (`plan/picture.py`): .svg by hand, the same bytes for the same report, or .png.
 """

@@ -1,4 +1,4 @@
-"""What both engines are given: the plan, the prompts as model inputs, and the bytes that a token has to read of each.
+"""Inputs of both engines: the plan, the prompts as model inputs, and the bytes that a token reads of each.
 
 Runs in a process of its own, so that looking at the GPU leaves no memory taken there. Loads no weights.
 """

@@ -1,4 +1,4 @@
-"""What a measurement said: every run, medians with their spread, the limit, and what failed; as JSON and as a table."""
+"""The report of a benchmark: every run, medians with their spread, the limit, failures; as JSON and as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one issue states: facts with the recorded runs that they rest on; the words around them are `issue.md.j2`'s."""
+"""The facts of one issue, each with its recorded runs; `issue.md.j2` has the text around them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How issues are written: jinja templates, and Markdown that survives being pasted, fences inside fences included."""
+"""Rendering of issues: jinja templates, and Markdown that survives pasting, fences inside fences included."""
 
 from __future__ import annotations
 

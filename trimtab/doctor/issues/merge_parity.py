@@ -1,4 +1,4 @@
-"""An issue on a direct merge into 4-bit weights, made of a saved `trimtab verify --lanes`: prompt table, warnings, control.
+"""An issue on a direct merge into 4-bit weights, from a saved `trimtab verify --lanes`: prompt table, warnings, control.
 
 It is written only if the prompts carry it: the adapter has an effect, the merge on the 4-bit base answers otherwise on some
 prompt, and the merge on the bf16 base answers as the adapter on all. Else the reason is said.

@@ -1,4 +1,4 @@
-"""What the recorded runs do not carry, as NOT_TO_FILE.md: failures without a draft, claims, keys, threads that are open."""
+"""NOT_TO_FILE.md: failures without a draft, unsupported claims, keys, open threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose a failure is, and where it is filed: the owner, a new issue or an open thread, labels, whether a release fixes it.
+"""The owner of a failure and where to file it: a new issue or an open thread, labels, a release with the fix.
 
 Here the catalogue may speak too, and is named as what it is; the text of an issue rests on runs alone.
 """

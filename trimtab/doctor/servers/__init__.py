@@ -1,1 +1,1 @@
-"""What is known about adapters in other servers, one file a server, and which of it applies to a server that is asked."""
+"""Known adapter bugs in other servers, one file per server, and which of them apply to a given server."""

@@ -1,4 +1,4 @@
-"""Which server answers at an address, and in which release: asked at addresses that each kind has of its own."""
+"""The kind and release of the server at an address, from routes that only that kind has."""
 
 from __future__ import annotations
 

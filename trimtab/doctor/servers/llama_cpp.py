@@ -1,4 +1,4 @@
-"""What is known about adapters in llama.cpp's server and its Python package."""
+"""Known adapter bugs in llama.cpp's server and its Python package."""
 
 from __future__ import annotations
 

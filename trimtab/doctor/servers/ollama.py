@@ -1,4 +1,4 @@
-"""What is known about adapters in Ollama."""
+"""Known adapter bugs in Ollama."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `trimtab doctor http://...` says: which server, which known bugs of adapters apply to it, what to check first."""
+"""The report of `trimtab doctor http://...`: the server, the known adapter bugs that apply to it, what to check first."""
 
 from __future__ import annotations
 

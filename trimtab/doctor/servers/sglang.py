@@ -1,4 +1,4 @@
-"""What is known about adapters in SGLang."""
+"""Known adapter bugs in SGLang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is known about adapters in vLLM."""
+"""Known adapter bugs in vLLM."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which known failure a pasted error is: signatures, the reader of pasted text, the answer."""
+"""Pasted errors: signatures, the reader of pasted text, the answer."""

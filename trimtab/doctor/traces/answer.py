@@ -1,4 +1,4 @@
-"""What to answer to a pasted error: whose it is, where it is tracked, the workaround, what to ask next, and how sure that is.
+"""The answer to a pasted error: owner, trackers, workaround, what to ask next, and the confidence.
 
 Everything about a bug comes from the catalogue, states of threads as last known there. Imports no torch.
 """

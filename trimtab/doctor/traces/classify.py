@@ -1,4 +1,4 @@
-"""Which known failures a pasted text shows, and by what each is recognized. Pure.
+"""Known failures in a pasted text, and what identifies each. Pure.
 
 The first match is by exception, message and frames. A paste that lost its exception line is searched as a whole, and only
 for what identifies a failure there. What several causes share stays UNKNOWN, with what to ask for.

@@ -1,4 +1,4 @@
-"""What exceptions and frames a pasted text holds: Python's form, notebooks, rich boxes, arrows, logs, one line. Pure.
+"""Exceptions and frames in a pasted text: Python's form, notebooks, rich boxes, arrows, logs, one line. Pure.
 
 A forum puts curly quotes, joins lines and eats slashes; a box wraps paths; a launcher writes its rank before each line.
 What is lost stays lost: a frame that cannot be read is not guessed.

@@ -1,4 +1,4 @@
-"""By what a known failure is recognized: exception type, message, frames, source lines, settings; as data. Pure.
+"""Signatures of known failures: exception type, message, frames, source lines, settings. Data, pure.
 
 Every signature has a message of its own or needs a frame. "A message of its own" means that one function of one package
 writes it, so that it identifies the failure without a trace. What no signature matches is UNKNOWN, never the nearest one:

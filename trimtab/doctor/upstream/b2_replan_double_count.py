@@ -1,4 +1,4 @@
-"""B2: PEFT's plan wants room for a second copy of the base that is already loaded."""
+"""B2: PEFT's plan counts memory for a second copy of the base that is already loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""B3: the base's own device map means nothing to PEFT."""
+"""B3: PEFT does not understand the keys of the base's own device map."""
 
 from __future__ import annotations
 

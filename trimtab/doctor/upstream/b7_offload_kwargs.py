@@ -1,4 +1,4 @@
-"""B7: PEFT drops options of the offload without a word."""
+"""B7: PEFT silently drops offload options."""
 
 from __future__ import annotations
 

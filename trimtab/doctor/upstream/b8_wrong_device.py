@@ -1,4 +1,4 @@
-"""B8: a LoRA layer does not bring its input and its matrices to one device."""
+"""B8: a LoRA layer does not move its input and its matrices to one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D2: a quantized Gemma 4 cannot hear in older releases."""
+"""D2: a quantized Gemma 4 fails on audio in older releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""D4: Gemma 4 with per-layer embeddings cannot run with its word table offloaded."""
+"""D4: Gemma 4 with per-layer embeddings cannot run with its token embedding offloaded."""
 
 from __future__ import annotations
 

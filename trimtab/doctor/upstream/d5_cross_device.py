@@ -1,4 +1,4 @@
-"""D5: Gemma 4 meets tensors on different devices when it is split."""
+"""D5: a split Gemma 4 combines tensors on different devices."""
 
 from __future__ import annotations
 

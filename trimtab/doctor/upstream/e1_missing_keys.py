@@ -1,4 +1,4 @@
-"""E1: an adapter whose file lacks keys loads all the same."""
+"""E1: an adapter whose file lacks keys loads without an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F1: a LoRA merged into 4-bit weights is not the adapter any more."""
+"""F1: a LoRA merged into 4-bit weights no longer answers as the adapter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F3: what other quantizers cannot do with adapters or with a split."""
+"""F3: other quantizers do not support adapters or split models fully."""
 
 from __future__ import annotations
 

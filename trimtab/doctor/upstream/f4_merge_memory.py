@@ -1,4 +1,4 @@
-"""F4: PEFT merges a base that is in memory, whole."""
+"""F4: PEFT merges only a base that is completely in memory."""
 
 from __future__ import annotations
 

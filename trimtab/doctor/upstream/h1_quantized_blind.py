@@ -1,4 +1,4 @@
-"""H1: a quantized Gemma 4 does not see pictures in older releases."""
+"""H1: a quantized Gemma 4 ignores images in older releases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H4: a skip list of your own drops the default one."""
+"""H4: a user's skip list replaces the default one."""
 
 from __future__ import annotations
 

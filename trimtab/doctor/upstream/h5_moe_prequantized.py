@@ -1,4 +1,4 @@
-"""H5: mixture files with 4-bit experts one by one cannot be used."""
+"""H5: mixture checkpoints with separately quantized 4-bit experts cannot be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""H6: a Qwen-VL model remembers the last request."""
+"""H6: a Qwen-VL model keeps state of the last request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""I7: reading head_dim of a Gemma 4 config raises what getattr does not catch."""
+"""I7: reading head_dim of a Gemma 4 config raises an error that getattr does not catch."""
 
 from __future__ import annotations
 

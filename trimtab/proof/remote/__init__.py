@@ -1,1 +1,1 @@
-"""Whether the adapter that a server loaded is alive: the server's answers beside our own, and beside known faults."""
+"""Whether a server applies its adapter: the server's answers against trimtab's, and against known faults."""

@@ -1,4 +1,4 @@
-"""What one answer of a server says: its text, its tokens and the logprobs of the likeliest ones, checked and bounded.
+"""One answer of a server: its text, its tokens and the logprobs of the most likely ones, checked and bounded.
 
 Read here: OpenAI's completions and chat completions, and Ollama's /api/generate. A field of another type, a token too long or a
 number that is none makes an answer unusable; nothing of it is guessed.

@@ -1,4 +1,4 @@
-"""How a server can be asked: raw completions with token ids or text, chat, Ollama's raw generation; with logprobs or without.
+"""Ways to query a server: raw completions with token ids or text, chat, Ollama's raw generation; logprobs or text.
 
 Raw completions come first: no chat template stands between the question and the model. The first channel whose answer can be
 read is used; what the server says of the others is kept for the report.
@@ -161,7 +161,7 @@ def open_channel(client: Client, model: str, channels: Sequence[Channel], questi
     if uncounted is not None:
         return Opened(uncounted.channel, tuple(refusals), uncounted.notes)
     raise RequestError(
-        f"answers no question to {model!r}: {'; '.join(refusals[-3:])}", field="against", value=client.url,
+        f"answers no request for {model!r}: {'; '.join(refusals[-3:])}", field="against", value=client.url,
         hint="Check remote_model",
     )  # fmt: skip
 

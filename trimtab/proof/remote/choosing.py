@@ -1,4 +1,4 @@
-"""Which questions show an adapter best: those on which it and its base say the most different things.
+"""Choosing the questions: those on which the adapter and its base differ most.
 
 Candidates are the built-in prompts (the demo's own for the demo model), the user's where they may be sent, and texts that the model
 itself goes on with from nothing. They are ordered by the KL divergence between adapter and base along the adapter's own answer.

@@ -1,4 +1,4 @@
-"""What a server answers over HTTP: a bounded number of requests, each bounded in bytes and time, none redirected.
+"""The HTTP client: a bounded number of requests, each bounded in bytes and time, without redirects.
 
 The address is the user's own. The answers are not trusted: they are read up to a limit, parsed without NaN or Infinity, and checked
 field by field before they are used (`answers.py`). Proxies and credentials of the environment are not used.

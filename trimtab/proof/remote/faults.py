@@ -1,4 +1,4 @@
-"""How an adapter goes wrong in servers, as adapters of their own: each fault is the same adapter written the way it would act.
+"""Known faults of servers as adapters: each fault is the same adapter, written so that it acts like the fault.
 
 A fault is a folder with a changed configuration or changed tensors that our own loader takes as any other adapter, so that its
 answers are computed by the same route as the right ones. What such a folder cannot say is not tried and is named: a second merge of

@@ -1,4 +1,4 @@
-"""What we ourselves say to the server's questions: the base, the adapter, and the adapter with each known fault, in one precision.
+"""trimtab's answers to the server's questions: the base, the adapter, and each known fault, in one precision.
 
 A distribution is kept in full only while it is compared: what stays are the logprobs of the tokens that the server named.
 """

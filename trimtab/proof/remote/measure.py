@@ -1,4 +1,4 @@
-"""How far a server's answers are from each hypothesis of ours: the mean difference of the logprobs that the server named.
+"""The distance of a server's answers from each hypothesis: the mean difference of the logprobs that it returned.
 
 Where a server gives texts alone the distance is how much likelier our own next token is than the one it chose, at each place of its
 answer: 0 as long as it says what we would say.

@@ -1,4 +1,4 @@
-"""What we say with an adapter on fused experts, which nothing but a merge can follow: the base beside a merged checkpoint.
+"""trimtab's answers with an adapter on fused experts, which only a merge can apply: the base and a merged checkpoint.
 
 Each hypothesis is merged into a folder that is gone when the next one comes, and loaded beside the base: two models in memory and
 one more checkpoint on disk at a time.

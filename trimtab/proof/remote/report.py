@@ -1,4 +1,4 @@
-"""What came of asking a server, as a value: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
+"""The report on a server's adapter: text for the terminal, JSON, Markdown, one HTML page; and its exit code.
 
 Whatever a server said is cut short, shown without control characters and escaped.
 """

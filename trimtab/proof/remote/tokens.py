@@ -1,4 +1,4 @@
-"""Which token id a server means: servers name tokens by text, by bytes or by number.
+"""Token ids of a server's answer: servers name tokens by text, by bytes or by number.
 
 A text that several tokens have (pieces of a character shown as a replacement sign, an empty text) names none of them.
 """

@@ -1,4 +1,4 @@
-"""What a server's answers say of its adapter: alive, ignored, wrong in a known way, or that it cannot be told.
+"""The verdict on a server's adapter: alive, ignored, wrong in a known way, or cannot tell.
 
 "Alive" means that every fault that was tried is excluded. Where one is too small to be seen beside the noise, the word is "cannot
 tell", with the smallest fault that would have been seen.
@@ -188,7 +188,7 @@ def judge(
     elif is_whole_open:
         reason = "with these answers, the following remain possible: " + ", ".join(possible)
     else:
-        reason = "the answers are too far from the right adapter's to be called so, and no fault explains them"
+        reason = "the answers are too far from those of the right adapter, and no known fault explains them"
     return _made(CANNOT_TELL, "", reason, None, FALSE_ALARM, weighed, count, noise, possible, is_whole=is_whole)
 
 

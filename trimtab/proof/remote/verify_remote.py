@@ -1,4 +1,4 @@
-"""Whether the adapter that a server answers with is the adapter in a folder: `trimtab verify MODEL --against http://...`.
+"""Whether a server answers with the adapter in a folder: `trimtab verify MODEL --against http://...`.
 
 The server is asked questions on which adapter and base differ most. Our own base, adapter and known faults are asked the same,
 along the very tokens that the server chose, in the precision in which our base is nearest to the server's base.
@@ -293,7 +293,7 @@ def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
         work.chosen.remove(min(work.chosen, key=lambda one: one.kl))
     for kind, opened in work.channels.items():
         questions = [one.question for one in work.chosen if one.question.kind == kind]
-        work.say(f"asking the server {each * len(questions)} {kind} questions ({opened.channel.name})")
+        work.say(f"sending the server {each * len(questions)} {kind} questions ({opened.channel.name})")
         for question, said in _answers(work, opened.channel, work.remote_model, questions, new_tokens):
             row = _row(reference, table, opened.channel, question, said)
             if row is not None:
@@ -322,7 +322,7 @@ def _answers(
             found.append((question, said))
     if bodies and not found:
         raise RequestError(
-            f"answers no question to {model!r}: status {replies[0].status} {replies[0].words}", field="against",
+            f"answers no request for {model!r}: status {replies[0].status} {replies[0].words}", field="against",
             value=work.client.url, hint="Check remote_model and remote_base",
         )  # fmt: skip
     return found
@@ -380,7 +380,7 @@ def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
         row.question.id in work.base_rows and is_identical(row, work.base_rows[row.question.id]) for row in work.rows
     )
     if not asked:
-        return nothing_to_tell("the server's base is not the base that the checkpoint holds", words)
+        return nothing_to_tell("the server's base is not that of the checkpoint", words)
     return judge(asked, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
 
 
