@@ -190,5 +190,5 @@ def test_transformers_serve_says_by_texts_what_it_holds(base, adapter, transform
 
 def test_a_model_that_transformers_serve_does_not_have_is_named(base, adapter, transformers):
     url, _ = transformers
-    with pytest.raises(RequestError, match="answers no question"):
+    with pytest.raises(RequestError, match="answers no request"):
         verify(base, adapter, url, "no-such/model")
