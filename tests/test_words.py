@@ -13,7 +13,10 @@ from trimtab.proof.remote.report import EXIT_CANNOT_TELL
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted(DOCS.glob("*.md")), *sorted((DOCS / "decisions").glob("*.md")),
+]  # fmt: skip
 # What readers stumbled over, with the field's word for it.
 FORBIDDEN = {
     r"likeliest": "greedy, most likely",
@@ -35,6 +38,11 @@ FORBIDDEN = {
     r"why_not|left_out|lay_back": "unsupported_reason, disabled, inverse",
     r"cannot be had": "unavailable",
     r"brought|bring near": "loaded, prefetched",
+    r"way round": "workaround",
+    r"without a word": "silently",
+    r"all the same": "nevertheless",
+    r"(?<!once )anew": "again",
+    r"who asks|was asked for|were asked for": "requested",
 }
 TERMS = (
     "anatomy",
