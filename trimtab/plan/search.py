@@ -159,17 +159,21 @@ class _Destinations:
     def far_prefixes(self, leaving: Counts, disk_cap: int) -> Iterator[tuple[Counts, bool]]:
         """Yield how many of each group go to disk, and whether it is a plain prefix of the disk order.
 
-        Prefixes come cheapest first, before each the previous one with one other block more.
+        Prefixes come cheapest first, before each the previous one with one other block more; those that leave the host short
+        whatever else is true of them are passed over.
         """
-        order = [n for _, _, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
+        order = [(n, freed) for _, freed, n in self.far_order if leaving[n] and _staged(self.far[n]) <= disk_cap]
         counts = list(self.far_must(leaving))
-        for number in order:
+        short = self.least_host_bytes(leaving, -1) - self.limits.host_budget_bytes
+        for number, freed in order:
             for _ in range(leaving[number]):
-                for other in order:
-                    if other != number and counts[other] < leaving[other]:
+                for other, more in order:
+                    if short <= more and other != number and counts[other] < leaving[other]:
                         yield (*counts[:other], counts[other] + 1, *counts[other + 1 :]), False
                 counts[number] += 1
-                yield tuple(counts), True
+                short -= freed
+                if short <= 0:
+                    yield tuple(counts), True
 
     def far_all(self, leaving: Counts, disk_cap: int) -> Counts:
         """Return everything within the disk cap on disk: the least host memory of that cap."""
