@@ -140,6 +140,17 @@ def test_an_answer_is_compared_with_another_adapter_and_the_differing_words_are_
     assert answers(page, 2)[1] == asked["answers"]["style"]
 
 
+def test_answers_that_share_hardly_a_word_are_not_marked_all_over(opened):
+    page = opened()
+    stand_in(page, "one two three", "four five six seven")
+    page.click("#beside")
+    page.select_option("#voice-b", "gemma-demo:style")
+    ask(page, "Hello")
+    answers(page, 2)
+    expect(page.locator(".between")).to_contain_text("Most words differ: 3 of 3 and 4 of 4")
+    assert page.locator("mark").count() == 0
+
+
 @pytest.mark.parametrize(
     ("left", "right", "marked"),
     [("a b c d", "a x c y d", [["b"], ["x", "y"]]), ("same", "same", [[], []]), ("", "new words", [[], ["new words"]]),
@@ -381,6 +392,16 @@ def test_a_chat_is_saved_as_a_file(opened):
     text = saved.value.path().read_text(encoding="utf-8")
     assert saved.value.suggested_filename == "A question.md"
     assert "A question?" in text and "An answer." in text
+
+
+def test_a_long_title_leaves_its_button_in_the_list(opened):
+    page = opened()
+    stand_in(page, "An answer.")
+    ask(page, "A question that is far longer than the list of chats is wide, and then some")
+    answers(page)
+    button, drawer = page.locator(".chat-list .quiet-button").bounding_box(), page.locator("#chats").bounding_box()
+    assert button["x"] + button["width"] <= drawer["x"] + drawer["width"]
+    assert page.evaluate("document.getElementById('chats').scrollWidth <= document.getElementById('chats').clientWidth")
 
 
 def test_options_stay_in_the_browser(opened):

@@ -10,6 +10,7 @@ import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
 
 const DRAFT = "trimtab-draft", CURRENT = "trimtab-chat";
 const SPOKEN_EVERY_MS = 1500, KEPT_EVERY_MS = 2000, NEAR_END_PX = 80;
+const SHOWN_SHARE = 4; // between two looks at a growing answer: so many times what the last one took
 const TITLE_LETTERS = 60;
 
 /** model(): the status of the model that is shown, or null. onKept(chat): called when a chat was kept. */
@@ -286,12 +287,16 @@ function interrupt(version) {
 /** Send a request and put into a version what comes. */
 async function run(version, body, signal, { grow, say }) {
   const began = performance.now();
-  let first = null, usage = null, finish = null, frame = null;
+  let first = null, usage = null, finish = null, frame = null, shownMs = 0;
+  // A long answer takes longer to show: then it is shown less often, so that the page stays quick.
   const soon = () => {
-    frame ??= requestAnimationFrame(() => {
+    frame ??= setTimeout(() => requestAnimationFrame(() => {
       frame = null;
-      if (version.isBusy) grow();
-    });
+      if (!version.isBusy) return;
+      const from = performance.now();
+      grow();
+      shownMs = performance.now() - from;
+    }), SHOWN_SHARE * shownMs);
   };
   soon();
   try {

@@ -17,6 +17,11 @@ export function markDifferences(first, second) {
   return [mark(left.filter((_, at) => !inLeft.has(at))), mark(right.filter((_, at) => !inRight.has(at)))];
 }
 
+/** Return how many words each of two elements has. */
+export function wordCounts(first, second) {
+  return [first, second].map((element) => wordsIn(element).length);
+}
+
 export function unmark(element) {
   for (const one of [...element.querySelectorAll("mark.differs")]) {
     const parent = one.parentNode;

@@ -2,6 +2,7 @@
 // with text inside. Nothing is loaded: an image is shown as its words, and a link waits for a click and says where it leads.
 
 import MarkdownIt from "./markdown-it.js";
+import { Painter } from "./code.js";
 import { icon, make } from "./dom.js";
 
 const reader = new MarkdownIt({ html: false, linkify: true, breaks: true });
@@ -20,6 +21,13 @@ export function showMarkdown(element, text) {
   const blocks = blocksOf(text), kept = element.blocks ?? [];
   let same = 0;
   while (same < kept.length && same < blocks.length && kept[same].source === blocks[same].source) same += 1;
+  // Code that grows is the same element all the time: what a reader has selected or scrolled to stays.
+  const code = kept[same]?.node.firstChild, growing = codeIn(blocks[same]);
+  if (code?.growCode && growing && code.language === growing.language) {
+    code.growCode(growing.text);
+    kept[same].source = blocks[same].source;
+    same += 1;
+  }
   for (const { node } of kept.splice(same)) node.remove();
   for (const { source, tokens } of blocks.slice(same)) {
     const node = nodesOf(tokens);
@@ -49,6 +57,14 @@ function blocksOf(text) {
   }
   return blocks;
 }
+
+/** Return the {text, language} of a block that is code and nothing else, null of another. */
+function codeIn(block) {
+  const [token, ...more] = block?.tokens ?? [];
+  return token && !more.length && ["fence", "code_block"].includes(token.type) ? codeOfToken(token) : null;
+}
+
+const codeOfToken = (token) => ({ text: token.content, language: token.info.trim().split(/\s+/)[0] });
 
 function nodesOf(tokens) {
   const root = make("div", { class: "block" });
@@ -99,7 +115,10 @@ function leafOf(token) {
     case "hardbreak": return make("br");
     case "code_inline": return make("code", {}, token.content);
     case "fence":
-    case "code_block": return codeOf(token.content, token.info.trim().split(/\s+/)[0]);
+    case "code_block": {
+      const { text, language } = codeOfToken(token);
+      return codeOf(text, language);
+    }
     case "hr": return make("hr");
     case "image": return imageOf(token);
     default: return document.createTextNode(token.content);
@@ -141,14 +160,18 @@ function imageOf(token) {
   return link;
 }
 
-/** Return code with its language and a button that copies it. */
+/** Return code with its language and a button that copies it. Its growCode(text) shows a text that has become longer. */
 export function codeOf(text, language = "") {
-  const code = text.replace(/\n$/, "");
-  return make(
+  const code = make("code"), painter = new Painter(code, language);
+  const element = make(
     "div", { class: "code" },
-    make("div", { class: "code-head" }, make("span", {}, language || "text"), copyButton(() => code, "Copy code", true)),
-    make("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, make("code", {}, code)),
+    make("div", { class: "code-head" }, make("span", {}, language || "text"), copyButton(() => painter.text, "Copy code", true)),
+    make("pre", { tabindex: 0, role: "region", "aria-label": language ? `Code, ${language}` : "Code" }, code),
   );
+  element.language = language;
+  element.growCode = (longer) => painter.show(longer.replace(/\n$/, ""));
+  element.growCode(text);
+  return element;
 }
 
 /** Return a button that copies what text() returns, and says so. */

@@ -1,10 +1,12 @@
 // How a conversation looks: each message of the reader, and the answers to it, alone or side by side.
 
 import { chanceView, hideTip } from "./chances.js";
-import { markDifferences, unmark } from "./differ.js";
+import { markDifferences, unmark, wordCounts } from "./differ.js";
 import { counted, make, tool } from "./dom.js";
 import { codeOf, copyButton, showMarkdown } from "./markdown.js";
 import { shown } from "./media.js";
+
+const MOST_MARKED = 0.8; // of the words of two answers
 
 /** Return a voice as readers call it: the adapter's name, or the model's. */
 export function nameOf(voice) {
@@ -89,8 +91,13 @@ export class TurnView {
     for (const { body } of this.answers) unmark(body);
     if (this.answers.some(({ hasChances }) => hasChances)) return;
     const found = this.marks ? markDifferences(first.body, second.body) : null;
+    const total = found && wordCounts(first.body, second.body);
+    // Where hardly a word is shared, marks everywhere say nothing and only make both hard to read.
+    const isOther = found !== null && found[0] + found[1] > MOST_MARKED * (total[0] + total[1]);
+    if (isOther) for (const { body } of this.answers) unmark(body);
     const words = !this.marks ? "Differences not marked"
       : found === null ? "Too long to compare word by word"
+        : isOther ? `Most words differ: ${found[0]} of ${total[0]} and ${found[1]} of ${total[1]}`
         : found[0] + found[1] === 0 ? "The answers are identical"
           : `Differing words: ${found[0]} and ${found[1]}`;
     this.between.append(
@@ -152,7 +159,9 @@ export class AnswerView {
     if (this.hasChances && version.tokens.length) {
       this.body.replaceChildren(chanceView(version.tokens));
     } else if (version.isJson && version.text) {
-      this.body.replaceChildren(codeOf(version.text, "json"));
+      const [shown] = this.body.children;
+      if (shown?.growCode) shown.growCode(version.text);
+      else this.body.replaceChildren(codeOf(version.text, "json"));
     } else {
       showMarkdown(this.body, version.text);
     }
