@@ -4,7 +4,7 @@ A GPU answers a position beyond a table with an assertion that ends the process,
 What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
 grid; for every family that media became tensors at all, that a sound has a frame, and what a feature extractor would cut off.
 Gemma 3 and 3n resize every picture to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
-side. A family with another table of positions that a grid can exceed is not known to this file.
+side. What a family that is not known to this file looks up is checked while its tower runs (tower_check.py).
 """
 
 from __future__ import annotations

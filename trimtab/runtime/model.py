@@ -42,6 +42,7 @@ from trimtab.runtime.out_of_memory import naming_out_of_memory
 from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import read_small
 from trimtab.runtime.step_memory import extra_bytes
+from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
 from trimtab.runtime.unpacked_weights import UnpackedWeights
 
@@ -100,6 +101,7 @@ class LoadedModel(Asking):
             undo.callback(self.close)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
+                guard_towers(self._loaded.hf_model)
                 self.unpacked = UnpackedWeights.of(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)

@@ -41,6 +41,7 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
 def _path(kind: str, number: int | None, messages: Any) -> str:
     """Return where the image or sound of a number stands among the messages."""
     paths = list(_media(kind, messages))
+    number = 0 if number is None and len(paths) == 1 else number
     return paths[number] if number is not None and number < len(paths) else "messages"
 
 

@@ -260,7 +260,7 @@ class LoadedEngine:
         self._prefilling = answer
         if answer in self._chosen:
             self._chosen.remove(answer)
-        with self._named("reading a prompt"):
+        with self._named("reading a prompt", answer.job):
             self._begin_adapter(answer)
             if answer.embedding is not None:
                 return self.model.prefill_tokens, self._embedded(answer, answer.embedding)
@@ -326,11 +326,16 @@ class LoadedEngine:
         return True
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def _named(self, what: str, job: Job | None = None) -> Iterator[None]:
         """Give what goes wrong its name: DeviceError for memory, of the device or the host; MistakeError for what nobody
-        thought of. Only what the device does not get over is raised as it is: the worker has to end."""
+        thought of. Only what the device does not get over is raised as it is: the worker has to end. job: whose fields
+        a RequestError names."""
         try:
             yield
+        except RequestError as exc:
+            if job is None:
+                raise
+            raise for_client(exc, job) from exc
         except Exception as exc:
             named = self._name(exc, what)
             if named is exc:
