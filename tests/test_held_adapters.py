@@ -11,11 +11,14 @@ from dataclasses import replace
 import pytest
 
 import trimtab
+from trimtab.api import plan_request
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import AdapterError, DoesNotFitError
-from trimtab.request import GenerateRequest
+from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
+from trimtab.plan import Plan
+from trimtab.plan.adapter_room import HELD_OBJECT_BYTES
+from trimtab.plan.narrow import narrow_table
+from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.serve.engine import LoadedEngine
-from trimtab.serve.held_adapters import OBJECT_BYTES
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
 
@@ -104,6 +107,10 @@ def test_beyond_the_hosts_budget_an_adapter_is_refused_by_name_before_it_is_read
             shelf.add("three", copy("three"))
     assert caught.value.block == "adapter three" and caught.value.device == "host"
     assert caught.value.needed_bytes > caught.value.budget_bytes == 2**16
+    limit = model.plan.held_adapters_limit_bytes
+    assert f"the plan leaves {limit} B of host memory for adapters, those that are loaded take {2 * each} B" in str(
+        caught.value
+    )
     shelf.remove("one", [])
     gc.collect()
     shelf.add("three", copy("four"))
@@ -123,7 +130,7 @@ def test_files_that_have_changed_are_read_again(shelf, copy):
     config = folder / "adapter_config.json"
     config.write_text(config.read_text(encoding="utf-8").rstrip() + "\n\n", encoding="utf-8")
     shelf.add("after", folder)
-    assert len(shelf.held) == 2 and shelf.host.nbytes > 2 * OBJECT_BYTES
+    assert len(shelf.held) == 2 and shelf.host.nbytes > 2 * HELD_OBJECT_BYTES
 
 
 def test_what_is_no_adapter_is_refused_and_counts_nothing(shelf, tmp_path):
@@ -131,3 +138,52 @@ def test_what_is_no_adapter_is_refused_and_counts_nothing(shelf, tmp_path):
     with pytest.raises(AdapterError):
         shelf.add("nothing", tmp_path)
     assert shelf.host.nbytes == before
+
+
+def test_the_plan_of_a_server_counts_what_its_adapters_take_and_says_how_much_more_may_come(tmp_path):
+    request = LoadRequest(
+        model=str(DEMO / "base"), device="cpu", quant="none", dtype="float32", context_tokens=128,
+        adapters={"style": str(STYLE), "again": str(STYLE)},
+    )  # fmt: skip
+    alone = plan_request(request)
+    plan = plan_request(request, later={"waits": str(DEMO / "adapters" / "specialist"), "same": str(STYLE)})
+    sizes = [
+        (DEMO / "adapters" / name / "adapter_model.safetensors").stat().st_size for name in ("style", "specialist")
+    ]
+    counted = sum(sizes) + 2 * HELD_OBJECT_BYTES  # each folder once
+    assert plan.host["held_adapters"] == counted and "held_adapters" not in alone.host
+    assert plan.host_peak_bytes - plan.host["process"] == alone.host_peak_bytes - alone.host["process"] + counted
+    # What is counted, and what the budget leaves beside the plan, which is on the host too.
+    left = plan.host_budget_bytes - plan.host_peak_bytes - plan.gpu_needed_bytes
+    assert plan.held_adapters_limit_bytes == counted + left
+    for text in (str(plan), narrow_table(plan).replace("\n", " ")):
+        words = f"held adapters {gib(counted)} of {gib(plan.held_adapters_limit_bytes)} for adapters"
+        assert words in " ".join(text.split())
+        assert "for adapters" not in str(alone)
+    values = plan.to_json()
+    assert values["host"]["held_adapters"] == counted and values["held_adapters_limit_bytes"] == counted + left
+    assert Plan.from_json(json.loads(json.dumps(values))).to_json() == values
+    with pytest.raises(RequestError, match="plan.held_adapters_limit_bytes"):
+        Plan.from_json({**values, "held_adapters_limit_bytes": 2**60})
+
+
+def test_what_the_plan_counts_is_what_is_held(monkeypatch):
+    """The figure of the plan is an upper bound, and close to what the server holds then."""
+    folders = {name: str(DEMO / "adapters" / name) for name in ("style", "specialist", "rslora-dora")}
+    request = LoadRequest(
+        model=str(DEMO / "base"),
+        device="cpu",
+        quant="none",
+        dtype="float32",
+        context_tokens=128,
+        batch=2,
+        adapters=folders,
+    )
+    plan = plan_request(request, later={})
+    with trimtab.load(plan) as model:
+        host = LoadedEngine(model, rows=2).shelf.host
+        assert 0.9 * plan.host["held_adapters"] < host.nbytes <= plan.host["held_adapters"]
+        assert host.nbytes + host.room_bytes == plan.held_adapters_limit_bytes
+        # A budget that only just holds what is planned takes no more.
+        full = replace(plan, host_budget_bytes=plan.host_peak_bytes + plan.gpu_needed_bytes)
+        assert full.held_adapters_limit_bytes == plan.host["held_adapters"]

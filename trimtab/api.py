@@ -23,7 +23,7 @@ from trimtab.checkpoint.packed import split_packed
 from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError
 from trimtab.plan import Machine, Plan, Rates, make_plan
-from trimtab.plan.adapter_room import head_change
+from trimtab.plan.adapter_room import head_change, held_bytes
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
 from trimtab.plan.dtypes import choose_dtype
@@ -113,8 +113,9 @@ def plan_request(
 ) -> Plan:  # fmt: skip
     """Return the plan of a request made elsewhere (the command line).
 
-    later: adapters, name -> folder, that are loaded after the model: no memory is counted for them, but one that changes the output
-    head keeps it as it is. inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`.
+    later: adapters, name -> folder, that are loaded after the model: no memory of the device is counted for them, but one that
+    changes the output head keeps it as it is; these and the request's stay in host memory, which is counted (None: none does).
+    inputs: of other plans of this model, made use of and added to. is_advised: as for `make_plan`.
 
     In a process that has not loaded torch it is made without torch where earlier processes kept what it needs: the module
     tree of this config and these releases, and the machine's rates.
@@ -168,6 +169,7 @@ def plan_request(
         adapter_stamps={name: files[name].stamps for name in request.adapters}, head_refused=head_refused, machine=machine,
         rates=rates, checkpoint_stamps=checkpoint.stamps,
         disk_free_bytes=min(disk_bytes, request.disk_memory_bytes or disk_bytes),
+        held_bytes=0 if later is None else held_bytes(every.values()),
     )  # fmt: skip
     try:
         made = make(head8=head8, is_advised=is_advised and head8 is not None)

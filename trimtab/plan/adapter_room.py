@@ -1,13 +1,16 @@
 """Adapters in a plan besides their own bytes: whether one changes the output head, and scratch memory.
 
-Pure. An adapter that is loaded later finds what the plan has counted: where it was made without any adapter, the scratch of
+An adapter that is loaded later finds what the plan has counted: where it was made without any adapter, the scratch of
 adapters is taken off what the budget leaves before the first one is let in.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
+from trimtab.checkpoint.adapter_file import TENSORS_NAME
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan.activations import needs_of, use_of
@@ -15,6 +18,8 @@ from trimtab.plan.execution import CAPTURED, step_bytes
 from trimtab.plan.plan import Plan
 from trimtab.plan.prompt_memory import prompt_bytes
 
+# What an adapter in host memory takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
+HELD_OBJECT_BYTES = 2**17
 # Captured prompts read adapters of one layout from one place; so many places are kept.
 MOST_LAYOUTS = 2
 
@@ -41,6 +46,12 @@ def head_change(specs: Mapping[str, AdapterSpec], anatomy: Anatomy) -> str:
 def refuses_head_change(plan: Plan) -> bool:
     """Return whether an adapter that changes the head is refused: the plan chose the 8-bit one by itself."""
     return plan.execution.head == "int8" and not plan.execution.is_head_asked
+
+
+def held_bytes(folders: Iterable[str | os.PathLike[str]]) -> int:
+    """Return what the adapters of these folders take in host memory at most, where a server keeps them; one folder counts once."""
+    files = {os.path.realpath(Path(folder) / TENSORS_NAME) for folder in folders}
+    return sum(os.stat(file).st_size + HELD_OBJECT_BYTES for file in files)
 
 
 def copies_bytes(sizes: Iterable[int]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from trimtab.errors import gib
 from trimtab.plan.plan import OUTSIDE_PEAK, Plan
-from trimtab.plan.table import grouped, rate_text, time_text
+from trimtab.plan.table import grouped, held_limit, rate_text, time_text
 
 WIDTH = 80
 _NAME = 34
@@ -57,7 +57,10 @@ def _devices(plan: Plan) -> list[str]:
         f"{plan.execution_device}: peak {gib(plan.gpu_peak_bytes)} of a budget of {gib(plan.gpu_budget_bytes)}: {inside}; "
         f"on top {outside}; loading peak {gib(plan.gpu_load_peak_bytes)}"
     )
-    host = f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: {items(plan.host.items())}"
+    host = (
+        f"host: peak {gib(plan.host_peak_bytes)} of a budget of {gib(plan.host_budget_bytes)}: "
+        f"{items(plan.host.items())}{held_limit(plan)}"
+    )
     disk = [f"disk: {gib(plan.disk_bytes)} in a spill file that ends with the process"] if plan.disk_bytes else []
     return [line for text in (device, host, *disk) for line in _wrapped(text, hanging=4)]
 

@@ -30,7 +30,7 @@ ITEM_COLORS = {
     "buffers": "#b7b7a4", "kernels": "#8fa3b0", "graphs": "#8e7cc3", "logits": "#b4a7d6", "scratch": "#c9c2dd",
     "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "fragments": "#dfe3e6", "prompt_buffers": "#a99bd0",
     "adapter_copy": "#8f6bb8", "checks": "#e3dff0", "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db",
-    "unpacked_weights": "#7d9cbf", "process": "#aab2bb", "fixed": "#45556b",
+    "unpacked_weights": "#7d9cbf", "held_adapters": "#7b4fa3", "process": "#aab2bb", "fixed": "#45556b",
 }  # fmt: skip
 ITEM_NAMES = {
     "kv_cache": "KV cache",

@@ -23,7 +23,7 @@ from trimtab.plan.execution import MODES, Execution
 from trimtab.plan.reading import read_row
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
 OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "fragments", "cuda_context", "allocator_reserve")
@@ -146,9 +146,17 @@ class Plan:
         """The device budget that this placement asks for: peaks, context and reserve."""
         return max(self.gpu_peak_bytes, self.gpu_load_peak_bytes) + sum(self.gpu.get(name, 0) for name in OUTSIDE_PEAK)
 
+    @property
+    def held_adapters_limit_bytes(self) -> int:
+        """The most bytes that adapters may take in host memory, where a server keeps them: those counted and what the budget
+        leaves."""
+        on_host = self.host_peak_bytes + (self.gpu_needed_bytes if self.execution_device == "cpu" else 0)
+        return max(0, self.host_budget_bytes - on_host + self.host.get("held_adapters", 0))
+
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values["held_adapters_limit_bytes"] = self.held_adapters_limit_bytes
         values["request"] = self.request.to_json()
         values["rates"] = asdict(self.rates)
         values["card"] = None if self.card is None else self.card.to_json()
@@ -175,10 +183,18 @@ class Plan:
                 "another release wrote this plan", field="plan.version", value=version,
                 allowed=(str(PLAN_VERSION),), hint="Make the plan again",
             )  # fmt: skip
-        plan = read_row(cls, values, "plan")
+        own = {name: value for name, value in values.items() if name != "held_adapters_limit_bytes"}
+        plan = read_row(cls, own, "plan")
         if plan.card is not None:
             Card.from_json(values["card"])
         plan._check()
+        limit = values.get("held_adapters_limit_bytes")
+        if limit != plan.held_adapters_limit_bytes:
+            raise RequestError(
+                f"the plan's host budget leaves {plan.held_adapters_limit_bytes}",
+                field="plan.held_adapters_limit_bytes",
+                value=limit,
+            )
         return plan
 
     def _check(self) -> None:

@@ -106,18 +106,20 @@ def make_plan(
     head8: Anatomy | None = None,
     head_refused: str = "",
     is_advised: bool = True,
+    held_bytes: int = 0,
 ) -> Plan:
     """Return the placement and the execution with the least expected seconds within the request's budgets.
 
     adapters: name -> bytes on the execution device. disk_free_bytes: of the spill folder, None if not known. head8: the
     anatomy with an 8-bit output head, for a request that leaves the head to the plan, and for advice; head_refused: why it must
-    stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know.
+    stay full. is_advised: whether an error names the changes that would fit, which takes other plans to know. held_bytes: of
+    adapters that stay in host memory, as a server keeps them.
     Errors: RequestError for placements that cannot be followed and executions that cannot be had, DoesNotFitError with the
     smallest budget that would do.
     """
     make = partial(
         _made, anatomy=anatomy, machine=machine, rates=rates, disk_free_bytes=disk_free_bytes,
-        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(),
+        chunk_tokens=prefill_chunk_tokens, head8=head8, head_refused=head_refused, known=_Known(), held_bytes=held_bytes,
     )  # fmt: skip
     try:
         plan = make(request, adapters=adapters)
@@ -132,7 +134,7 @@ def make_plan(
 def _made(
     request: LoadRequest, *, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
     disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
-    known: _Known, is_explained: bool = True,
+    known: _Known, is_explained: bool = True, held_bytes: int = 0,
 ) -> Plan:  # fmt: skip
     """Return the plan without the stamps of its files. known: what plans of other executions and requests have made.
     is_explained: whether an error says how much would do, which takes a search of its own."""
@@ -141,7 +143,7 @@ def _made(
         def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
             return _Planner(
                 replace(request, head=head), one, adapters, machine, rates, disk_free_bytes, chunk_tokens, mode, reason,
-                chunks, captured, request.head, known, is_explained and not chunks,
+                chunks, captured, request.head, known, is_explained and not chunks, held_bytes,
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
@@ -192,8 +194,9 @@ class _Planner:
     def __init__(
         self, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], machine: Machine, rates: Rates,
         disk_free_bytes: int | None, chunk_tokens: int, mode: str, mode_reason: str, chunks: tuple[int, ...],
-        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool,
+        captures_prompts: bool, asked_head: str, known: _Known, is_explained: bool, held_bytes: int = 0,
     ) -> None:  # fmt: skip
+        self.held_bytes = held_bytes
         self.mode, self.mode_reason, self.adapter_sizes = mode, mode_reason, dict(adapters)
         self.asked_head, self.captures_prompts, self.is_explained = asked_head, captures_prompts, is_explained
         self.request = request = replace(request, quant=quant_of(anatomy, request.quant))
@@ -359,7 +362,7 @@ class _Planner:
             host_budget_bytes=request.host_memory_bytes or available,
             disk_budget_bytes=self.disk_free_bytes, total_budget_bytes=available if on_cpu else None,
             run_bytes=fixed + self.adapter_bytes + self.needs.kv_cache_bytes + self.needs.activation_bytes + inside,
-            load_bytes=fixed, host_bytes=machine.process_bytes + request.prefix_cache_bytes,
+            load_bytes=fixed, host_bytes=machine.process_bytes + request.prefix_cache_bytes + self.held_bytes,
             host_load_bytes=READ_BUFFER_BYTES,
             context_bytes=0 if on_cpu else machine.context_bytes + outside,
             reserve=(lambda peak_bytes: 0) if on_cpu else allocator_reserve_bytes,
@@ -389,6 +392,8 @@ class _Planner:
         }  # fmt: skip
         if request.prefix_cache_bytes:
             host["prefix_cache"] = request.prefix_cache_bytes
+        if self.held_bytes:
+            host["held_adapters"] = self.held_bytes
         reasons = Reasons(self.blocks, self.items, chosen, self.asked, limits, self.machine.execution_device)
         return Plan(
             request=request, model_class=self.anatomy.model_class, execution_device=self.machine.execution_device,

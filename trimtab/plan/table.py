@@ -94,11 +94,16 @@ def _devices(plan: Plan) -> list[str]:
         (plan.execution_device, f"peak {gib(plan.gpu_peak_bytes)}", f"budget {gib(plan.gpu_budget_bytes)}",
          f"{inside}; on top {outside or 'nothing'}{load}"),
         ("host", f"peak {gib(plan.host_peak_bytes)}", f"budget {gib(plan.host_budget_bytes)}",
-         items(plan.host.items())),
+         items(plan.host.items()) + held_limit(plan)),
     ]  # fmt: skip
     if plan.disk_bytes:
         rows.append(("disk", gib(plan.disk_bytes), "", "a spill file that ends with the process"))
     return _aligned(rows)
+
+
+def held_limit(plan: Plan) -> str:
+    """Return what adapters in host memory may take, where a server keeps them."""
+    return f" of {gib(plan.held_adapters_limit_bytes)} for adapters" if plan.host.get("held_adapters") else ""
 
 
 def _execution(plan: Plan) -> list[str]:

@@ -11,12 +11,10 @@ from weakref import WeakValueDictionary
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.errors import DoesNotFitError
+from trimtab.plan.adapter_room import HELD_OBJECT_BYTES
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.model import LoadedModel
 from trimtab.serve.watching import files_stamp
-
-# What an adapter takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
-OBJECT_BYTES = 2**17
 
 
 class HeldAdapters:
@@ -32,14 +30,12 @@ class HeldAdapters:
     def nbytes(self) -> int:
         """What all of them take on the host."""
         held = {id(one): one for one in list(self._by_files.values())}
-        return sum(one.host_bytes + OBJECT_BYTES for one in held.values())
+        return sum(one.host_bytes + HELD_OBJECT_BYTES for one in held.values())
 
     @property
     def room_bytes(self) -> int:
-        """What the host's budget leaves beside the plan and those that are held."""
-        plan = self._model.plan
-        used = plan.host_peak_bytes + (plan.gpu_needed_bytes if self._model.device.type == "cpu" else 0)
-        return max(0, plan.host_budget_bytes - used - self.nbytes)
+        """What the plan leaves for adapters beside those that are held."""
+        return max(0, self._model.plan.held_adapters_limit_bytes - self.nbytes)
 
     def read(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:
         """Return an adapter's files as they are held; those that are held already, or whose copies are, are not kept twice.
@@ -71,13 +67,15 @@ class HeldAdapters:
 
     def _check_room(self, name: str, path: str | Path) -> None:
         try:
-            needed = os.stat(Path(path) / TENSORS_NAME).st_size + OBJECT_BYTES
+            needed = os.stat(Path(path) / TENSORS_NAME).st_size + HELD_OBJECT_BYTES
         except OSError:
             return  # reading says what is wrong
         if needed > self.room_bytes:
+            limit = self._model.plan.held_adapters_limit_bytes
             raise DoesNotFitError(
-                f"the adapters that are loaded take {self.nbytes} B", block=f"adapter {name}", device="host",
-                needed_bytes=needed, budget_bytes=self.room_bytes, hint="Unload adapters that are not needed",
+                f"the plan leaves {limit} B of host memory for adapters, those that are loaded take {self.nbytes} B",
+                block=f"adapter {name}", device="host", needed_bytes=needed, budget_bytes=self.room_bytes,
+                hint="Unload adapters that are not needed",
             )  # fmt: skip
 
 

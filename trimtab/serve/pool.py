@@ -473,7 +473,7 @@ def _retry_after_s(member: _Member) -> float:
 
 SHOWN = (
     "model_class", "execution_device", "gpu", "host", "gpu_peak_bytes", "gpu_budget_bytes", "host_peak_bytes",
-    "host_budget_bytes", "disk_bytes",
+    "host_budget_bytes", "disk_bytes", "held_adapters_limit_bytes",
 )  # fmt: skip
 COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 

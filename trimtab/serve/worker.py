@@ -310,7 +310,7 @@ def _planned(request: LoadRequest, rows: int | None, later: Mapping[str, str], *
     except TrimtabError:
         if is_first:
             raise
-        return plan_rows(request, rows, partial(plan_request, inputs=inputs))
+        return plan_rows(request, rows, partial(plan_request, later={}, inputs=inputs))
 
 
 def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
