@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trimtab.errors import RequestError
@@ -96,7 +96,7 @@ def unknown_towers(config: Any) -> tuple[str, ...]:
     return tuple(kind for kind in kinds if kind is not None and kind not in KNOWN)
 
 
-def guard_towers(hf_model: nn.Module) -> tuple[str, ...]:
+def guard_towers(hf_model: Any) -> tuple[str, ...]:
     """Have every part of a model that is not its decoder checked while it runs, where a tower of it is not known.
 
     Returns the names of those parts. They raise RequestError for media that lead beyond a table, or to shapes that do not go
