@@ -60,15 +60,22 @@ def plan(
     max_memory: Mapping[int | str, int | str] | None = None,
     prefix_cache: int | float | str | None = None,
 ) -> Plan:
-    """Return where every block of the model goes, from headers alone; nothing is loaded.
+    """Return the plan of a model: where every block goes, from headers alone. Nothing is loaded.
 
-    model: a checkpoint folder or a hub id that is in the local cache. adapters: name -> folder, or folders alone, which are
-    named as they are called. Sizes are bytes or text such as "4GiB" or "4G".
-    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where they keep
-    more of the decoder on the GPU. decode: how steps run: "auto", or by name "eager", "graph" or "fused". card: plan for this
-    GPU, which need not be here: a name such as "RTX 4060 8GB" or a bare size; every figure is then an estimate. max_memory: the
-    budgets in transformers' form. prefix_cache: host memory for keys and values of prompts and answers, for later prompts with
-    the same prefix; None: no cache.
+    model: a checkpoint folder or a hub id in the local cache. adapters: name -> folder, or folders, which are named after
+    themselves.
+    gpu_memory, host_memory, prefix_cache: bytes, or text such as "4GiB" or "4G". None is the free memory for the budgets
+    and no cache for prefix_cache, the host memory for cached keys and values. max_memory: both budgets in transformers'
+    form.
+    quant: "auto" or a format (none, nf4, nf4-dq, fp4, int8); keep_unquantized: patterns of modules that stay in `dtype`.
+    dtype: "auto" is bfloat16, or the type of a card without it. context: most tokens of prompt and answer, per row. batch:
+    rows decoded together. images, audio_s: the most images and seconds of audio of one prompt.
+    place: pattern -> tier, the last match wins. device_map: a map in transformers' form, instead of place. device: "auto",
+    "cpu", "cuda" or "cuda:N". offload_dir: folder of the disk tier's file; None is the user's cache.
+    head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where
+    they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph", "fused" or "repacked". card:
+    plan for this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an
+    estimate.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -267,11 +274,13 @@ def load(
     decode: str | None = None,
     **options: Any,
 ) -> LoadedModel:
-    """Return the model of a plan, loaded; use it as a context manager.
+    """Return the model of a plan, loaded. Use it as a context manager.
 
-    plan: a plan, the .json file of a saved one, or a model, which is then planned with `options`, those of `plan`.
-    progress: called with (bytes read, of bytes). decode: another way to run steps than the plan's; what it takes
-    beyond the plan must fit the budget. See `LoadedModel`. Errors: DeviceError if the plan is for a card that is not here.
+    plan: a plan, the .json file of a saved one, or a model, which is then planned with `options` (the arguments of `plan`).
+    progress: called with (bytes read, total bytes). decode: another way to run steps than the plan's; the memory that it
+    takes beyond the plan must fit the budget.
+    Errors: those of `plan`; CheckpointError and AdapterError for files that changed since the plan was made; DeviceError if
+    the plan is for a card that is not in this machine, or memory runs out.
     """
     from trimtab.runtime import devices
     from trimtab.runtime.model import LoadedModel
@@ -307,9 +316,12 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:
-    """Return what an adapter targets and, with a model, what would be applied, remapped or without effect there.
+    """Return what an adapter targets and, with a model, which tensors are applied, remapped or without effect.
 
-    `not_finite` lists the tensors with values that are NaN or infinite: with one of them no command takes the adapter.
+    adapter: a folder that PEFT wrote. model: a checkpoint folder or a hub id in the local cache; None reads the adapter
+    only.
+    `not_finite` in the report lists the tensors with NaN or infinite values; every other command refuses such an adapter.
+    Errors: AdapterError with every mismatch, CheckpointError.
     """
     file = read_adapter(str(adapter), values=False)
     report = {"not_finite": list(value_problems(file.tensors))}

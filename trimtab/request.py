@@ -104,20 +104,23 @@ def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """What to load, for what use, within which budgets.
+    """What to load, for which use, within which budgets.
 
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
-    gpu_memory_bytes, host_memory_bytes: budgets; None means what the machine has free. context_tokens: prompt and answer
-    together, per row. quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. batch: rows
-    decoded together. images, audio_s: the largest picture count and sound length (seconds) of one prompt, counted as
-    activations. place: pattern -> tier, the last match wins. device_map: a map in transformers'
-    form. dtype: "auto" is bfloat16, or what a card without it computes in.
-    keep_unquantized: patterns of modules that stay in `dtype`. device: "auto", "cpu", "cuda" or "cuda:N". head: "full"
-    is the output head as the checkpoint has it, "int8" an 8-bit copy; a table that it is tied to stays as it is; "auto" is full
-    unless 8 bits keep more of the decoder on the GPU. card: plan for this GPU, which need not be here, from estimates.
-    disk_memory_bytes: the most that the disk tier may take, None for what is free. decode: how steps run, one of
-    DECODE_MODES; a mode given by name is an error where it cannot be had. prefix_cache_bytes: host memory for keys and values of
-    prompts and answers, for later prompts with the same prefix; 0: no cache.
+    gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most that
+    the disk tier may take; None is the free space. offload_dir: folder of the disk tier's file; None is the user's cache.
+    context_tokens: prompt and answer together, per row. batch: rows decoded together. images, audio_s: the most images and
+    seconds of audio of one prompt, counted as activations.
+    quant: "auto" is the checkpoint's own format if it is already quantized, else nf4-dq. dtype: "auto" is bfloat16, or the
+    type of a card without it. keep_unquantized: patterns of modules that stay in `dtype`. head: "full" is the checkpoint's
+    output head, "int8" an 8-bit copy (a tied table does not change), "auto" is full unless 8 bits keep more of the decoder
+    on the GPU.
+    place: pattern -> tier, the last match wins. device_map: a map in transformers' form. device: "auto", "cpu", "cuda" or
+    "cuda:N".
+    card: plan for this GPU from estimates; it need not be in this machine. decode: how steps run, one of DECODE_MODES; an
+    explicitly requested mode that is unavailable is an error. prefix_cache_bytes: host memory for cached keys and values; 0
+    is no cache.
+    Errors: RequestError with the field, for values of another type or out of range.
     """
 
     model: str
@@ -217,13 +220,17 @@ def _is_whole(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """How to answer one prompt. Sampling names and meanings are transformers' own.
+    """How to answer one prompt. Sampling names and meanings are those of transformers.
 
-    temperature 0 is greedy; below LEAST_TEMPERATURE, and with penalties outside PENALTIES, logits could leave the numbers of
-    float32. stop: texts that end the answer and are not part of it. seed: None draws a fresh one. presence_penalty,
-    frequency_penalty: subtracted from a token's logit if it is in the answer so far, once and for each time; the prompt does not
-    count. logit_bias: token id -> what is added to its logit. stop_token_ids: tokens that end the answer as the model's own end
-    tokens do. logprobs: report each token's log-probability, with those of so many most likely ones (None: none).
+    max_new_tokens: most tokens of the answer. temperature: 0 is greedy; below LEAST_TEMPERATURE, and with a
+    repetition_penalty outside PENALTIES, logits could leave the range of float32. top_k: sample from so many tokens. top_p,
+    min_p: sample from the most likely tokens with this total probability; drop tokens below this share of the largest
+    probability. seed: None takes a random one. stop: texts that end the answer and are not part of it. stop_token_ids:
+    tokens that end the answer, as the model's own end tokens do. presence_penalty, frequency_penalty: subtracted from a
+    token's logit if it is in the answer so far, once or for each occurrence; the prompt does not count. logit_bias: token
+    id -> value added to its logit. logprobs: report each token's log-probability and those of the N most likely tokens;
+    None reports none.
+    Errors: RequestError with the field; top_k, top_p, min_p and seed are refused at temperature 0.
     """
 
     max_new_tokens: int = 256

@@ -20,13 +20,13 @@ __all__ = ["check", "load_peft", "place_inputs"]
 
 
 def load_peft(base_model: Any, path: str | Path, adapter_name: str = "default", **peft_kwargs: Any) -> Any:
-    """Return a PeftModel around the base with the adapter in it; the base stays where it is, as it is.
+    """Return a PeftModel around the base with the adapter loaded. The base keeps its placement, hooks and bytes.
 
-    base_model: what stock `from_pretrained` gave, quantized or not, on one device or split by accelerate's hooks. path: a
-    folder that PEFT wrote. peft_kwargs: `is_trainable`, `autocast_adapter_dtype`. Further adapters: `load_adapter` of
-    the returned object. Errors, all before anything is changed: RequestError for an argument that does not exist or
-    would do nothing; UpstreamError for a base that a known bug has broken, with the workaround; AdapterError with every
-    key that fits nothing.
+    base_model: a model from transformers' `from_pretrained`, quantized or not, on one device or split by accelerate's
+    hooks. path: a folder that PEFT wrote. adapter_name: its name in the PeftModel. peft_kwargs: `is_trainable`,
+    `autocast_adapter_dtype`. Load further adapters with `load_adapter` of the returned object. Errors, all before anything
+    changes: RequestError for an argument that is unknown or would have no effect; UpstreamError for a base that a known bug
+    has broken, with a workaround; AdapterError with every key that matches nothing.
     """
     from trimtab.bridge.load import load_first
 
@@ -45,7 +45,7 @@ def place_inputs(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(model: Any) -> Scan:
-    """Return what is where in a live model and what is wrong with it: `trimtab.doctor.scan.scan`."""
+    """Return the placement of a live model and its problems: `trimtab.doctor.scan.scan`."""
     from trimtab.doctor.scan import scan
 
     return scan(model)

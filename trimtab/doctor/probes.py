@@ -73,9 +73,9 @@ def run_probes(
 ) -> tuple[Verdict, ...]:
     """Return a verdict for each entry, or for those of `ids` ("A1"), in the order of the catalogue.
 
-    python: the interpreter whose packages are looked at (None: this one); trimtab need not be installed there. timeout_s:
-    for one probe. catalogue: a folder of entries instead of the package's own.
-    Errors: RequestError if an id is not in the catalogue (with near ones) or the interpreter cannot be started.
+    python: the interpreter whose packages are examined (None: this one); trimtab need not be installed there. timeout_s:
+    for one probe. progress: called with (done, total). catalogue: a folder of entries instead of the package's own.
+    Errors: RequestError if an id is not in the catalogue (with similar ones) or the interpreter cannot be started.
     """
     entries = _chosen(read_catalogue(catalogue), ids)
     run = _Run(_absolute(python), timeout_s, len(entries), progress)

@@ -50,13 +50,15 @@ def merge(
     check: bool = False,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Write the model with the adapters merged into it as a new checkpoint, and return what was done.
+    """Write the model with the adapters merged into it as a new checkpoint, and return the report.
 
-    adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 takes a merged adapter out
-    again. dtype:
-    of every floating-point tensor ("bfloat16" or "bf16" ...); None keeps the files' own. requantize: "nf4" or "nf4-dq"
-    writes a bitsandbytes checkpoint. check: read the result again and prove it. progress: called with (bytes written,
-    of bytes). Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError; ParityError of the check.
+    model: a checkpoint folder or a hub id in the local cache. out: the new folder; overwrite: replace it if it exists.
+    adapters: name -> PEFT folder, name -> (folder, weight), or folders alone; a weight of -1 removes a merged adapter.
+    dtype: of every floating-point tensor ("bfloat16", "bf16", ...); None keeps the dtypes of the files. requantize: "nf4"
+    or "nf4-dq" writes a bitsandbytes checkpoint. check: read the result again and check every value. progress: called with
+    (bytes written, total bytes).
+    Errors: RequestError, CheckpointError, AdapterError; DoesNotFitError if the disk has too little space; ParityError of
+    the check.
     """
     return merge_request(
         MergeRequest(

@@ -33,10 +33,10 @@ Stamps = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """One block: its tier, where its bytes are, what it costs in seconds a request and a decoding step, and why.
+    """One block: its tier, the location of its bytes, its seconds per request and per decode step, and the reason.
 
-    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: on the
-    execution device for good, what cannot move included; staging buffers are counted once for all blocks, not here.
+    home: "device", "host" (memory), "disk" (the spill file) or "file" (the checkpoint itself). gpu_bytes: resident on the
+    execution device, immovable tensors included; staging buffers are counted once for all blocks, not here.
     """
 
     block_path: str
@@ -62,16 +62,19 @@ class Unquantized:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where everything goes.
+    """The placement of every block and the execution, with bytes and reasons.
 
-    gpu, host: what takes how many bytes of the execution device and of the host. gpu_peak_bytes: the peak of tensors
-    while a request runs, as torch.cuda.max_memory_allocated counts it; gpu_load_peak_bytes the same while loading; the
-    driver's context and torch's reserve come on top and are checked against gpu_budget_bytes. prefill_tokens: the
-    pieces in which a prompt goes through. answer_tokens: the answer length that seconds are weighed with. peak_phase:
-    when the peak is reached. checkpoint_stamps: (file, size, mtime in ns) of the files that were planned. execution: how
-    prompts and steps run, and which output head they use. adapter_bytes: name -> bytes on the execution device.
-    adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None where the
-    machine's own were used. dtype_reason: why the request's dtype was chosen, "" where it was asked for or is the usual one.
+    request: what was planned. model_class, execution_device: the transformers class and the device that computes.
+    placements: one row per block. gpu, host: item -> bytes of the execution device and of the host. gpu_peak_bytes: the
+    peak of tensors while a request runs, as torch.cuda.max_memory_allocated counts it; peak_phase: when it is reached.
+    gpu_load_peak_bytes: the same while loading. The driver's context and torch's reserve are added and compared with
+    gpu_budget_bytes. host_peak_bytes, host_budget_bytes: the same for host memory. disk_bytes: size of the spill file.
+    staging_slots: number of staging buffers. prefill_tokens: the chunks in which a prompt is computed. answer_tokens: the
+    answer length that weighs the seconds. unquantized: weights that stay in full precision, with reasons.
+    checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
+    execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
+    adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
+    machine's own. dtype_reason: why the dtype was chosen, "" for a requested or usual one. version: of the file format.
     """
 
     request: LoadRequest

@@ -46,14 +46,14 @@ def verify(
 ) -> ParityReport:  # fmt: skip
     """Return a report on two routes to the answers of every prompt.
 
-    plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters` and
-    `quant` (by default none for a comparison with a merged folder, else the checkpoint's own or nf4-dq) and `head`. adapter:
-    the one that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word
-    of AGAINST or a merged model's folder. python: an interpreter with the stock stack to use for its side. new_tokens:
-    length of the greedy texts. lanes: run the merge lanes as well. isolated False: all in this process (quicker; host
-    peaks are not recorded).
-    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock
-    fails; DeviceError if a process dies. `report.check()` raises ParityError.
+    plan_or_model: a plan, compared as it is, a request to plan, or a checkpoint that is planned with `adapters`, `head` and
+    `quant` (default: none for a comparison with a merged folder, else the checkpoint's own or nf4-dq). adapter: the one
+    that answers; the only one by default. prompts: a JSONL file, prompts, or None for the built-in set. against: a word of
+    AGAINST or a merged model's folder. python: an interpreter with the stock stack for that side. new_tokens: length of the
+    greedy answers. lanes: run the merge lanes as well. isolated False: everything in this process (faster, without peaks of
+    host memory). say: called with a line of text for each step.
+    Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a route runs; UpstreamError if stock fails;
+    DeviceError if a process dies. `report.check()` raises ParityError.
     """
     speak = say or (lambda text: None)
     if not isinstance(new_tokens, int) or new_tokens < 1:

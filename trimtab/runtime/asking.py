@@ -26,7 +26,7 @@ class Asking:
     """The base of `LoadedModel`: nothing here holds memory."""
 
     def __repr__(self: Any) -> str:
-        """What it is, where it computes and which adapters it has."""
+        """Return the model, its device and its adapters in one line."""
         if self._loaded is None:
             return f"LoadedModel({self.plan.request.model!r}, closed)"
         names = ", ".join(self.adapters) or "none"
@@ -40,25 +40,30 @@ class Asking:
     ) -> Iterator[Answer]:
         """Yield the answers of many requests in their order; they are decoded together.
 
-        requests: prompts, or mappings with `prompt` and, as in `answer`, image, audio, system, adapter, template_kwargs and any
-        option; read as rows become free. rows: decoded together, as many as were planned (`batch=` of the plan) if None.
-        options: of requests that do not say otherwise. errors: "raise", or "return": a wrong request's RequestError stands in
-        its answer's place. No other answer is begun before the last one is read or the iterator closed. Errors: RequestError;
-        DeviceError if memory runs out.
+        requests: prompts, or mappings with `prompt` and, as in `answer`, image, audio, system, adapter, template_kwargs and
+        any option. They are read as rows become free. rows: number of requests decoded together; None is the plan's
+        `batch`. options: defaults for requests without their own. errors: "raise", or "return", which yields a wrong
+        request's RequestError in place of its answer. The next answer starts when this one was read or the iterator is
+        closed.
+        Errors: RequestError; DeviceError if memory runs out.
         """
         return many.in_order(many.answers(self, requests, rows=rows, errors=errors, options=options))
 
     def batch_as_finished(
         self, requests: Iterable[Any], *, rows: int | None = None, errors: str = "raise", **options: Any
     ) -> Iterator[tuple[int, Answer]]:
-        """Yield (index, answer) as answers are finished. Arguments and errors: as `batch`."""
+        """Yield (index, answer) as answers finish.
+
+        requests, rows, errors, options: as in `batch`. Errors: as `batch`.
+        """
         return many.answers(self, requests, rows=rows, errors=errors, options=options)
 
     def answers(self, prompt: Any, n: int, *, rows: int | None = None, **options: Any) -> tuple[Answer, ...]:
-        """Return n answers to one prompt, sampled independently; the prompt goes through once for answers that are
-        decoded together. options: as in `answer`; a seed counts up from answer to answer.
+        """Return n answers to one prompt, sampled independently. The prompt is computed once for answers that are decoded
+        together.
 
-        Errors: RequestError for less than one, and for more than one at temperature 0, which would all be equal.
+        prompt, options: as in `answer`; a seed counts up from answer to answer. rows: as in `batch`.
+        Errors: RequestError for n below 1, and for n above 1 at temperature 0, where all answers would be equal.
         """
         if not isinstance(n, int) or isinstance(n, bool) or n < 1:
             raise RequestError("must be an integer of at least 1", field="n", value=n)
@@ -72,7 +77,7 @@ class Asking:
         return tuple(many.in_order(pairs))
 
     def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
-        """Return the inputs, sampling and adapter of `answer(prompt, **options)`. Errors: RequestError."""
+        """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         media = [options.get(name) for name in many.QUESTION[1:]]
         asked = {name: value for name, value in options.items() if name not in many.QUESTION}
         inputs, request = self._question(prompt, *media, asked)
@@ -81,14 +86,20 @@ class Asking:
     # Other threads ----------------------------------------------------------------------------------------------------
 
     async def answer_async(self: Any, prompt: Any, **options: Any) -> Answer:
-        """Return the whole answer, as `answer`, without holding up the event loop (asyncio). Cancelling it ends the answer."""
+        """Return the whole answer, as `answer` does, without blocking the event loop (asyncio).
+
+        Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
+        """
         found: list[Answer] = []
         async for _ in waiting.pieces(self, prompt, options, found):
             pass
         return found[0]
 
     def generate_async(self, prompt: Any, **options: Any) -> AsyncIterator[str]:
-        """Yield the answer in pieces, as `generate`, without holding up the event loop (asyncio). Closing it ends the answer."""
+        """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).
+
+        Closing the iterator ends the answer. prompt, options, errors: as in `generate`.
+        """
         return waiting.pieces(self, prompt, options, [])
 
     # Inside -----------------------------------------------------------------------------------------------------------
@@ -96,23 +107,26 @@ class Asking:
     def embed(
         self: Any, texts: Sequence[Any], *, adapter: Chosen = None, pooling: str = "last", normalize: bool = True
     ) -> Tensor:
-        """Return one vector for each text: its last hidden state, pooled. [N, D] float32 on the CPU.
+        """Return one vector for each text: its last hidden state, pooled.
 
-        texts: taken as they are, without a chat template, or token ids. pooling: "last" (the last token's) or "mean".
-        normalize: to length 1. Errors: RequestError for another pooling, an empty text, one longer than the context.
+        texts: used without a chat template, or lists of token ids. adapter: as in `answer`. pooling: "last" (the last
+        token) or "mean". normalize: scale to length 1.
+        Shapes: [N, D] float32 on the CPU. Errors: RequestError for another pooling, an empty text, or one longer than the
+        context.
         """
         return inner.embed(self, texts, adapter=adapter, pooling=pooling, normalize=normalize)
 
     def hidden_states(self: Any, prompt: Any, *, adapter: Chosen = None, **media: Any) -> Tensor:
-        """Return the hidden states of a prompt before the first layer and after each: [layers + 1, S, D] float32 on the CPU.
+        """Return the hidden states of a prompt before the first layer and after each layer.
 
-        The last one has gone through the final norm, as transformers' `output_hidden_states` has it. prompt, media: as in
-        `answer`. Errors: RequestError.
+        prompt, adapter, media (image, audio, system): as in `answer`. The last state has passed the final norm, as in
+        transformers' `output_hidden_states`.
+        Shapes: [layers + 1, S, D] float32 on the CPU. Errors: RequestError.
         """
         return inner.hidden_states(self, prompt, adapter=adapter, **media)
 
     def _adapter_name(self: Any, adapter: Chosen, in_use: Collection[str | None] = ()) -> str | None:
-        """Return under which name an adapter or mix is attached, which a mix is if it was not. Errors: as `Mixes.name_of`."""
+        """Return the name under which an adapter or mix is attached; a new mix is attached first. Errors: as `Mixes.name_of`."""
         name: str | None = self.mixes.name_of(adapter, in_use) if isinstance(adapter, Mapping) else adapter
         return name
 
@@ -121,21 +135,23 @@ class Asking:
     def chat(
         self, *, system: str | None = None, adapter: Chosen = None, when_full: str = "error", **options: Any
     ) -> Conversation:
-        """Return a conversation whose turns are kept (`runtime/conversation.py`).
+        """Return a conversation that keeps its turns (`runtime/conversation.py`).
 
-        adapter, options: as in `generate`, for every answer that does not say otherwise; without max_new_tokens an answer may
-        take what is left of the context. when_full: "error" or "drop" (the oldest turns), once the context is full. Errors:
-        RequestError.
+        system: the system message. adapter, options: as in `generate`, for every answer without its own; without
+        max_new_tokens an answer can use the rest of the context. when_full: "error" or "drop" (the oldest turns), once the
+        context is full.
+        Errors: RequestError.
         """
         from trimtab.runtime.conversation import Conversation
 
         return Conversation(self, system=system, adapter=adapter, when_full=when_full, **options)
 
     def reload_adapter(self: Any, name: str) -> bool:
-        """Read an adapter's folder again if its files changed since it was loaded; returns whether they did.
+        """Read an adapter's folder again if its files have changed, and return whether they have.
 
-        The new files are read and matched first: what is wrong with them leaves the old adapter in place. Errors: AdapterError,
-        CheckpointError; DoesNotFitError if the new adapter is larger than the room that the plan leaves.
+        name: a loaded adapter. The new files are read and matched first; if they have an error, the old adapter stays.
+        Errors: RequestError for an unknown name, AdapterError, CheckpointError; DoesNotFitError if the new adapter needs
+        more than the plan leaves.
         """
         self._check_adapter(name)
         before = self._specs[name].file

@@ -41,8 +41,14 @@ Constraint = Callable[[Sequence[int], Tensor], Tensor]
 
 @dataclass(eq=False)
 class Row:
-    """One request in the batch. token_ids: prompt and answer so far. finish: None while it goes on, "stop", "length" or
-    "error": then `error` is why no token could be drawn for it, and the other rows go on."""
+    """One request in the batch.
+
+    adapter: a name, None for the base. request, sampler, constraint: how it is sampled. token_ids: prompt and answer so
+    far; prompt_tokens: length of the prompt. number: its row in the cache, -1 without one. finish: None while it runs,
+    "stop", "length" or "error"; then `error` is why no token could be sampled, and the other rows continue. client,
+    cached_tokens, written, reuse: its prefix cache: the owner, tokens taken from it, positions written. group: rows with
+    one prompt, whose computation is copied; shared_tokens: how much of it. logits: of the prompt's last token [V].
+    """
 
     adapter: str | None
     request: GenerateRequest
@@ -72,8 +78,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One token of one row. logprob: of the token under the model's own distribution (before temperature and cuts), with
-    `top`, the likeliest tokens, if the row asked for it."""
+    """One sampled token of one row.
+
+    token_id: its id. logprob: under the model's own distribution (before temperature and truncation). top: the most likely
+    (token id, log-probability), if requested.
+    """
 
     row: Row
     token_id: int
@@ -92,7 +101,13 @@ class _First:
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt on its way through the model. done_tokens: how much of it has gone through."""
+    """A prompt that is being computed.
+
+    inputs: of `LoadedModel.prepare`. row: its request. top_logprobs: as in `Batch.begin`. done_tokens: tokens computed so
+    far; chunk_tokens: length of the next chunk. logits: of its last token [V], once complete. cache, offset: where its keys
+    and values are. first: its first token on the way to the host. source: the row with the same prompt whose results it
+    copies.
+    """
 
     batch: Batch
     inputs: Inputs
@@ -131,10 +146,13 @@ class _Ahead:
 
 @dataclass(eq=False)
 class Batch:
-    """Up to `rows` requests of one loaded model, decoded together. decode: how a step is computed, as in
-    `graphs.Steps` (None: as the model was loaded).
+    """Up to `rows` requests of one loaded model, decoded together.
 
-    Errors: DeviceError at the first `join`, by name, for a family whose state cannot be kept by rows.
+    context_tokens: positions of a row; None is the plan's context. decode: how a step is computed, as in `graphs.Steps`;
+    None is the model's mode. active: the rows that decode. placed: rows whose prompts are complete, in order, each with a
+    place behind the active ones.
+    Errors: RequestError for less than one row; DeviceError at the first `join` for a family whose state cannot be kept per
+    row.
     """
 
     model: Any
@@ -204,12 +222,12 @@ class Batch:
         self, inputs: Inputs, request: GenerateRequest, *, adapter: str | None = None,
         top_logprobs: int | None = None, constraint: Constraint | None = None, client: str | None = "", group: str = "",
     ) -> Prompt:  # fmt: skip
-        """Return a prompt to put through the model. Nothing is computed yet, and no row is taken.
+        """Return a prompt to be computed. Nothing is computed yet, and no row is taken.
 
-        top_logprobs: how many of the likeliest tokens to report with each token (0: the token's own alone; None: none).
-        constraint: (token ids so far, scores [V]) -> scores, applied before sampling. client: whose cached prefixes the prompt
-        may use and is cached for, where the model has a prefix cache; None: nobody's, every position goes through. group: of
-        requests with the same prompt, media and adapter: the first one's prompt goes through, the others get a copy.
+        inputs: of `LoadedModel.prepare`. top_logprobs: how many of the most likely tokens to report with each token (0:
+        only the token itself; None: none). constraint: (token ids so far, logits [V]) -> logits, applied before sampling.
+        client: the owner of cached prefixes, where the model has a prefix cache; None uses no cache. group: requests with
+        the same prompt, media and adapter share the first one's computation.
         Errors: RequestError if prompt and answer exceed the context, or for an adapter that is not loaded.
         """
         check_fits(self.model, inputs, request.max_new_tokens)
@@ -562,7 +580,7 @@ class Batch:
         self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)
 
     def leave(self, row: Row) -> None:
-        """Take a request out; the last row takes its place."""
+        """Remove a request; the last row takes its place. Errors: RequestError if it is not in the batch."""
         if row in self.placed:
             self.placed.remove(row)
             row.number = -1

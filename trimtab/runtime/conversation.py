@@ -29,7 +29,11 @@ LEAST_ANSWER_SHARE = 4  # of the context, one in so many
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """One message. adapter: the adapter of an answer, None for the base. sources: what the images and sounds were read from."""
+    """One message.
+
+    role: "user" or "assistant". text, images, audios: its content; audios are (samples, rate). adapter: the adapter of an
+    answer, None for the base. sources: the files or types that the images and audio were read from.
+    """
 
     role: str
     text: str
@@ -39,7 +43,7 @@ class Turn:
     sources: tuple[str, ...] = ()
 
     def message(self) -> dict[str, Any]:
-        """Return the message as a chat template takes it: images, text, sounds."""
+        """Return the message in the form of a chat template: images, text, audio."""
         parts: list[dict[str, Any]] = [{"type": "image", "image": image} for image in self.images]
         parts += [{"type": "text", "text": self.text}] if self.text else []
         parts += [{"type": "audio", "audio": audio} for audio in self.audios]
@@ -47,14 +51,15 @@ class Turn:
 
     @property
     def audio_s(self) -> float:
+        """Seconds of audio in this message."""
         return sum(len(samples) for samples, rate in self.audios) / SAMPLE_RATE
 
 
 class Conversation:
-    """Turns with one model. adapter, options: for answers that do not say otherwise; both may be changed between turns.
+    """A conversation with one model. adapter, options: for answers without their own; both may be changed between turns.
 
-    turns: questions and answers in order. left_out: how many of the oldest are no longer part of the prompt. last: the answer
-    given last, with its timings. An answer without text leaves no turns.
+    turns: questions and answers in order. left_out: number of the oldest turns that are no longer part of the prompt. last:
+    the latest answer, with its timings. An answer without text leaves no turns.
     """
 
     def __init__(
@@ -75,7 +80,11 @@ class Conversation:
         return self._messages(self.turns)
 
     def send(self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any) -> Answer:
-        """Return the answer to the next message. adapter, options: for this answer alone. Errors: as `stream`."""
+        """Return the answer to the next message.
+
+        text, image, audio: the message; images and audio as in `LoadedModel.answer`, one or several. adapter, options: for
+        this answer only. Errors: as `stream`.
+        """
         for _ in self.stream(text, image=image, audio=audio, adapter=adapter, **options):
             pass
         assert self.last is not None
@@ -84,24 +93,31 @@ class Conversation:
     def stream(
         self, text: str, *, image: Any = None, audio: Any = None, adapter: Any = ..., **options: Any
     ) -> Iterator[str]:
-        """Yield the answer to the next message in pieces; closing the iterator ends the answer and keeps what came.
+        """Yield the answer to the next message as it arrives. Closing the iterator ends the answer and keeps the partial text.
 
-        Errors: RequestError for a message that is wrong, or too long; the conversation is then as before.
+        text, image, audio, adapter, options: as in `send`.
+        Errors: RequestError for a message that is invalid or does not fit; the conversation does not change then.
         """
         turn = self._read(text, several(image), several(audio))
         return self._answer([*self.turns, turn], adapter, options, keep=True)
 
     def again(self, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
-        """Yield a new answer to the last question in place of the old one. Errors: RequestError if there is no question."""
+        """Yield a new answer to the last question, which replaces the old one. adapter, options: for this answer only.
+
+        Errors: RequestError if there is no question.
+        """
         return self._answer(self._up_to_last_question(), adapter, options, keep=True)
 
     def beside(self, text: str | None = None, *, adapter: Any = ..., **options: Any) -> Iterator[str]:
-        """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None."""
+        """Yield an answer that the conversation does not keep: to `text`, or to the last question if it is None.
+
+        adapter, options: for this answer only. Errors: as `stream`.
+        """
         turns = self._up_to_last_question() if text is None else [*self.turns, self._read(text, (), ())]
         return self._answer(turns, adapter, options, keep=False)
 
     def clear(self) -> None:
-        """Forget all turns; system message, adapter and options stay."""
+        """Remove all turns; system message, adapter and options stay."""
         self.turns, self.left_out, self.prompt_tokens = [], 0, 0
 
     def _up_to_last_question(self) -> list[Turn]:

@@ -29,8 +29,11 @@ Finish = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """One token's log-probability under the model's own distribution (before penalties, temperature and cuts), natural
-    logarithm. top: the most likely (token id, log-probability), as many as were asked for."""
+    """One token's log-probability (natural logarithm) under the model's own distribution.
+
+    token_id: of the answer. logprob: before penalties, temperature and truncation. top: the most likely (token id,
+    log-probability), as many as requested.
+    """
 
     token_id: int
     logprob: float
@@ -39,7 +42,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text (possibly none yet) and the token ids that were decided since the last piece."""
+    """A delta: some text (possibly none yet) and the token ids that were decided since the last delta."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -48,9 +51,13 @@ class Piece:
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. token_ids: of the answer, its end token included. Times in seconds; rate without the first token.
-    logprobs: one for each token, empty if they were not asked for.
-    cached_tokens: those of the prompt whose keys and values were kept and did not go through the model again."""
+    """A whole answer.
+
+    text: without stop texts. token_ids: of the answer, its end token included. finish_reason: "stop" or "length".
+    prompt_tokens: length of the prompt. cached_tokens: tokens of the prompt whose keys and values came from the prefix
+    cache. ttft_s: seconds to the first token; decode_s: seconds of the other tokens; tokens_per_s: their rate. logprobs:
+    one for each token, empty if not requested.
+    """
 
     text: str
     token_ids: tuple[int, ...]

@@ -56,14 +56,14 @@ if TYPE_CHECKING:
 
 
 class LoadedModel(Asking):
-    """A model in the tiers of its plan. Use as a context manager; `close` gives every byte back.
+    """A model in the tiers of its plan. Use it as a context manager; `close` frees all memory.
 
-    plan, device, dtype, context_tokens: what was asked. hf_model: transformers' module tree with our layers in place.
-    decode: how answers are computed step by step: "auto", the fastest that works here; "eager", transformers' own
-    generation, one kernel after the other; "graph", its modules as CUDA graphs; "fused", our own kernels as CUDA graphs;
-    "repacked", "auto" with the 4-bit layers that the CPU computes repacked for AVX512-BF16, as the stock stack does it: about a
-    third of the time there, their scales rounded to bfloat16. Errors: RequestError if that would change no layer, or does
-    not fit.
+    plan, device, dtype, context_tokens: as planned. hf_model: transformers' module tree with trimtab's layers in place.
+    decode: how steps run: "auto" is the fastest mode that works here; "eager" is transformers' own generation, one kernel
+    after the other; "graph" its modules as CUDA graphs; "fused" trimtab's kernels as CUDA graphs; "repacked" is "auto" with
+    the 4-bit layers of the CPU repacked for AVX512-BF16, as the stock stack does: about a third of the time there, with
+    scales rounded to bfloat16. progress: called with (bytes read, total bytes). Errors: RequestError if "repacked" would
+    change no layer or does not fit; CheckpointError and AdapterError for changed files; DeviceError if memory runs out.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LoadedModel(Asking):
             )  # fmt: skip
         for leaf in chosen:
             leaf.repack()
-        # What a GPU computes was never meant.
+        # CPU modules only.
         still = [leaf for leaf in leaves if isinstance(leaf, StillLeaf) and leaf.is_on_cpu]
         kept = [reason for leaf in still if (reason := why[leaf]) is not None]
         if kept:
@@ -192,34 +192,34 @@ class LoadedModel(Asking):
 
     @property
     def hf_model(self) -> Any:
+        """transformers' module tree, with trimtab's layers in place of Linears. Errors: RequestError once the model is closed."""
         if self._loaded is None:
             raise RequestError("the model is closed", field="model")
         return self._loaded.hf_model
 
     @property
     def streamer(self) -> Any:
+        """The object that copies streamed blocks, None if there are none or the model is closed."""
         return None if self._loaded is None else self._loaded.streamer
 
     @property
     def processor_folder(self) -> Path:
+        """The checkpoint folder with the tokenizer and processor files."""
         return find_folder(self.plan.request.model)
 
     @property
     def prefill_tokens(self) -> int:
-        """The pieces in which a text prompt goes through the model, as planned."""
+        """The chunk length in which a text prompt is computed, in tokens, as planned."""
         return self.plan.prefill_tokens
 
     @cached_property
     def processor(self) -> Any:
-        """The checkpoint's processor, its tokenizer if the model only reads.
-
-        Errors: CheckpointError, also for a tokenizer that is empty or not this model's.
-        """
+        """The checkpoint's processor or tokenizer. Errors: CheckpointError, also for another model's tokenizer."""
         return hf_processor.load_processor(self.processor_folder)
 
     @cached_property
     def control_tokens(self) -> Any:
-        """Which tokens no text of a chat may become (`control_tokens.ControlTokens`)."""
+        """The tokens that text of a chat must not become (`control_tokens.ControlTokens`)."""
         from trimtab.runtime import chat
 
         return chat.control_tokens(self.processor)
@@ -231,7 +231,7 @@ class LoadedModel(Asking):
 
     @property
     def unquantized(self) -> tuple[Any, ...]:
-        """What stayed in full precision although a quantization was asked, with the reason of each."""
+        """The weights that stay in full precision although quantization was requested, with reasons."""
         return tuple(self.plan.unquantized)
 
     def __enter__(self) -> LoadedModel:
@@ -243,7 +243,7 @@ class LoadedModel(Asking):
         self.close()
 
     def close(self) -> None:
-        """Give back all memory, on every device, and the disk tier's file. A second call does nothing."""
+        """Free all memory on every device, and the disk tier's file. A second call does nothing."""
         loaded, self._loaded = self._loaded, None
         self._single = self.unpacked = None
         if loaded is not None:
@@ -262,10 +262,7 @@ class LoadedModel(Asking):
     # Adapters ---------------------------------------------------------------------------------------------------------
 
     def read_adapter(self, path: str | Path) -> HeldAdapter:
-        """Return an adapter read into host memory and matched with this model.
-
-        Errors: AdapterError, also for values that are NaN or infinite; CheckpointError.
-        """
+        """Return an adapter in host memory, matched with this model. Errors: AdapterError, CheckpointError."""
         file = read_adapter(str(path))
         check_vocabulary(path, self.processor_folder)
         spec = match_adapter(file, self.anatomy)
@@ -298,9 +295,9 @@ class LoadedModel(Asking):
         return first_adapter_bytes(self.plan, self.anatomy)
 
     def free_adapter_bytes(self) -> int:
-        """Return how many more bytes of adapters the plan has room for on the execution device.
+        """Return how many more bytes of adapters the plan has memory for on the execution device.
 
-        What adapters take beside themselves is taken off where the plan was made without any.
+        Scratch memory of adapters is subtracted where the plan was made without adapters.
         """
         counted = self.plan.gpu.get("adapters", 0) - self._first_adapter_bytes
         left = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
@@ -308,12 +305,11 @@ class LoadedModel(Asking):
 
     @property
     def adapter_sizes(self) -> Mapping[str, int]:
-        """What each adapter and mix on the model takes of the room for adapters, in bytes."""
+        """Bytes that each adapter and mix on the model takes of the memory for adapters, by name."""
         return dict(self._adapter_bytes)
 
     def adapter_bytes(self, adapter: HeldAdapter | AdapterSpec) -> int:
-        """Return what loading one more adapter takes of `free_adapter_bytes`: itself, and a copy that captured prompts read where
-        it is larger than those that were planned."""
+        """Return the bytes of `free_adapter_bytes` that one more adapter takes, with its copy for captured prompts."""
         return self.bytes_with_copies(
             (adapter.spec if isinstance(adapter, HeldAdapter) else adapter).nbytes(ADAPTER_DTYPE)
         )
@@ -328,9 +324,11 @@ class LoadedModel(Asking):
         return 0 if counted is None else max(copies_bytes(sizes) - counted, 0)
 
     def load_adapter(self, name: str, adapter: str | Path | HeldAdapter) -> None:
-        """Load one more adapter, from its folder or one held in host memory.
+        """Load one more adapter, from its folder or from host memory.
 
-        Errors: AdapterError with every mismatch; DoesNotFitError if its bytes were not planned.
+        name: its name from now on. adapter: a folder that PEFT wrote, or an adapter of `read_adapter`.
+        Errors: RequestError if the name is in use; AdapterError with every mismatch; CheckpointError; DoesNotFitError if
+        the plan leaves too few bytes.
         """
         if name in self._specs:
             raise RequestError("an adapter of this name is loaded", field="adapter", value=name)
@@ -375,7 +373,7 @@ class LoadedModel(Asking):
             self._contents[name] = held.content
 
     def unload_adapter(self, name: str) -> None:
-        """Take an adapter out and give its memory back."""
+        """Unload an adapter and free its memory. Errors: RequestError if no adapter has this name."""
         self._check_adapter(name)
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
@@ -395,21 +393,21 @@ class LoadedModel(Asking):
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
     def keep_prefixes(self, capacity_bytes: int) -> None:
-        """Cache keys and values of prompts and answers in so much host memory: a prefix that comes again is not computed again.
+        """Cache keys and values of prompts and answers in host memory, so that a repeated prefix is not computed again.
 
-        A model that was planned with `prefix_cache=` has a cache from the start. Errors: RequestError if there is one already,
-        DoesNotFitError if the host's budget leaves no room.
+        capacity_bytes: size of the cache. A model that was planned with `prefix_cache=` has one already. Errors:
+        RequestError if there is one, DoesNotFitError if the host budget leaves too little memory.
         """
         if self.prefix_cache is not None:
             raise RequestError("the model already has a prefix cache", field="prefix_cache", value=capacity_bytes)
         self.prefix_cache = prefix_cache.PrefixCache.within(self, capacity_bytes)
 
     def adapter_content(self, name: str | None) -> str:
-        """Return what is equal for two loaded adapters only if they compute the same, whatever they are called; "" for none."""
+        """Return a text that is equal for two loaded adapters only if they compute the same, whatever their names; "" for none."""
         return "" if name is None else self._contents.get(name) or f"attached {self.route.serials[name]}"
 
     def tower_content(self, name: str | None) -> str:
-        """Return the same of what an adapter changes in towers and connectors: "" if that is nothing."""
+        """Return the same for what an adapter changes in towers and connectors: "" if it changes nothing there."""
         spec = None if name is None else self._specs.get(name)  # a sum of adapters has none
         is_beside = spec is not None and not any(target.part in lora.TOWERS for target in spec.targets)
         return "" if is_beside else self.adapter_content(name)
@@ -418,7 +416,7 @@ class LoadedModel(Asking):
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
-        """What runs the slower way here, and why; known once a first answer was given."""
+        """The slower computations that replace a kernel or a graph, with reasons; complete after a first answer."""
         from trimtab.runtime.step_choice import Fallback
 
         own = () if self._single is None else tuple(self._single.steps.fallbacks)
@@ -451,7 +449,11 @@ class LoadedModel(Asking):
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> chat.Inputs:  # fmt: skip
-        """Return the model inputs of a prompt: text, chat messages, or a list of token ids; image, audio: one or several."""
+        """Return the model inputs of a prompt.
+
+        prompt: text, chat messages, or a list of token ids. image, audio: one or several. system: a system message.
+        template_kwargs: further values for the chat template. Errors: RequestError, CheckpointError.
+        """
         from trimtab.runtime import chat
 
         with self._preparing:  # a tokenizer is one thread's at a time
@@ -464,10 +466,13 @@ class LoadedModel(Asking):
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
         adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> Iterator[str]:  # fmt: skip
-        """Yield the answer in pieces of whole characters. adapter None is the base, {name: weight} a weighted sum of several.
+        """Yield the answer as it arrives, in whole characters.
 
-        options: the fields of GenerateRequest (max_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-        seed, stop). Errors: RequestError before any work, DeviceError if memory runs out.
+        prompt: text, chat messages, or a list of token ids. image: a file, bytes, a Pillow image or a uint8 array [H, W] or
+        [H, W, 3 or 4]; one or several. audio: a file, bytes, samples at 16 kHz or (samples, rate) with samples [S] or [S,
+        channels] from -1 to 1; one or several. system: a system message. adapter: a name, None for the base, {name: weight}
+        for a weighted sum. template_kwargs: further values for the chat template. options: the fields of GenerateRequest.
+        Errors: RequestError before any work, DeviceError if memory runs out.
         """
         from trimtab.runtime import generate as generation
 
@@ -485,14 +490,20 @@ class LoadedModel(Asking):
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
         adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None, **options: Any,
     ) -> generation.Answer:  # fmt: skip
-        """Return the whole answer with its token ids, finish reason and timings. Arguments as in `generate`."""
+        """Return the whole answer with its token ids, finish reason and timings (seconds).
+
+        prompt, image, audio, system, adapter, template_kwargs, options, errors: as in `generate`.
+        """
         inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
         return self.answer_inputs(inputs, request, adapter=adapter)
 
     def answer_inputs(
         self, inputs: chat.Inputs, request: GenerateRequest, *, adapter: Chosen = None
     ) -> generation.Answer:
-        """Return the answer to prepared inputs."""
+        """Return the answer to the inputs of `prepare`. request: sampling and limits. adapter: as in `generate`.
+
+        Errors: RequestError for an unknown adapter, DeviceError if memory runs out.
+        """
         from trimtab.runtime import generate as generation
 
         self._check_adapter(adapter)
@@ -503,7 +514,11 @@ class LoadedModel(Asking):
         self, prompt: Any, *, image: Any = None, audio: Any = None, system: str | None = None,
         adapter: Chosen = None, template_kwargs: Mapping[str, Any] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return teacher-forced logits of the prompt: [S, V] float32 on the CPU."""
+        """Return teacher-forced logits of a prompt.
+
+        prompt, image, audio, system, adapter, template_kwargs: as in `generate`.
+        Shapes: [S, V] float32 on the CPU. Errors: RequestError, DeviceError.
+        """
         from trimtab.runtime import generate as generation
 
         self._check_adapter(adapter)
@@ -539,12 +554,14 @@ class LoadedModel(Asking):
             yield
 
     def memory(self) -> dict[str, int]:
-        """Return measured bytes: tensors on the execution device now and at peak since loading began, what the driver holds for
-        the whole process there (context, code, graphs and torch's cache included), and the process's peak in host memory.
+        """Return measured bytes by name.
 
-        Beside them stand figures that are not measured: gpu_planned_bytes, what the plan counted for the process, and
-        gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). gpu_process_is_estimate: 1 where the driver
-        does not tell what it holds for a process; the figure then leaves out kernels and graphs. `memory_shares` has each share.
+        gpu_bytes, gpu_peak_bytes: tensors on the execution device, now and at peak since loading began. gpu_process_bytes:
+        what the driver holds for the process there (context, code, graphs and torch's cache included);
+        gpu_process_is_estimate is 1 where the driver does not report it, and the figure then leaves out kernels and graphs.
+        host_peak_bytes: peak of the process in host memory. Not measured: gpu_planned_bytes, the plan's figure for the
+        process, and gpu_decode_bytes, what captured steps take beyond the plan (0 for planned ones). `memory_shares` has
+        each share.
         """
         extra = 0 if self._single is None or self.device.type != "cuda" else extra_bytes(self, rows=1)
         now = peak = process = is_estimate = 0
@@ -560,14 +577,13 @@ class LoadedModel(Asking):
 
     @cached_property
     def weight_bytes(self) -> int:
-        """What weights and buffers hold on the execution device, measured once."""
+        """Bytes of weights and buffers on the execution device, measured once."""
         from trimtab.runtime import memory_shares
 
         return memory_shares.weight_bytes(self)
 
     def memory_shares(self, batch: Batch | None = None) -> tuple[Share, ...]:
-        """Return what takes the execution device's memory, share by share: planned beside measured. batch: that answers, None
-        for the one that `answer` and `generate` use."""
+        """Return the shares of the device's memory, planned and measured. batch: None is the one of `answer`."""
         from trimtab.runtime import memory_shares
 
         return memory_shares.shares_of(self, batch or self._single)

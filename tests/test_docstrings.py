@@ -1,0 +1,67 @@
+"""The docstrings of the public names: every argument and field is named, and what raises says so."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+
+import trimtab
+import trimtab.bridge
+from trimtab.doctor.probes import run_probes
+from trimtab.runtime.asking import Asking
+from trimtab.runtime.conversation import Conversation, Turn
+from trimtab.runtime.generate import Answer, TokenLogprob
+from trimtab.runtime.model import LoadedModel
+
+CLASSES = (
+    trimtab.LoadRequest, trimtab.GenerateRequest, trimtab.Plan, LoadedModel, Asking, Conversation, Turn, Answer, TokenLogprob,
+)  # fmt: skip
+# One word that says what the argument is, where the sentence would only repeat it.
+PLAIN = {"self", "cls", "text"}
+
+
+def public_functions():
+    for name in trimtab.__all__:
+        if inspect.isfunction(found := getattr(trimtab, name)):
+            yield pytest.param(found, id=name)
+    for name in trimtab.bridge.__all__:
+        yield pytest.param(getattr(trimtab.bridge, name), id=f"bridge.{name}")
+    yield pytest.param(run_probes, id="run_probes")
+    for kind in CLASSES:
+        for name, member in vars(kind).items():
+            inner = (
+                getattr(member, "fget", None) or getattr(member, "func", None) or getattr(member, "__func__", member)
+            )
+            if not name.startswith("_") and inspect.isfunction(inner):
+                yield pytest.param(inner, id=f"{kind.__name__}.{name}")
+
+
+def mentions(text, name):
+    return re.search(rf"\b{name}\b", text) is not None
+
+
+@pytest.mark.parametrize("function", list(public_functions()))
+def test_public_functions_name_their_arguments_and_errors(function):
+    text = inspect.getdoc(function) or ""
+    assert text, "no docstring"
+    arguments = [one for one in inspect.signature(function).parameters.values() if one.kind != one.VAR_KEYWORD]
+    names = [one.name for one in arguments if one.name not in PLAIN]
+    if len(names) > 1:
+        assert [name for name in names if not mentions(text, name)] == []
+    if re.search(r"\braise \w+Error", inspect.getsource(function)):
+        assert "Error" in text
+    if "Tensor" in str(inspect.signature(function).return_annotation):
+        assert re.search(r"\[\w[\w +]*, ", text), "no shape"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in CLASSES if dataclasses.is_dataclass(kind)])
+def test_public_values_name_their_fields(kind):
+    text = inspect.getdoc(kind) or ""
+    assert [
+        one.name for one in dataclasses.fields(kind) if one.name not in PLAIN and not mentions(text, one.name)
+    ] == []
+
+
+def test_a_missing_argument_is_seen():
+    assert not mentions("rows: together", "row") and mentions("row, rows: of a batch", "row")
