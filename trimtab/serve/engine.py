@@ -5,14 +5,16 @@ The engine's side of `scheduler.Engine`, on a loaded model; its adapters are on 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from PIL import Image
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
@@ -23,6 +25,7 @@ from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.hf_generate import Sampler
+from trimtab.runtime.images_ahead import ahead_of
 from trimtab.runtime.media import picture_bytes
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
@@ -37,6 +40,8 @@ from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
 from trimtab.serve.shelf import AdapterShelf
 
+# What the processor is shown when the engine starts, and how long an image waits for that.
+LEARN_SIDE, LEARN_S = 64, 10.0
 LESS_HINT = "Send a smaller request, or try again later"
 # What torch's allocator for host memory says, which has no error class of its own, and oneDNN when it gets none.
 HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not create a primitive")
@@ -86,6 +91,8 @@ class LoadedEngine:
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
+        self._has_learned = threading.Event()
+        self._has_learned.set()
         self._by_row: dict[Row, Answer] = {}
         self._prefilling: Answer | None = None
         self._chosen: list[Answer] = []  # whose prompts go through next
@@ -96,6 +103,18 @@ class LoadedEngine:
         """Capture steps before the first request, which would wait for them. Errors: DeviceError."""
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.prepare(self.shelf.held)
+        self._has_learned.clear()
+        self._preparing.start(self._learn_images)
+
+    def _learn_images(self) -> None:
+        """Show the processor a small image, so that the first real one is resized on a thread of the pool too."""
+        if self.model.plan.request.images:
+            with suppress(Exception):  # a model without images, or a processor that the first prompt will find wanting
+                ahead_of(self.model.processor)
+                chat.prepare(
+                    self.model, "?", images=[Image.new("RGB", (LEARN_SIDE, LEARN_SIDE))], device=torch.device("cpu")
+                )
+        self._has_learned.set()
 
     # What the scheduler calls -----------------------------------------------------------------------------------------
 
@@ -188,9 +207,14 @@ class LoadedEngine:
             raise self._name_on_host(exc, "preparing a prompt") from exc
 
     def _decoded(self, job: Job) -> Job:
-        """Return a job with its media decoded, on a thread of the pool."""
+        """Return a job with its media decoded and its images resized, on a thread of the pool."""
         try:
-            return replace(job, prompt=chat.decode_media(self.model, job.prompt))
+            decoded = chat.decode_media(self.model, job.prompt)
+            pictures = [part["image"] for message in decoded for part in message["content"] if part["type"] == "image"]
+            self._has_learned.wait(LEARN_S)
+            if pictures and (ahead := ahead_of(self.model.processor)) is not None:
+                ahead.prepare(pictures)
+            return replace(job, prompt=decoded)
         except RequestError as exc:
             raise for_client(exc, job) from exc
         except TrimtabError:

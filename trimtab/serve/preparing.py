@@ -1,7 +1,8 @@
 """The order in which prompts become model inputs, on a separate thread, so that an image delays no token of others.
 
-Images and audio are decoded by a few threads (media_pool.py). Everything else is done by one thread, because a tokenizer is changed
-while it encodes. Short texts come first: a text waits for one prompt with media at most, however many of those there are.
+Images and audio are decoded, and images resized, by a few threads (media_pool.py). Everything else is done by one thread, because
+a tokenizer is changed while it encodes. Short texts come first: a text waits for one prompt with media at most, however many of
+those there are.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ class Preparing:
         self._numbers = itertools.count()
         self._thread: threading.Thread | None = None
 
+    def start(self, first: Callable[[], None] | None = None) -> None:
+        """Start the thread. first: what it does before any prompt."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
+            self._thread.start()
+
     def submit(self, job: Job) -> Future[Any]:
         """Return the inputs to be; cancelling them is enough to forget the job."""
         future: Future[Any] = Future()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="trimtab-prepare", daemon=True)
-            self._thread.start()
+        self.start()
         if self._media is not None and has_media(job.prompt):
             self._media.submit(job, future, lambda decoded, release: self._put(decoded, future, release))
         else:
@@ -46,7 +51,9 @@ class Preparing:
     def _put(self, job: Job, future: Future[Any], release: Callable[[], None] | None = None) -> None:
         self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job, release))
 
-    def _run(self) -> None:
+    def _run(self, first: Callable[[], None] | None) -> None:
+        if first is not None:
+            first()
         while True:
             _, _, future, job, release = self._waiting.get()
             # A job with media has been running since it was decoded.
