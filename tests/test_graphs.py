@@ -18,7 +18,7 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import graphs, step_capture, step_choice, step_memory, tables
+from trimtab.runtime import graphs, step_capture, step_choice, step_memory, tables, transient_room
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.prefill_graphs import Prompts
@@ -111,7 +111,7 @@ def replayed(monkeypatch):
     made = []
 
     def record(self, run, keep, count):
-        with self.in_pass(()):
+        with step_capture.in_pass(self.model.streamer, entered=self.order):
             before = self.tokens.clone()
             outputs = run()
             self.tokens.copy_(before)
@@ -478,6 +478,53 @@ def test_preparing_ends_at_the_most_graphs_and_where_capturing_fails(model, repl
     (fall,) = batch.steps.fallbacks
     assert "not permitted" in fall.why and not batch.steps.is_captured and batch.active == []
     assert answers(fill(batch, BASE_ROWS[:2])) == answers(joined(model, "eager", BASE_ROWS[:2]))
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_what_a_first_request_does_not_need_is_captured_in_moments_without_requests(model, replayed):
+    asked = [(None, prompt, {}) for prompt in ("Hello", "What is red?", "And now?", "Why?")]
+    expected = answers(joined(model, "eager", asked))
+    batch = Batch(model, rows=6)
+    batch.captures_ahead.prepare(first=True)
+    assert batch.steps.captures == 2  # six rows and one
+    counts = []
+    while not batch.captures_ahead.is_over:
+        batch.captures_ahead.prepare_more()
+        counts.append(batch.steps.captures)
+        assert batch.active == [] and batch.free_rows == 6 and not batch.cache.positions.any()
+        if len(counts) == 1:  # requests between two captures get what they would have got
+            assert answers(fill(batch, asked)) == expected
+            for row in list(batch.active):
+                batch.leave(row)
+    assert batch.steps.captures == len(replayed) == 4  # 4 and 2, one of them at its first use
+    batch.captures_ahead.prepare_more()
+    assert batch.steps.captures == 4 and answers(fill(batch, asked)) == expected
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_steps_asked_for_by_name_and_budgets_without_room_for_later_graphs_are_captured_at_once(
+    model, replayed, monkeypatch
+):
+    for batch in (Batch(model, rows=4, decode="graph"), Batch(model, rows=4)):
+        if batch.steps.mode == "auto":
+            monkeypatch.setattr(transient_room, "is_wanted", lambda plan, device: True)
+            monkeypatch.setattr(transient_room, "take", lambda plan, device: 0)
+        batch.captures_ahead.prepare(first=True)
+        assert batch.steps.captures == 3 and batch.captures_ahead.is_over
+
+
+@pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")
+def test_a_capture_that_finds_no_memory_in_such_a_moment_ends_them_and_rows_are_clean(model, replayed, monkeypatch):
+    batch = Batch(model, rows=4)
+    batch.captures_ahead.prepare(first=True)
+
+    def fail(self, run, keep, count):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(step_capture.StepCapture, "record", fail)
+    with pytest.raises(DeviceError, match="out of memory"):
+        batch.captures_ahead.prepare_more()
+    assert batch.captures_ahead.is_over and batch.active == [] and not batch.cache.positions.any()
 
 
 @pytest.mark.skipif(ON_GPU, reason="a GPU has graphs")

@@ -342,7 +342,7 @@ def test_a_plan_from_a_kept_anatomy_is_loaded_like_any_other(folder, monkeypatch
     request = LoadRequest(model=str(BASE), device="cpu")
     machine, rates = devices.read_machine("cpu"), Rates()
     trimtab.api.plan_request(request)  # keeps the anatomy
-    monkeypatch.setattr(known, "find_machine", lambda device: (machine, rates))
+    monkeypatch.setattr(known, "find_machine", lambda *_: (machine, rates))
     monkeypatch.setattr(hf, "probe", lambda *args: pytest.fail("read again"))
     plan = trimtab.api.plan_request(request)
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import torch
 from tests.cuda_on_cpu import run
 from tests.test_matvec import group_of
 from trimtab.errors import DeviceError
-from trimtab.runtime import kernels, launch_configs, matvec, tuning
+from trimtab.runtime import compile_ahead, kernels, launch_configs, matvec, tuning
 from trimtab.runtime.kernels import Kernels, Product
 from trimtab.runtime.launch_configs import KernelLimits
 
@@ -111,6 +111,23 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
     leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
     Kernels.choose([[[leaf]]], [], rows=4)
     assert prepared == [1, 2, 4]
+
+
+def test_what_checks_and_steps_ask_for_is_compiled_at_once_before_they_do(module, product, monkeypatch):
+    group, dtype, asked = product.groups[0], torch.bfloat16, []
+    real = run.CpuModule.variant
+    monkeypatch.setattr(matvec.nvrtc, "why_not", lambda device: None)
+    monkeypatch.setattr(run.CpuModule, "variant", lambda self, options: asked.append(options) or real(self, options))
+    monkeypatch.setattr(module, "common", ("-DSHARED_BASE=1024",), raising=False)
+    wanted = compile_ahead.jobs([(group, False)], [(8, 2, 256)], module, dtype, checked=(1, 2), counts=[2])
+    tuning.check(group, module, dtype=dtype, rows=(1, 2))
+    configured(module, product, monkeypatch)
+    made = {job.options for job in wanted if job.name == "matvec4.cu"}
+    assert asked and {(*options, *module.common) for options in asked} == made
+    names = [job.name for job in wanted]
+    assert names.count("attend.cu") == 2 and {"fused.cu", "ends.cu", "prompt.cu"} <= set(names)
+    several = compile_ahead.jobs([(group, False)], [], module, dtype, checked=(1,), counts=[1], has_many=True)
+    assert "rows.cu" in [job.name for job in several]
 
 
 def test_tuning_can_be_given_up_between_two_candidates(module, product, monkeypatch):

@@ -31,6 +31,7 @@ from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.hf_prefill import Chunk, Media, chunks_of
 from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.runtime.step_capture import in_pass
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
@@ -284,7 +285,7 @@ def test_a_prompt_that_nobody_wants_any_more_frees_the_row(tmp_path):
 def test_rows_that_are_prepared_leave_no_prompt_with_their_states(tmp_path):
     with load("llama", tmp_path) as model:
         batch = in_chunks(model, (8,))
-        batch.steps._choice.is_captured, batch.steps.prepare = True, lambda expected: None
+        batch.steps._choice.is_captured, batch.steps.prepare = True, lambda expected, sizes: None
         prompt = through(batch, model.prepare(ids(20)))
         expected = prompt.logits.clone()
         batch.prepare()
@@ -342,7 +343,7 @@ def replayed(monkeypatch):
 
     def warm(self, form):
         order = []
-        with self._pass((), order):
+        with in_pass(self.model.streamer, entered=order):
             return self._static(form).clone(), order
 
     def record(self, form, order, output):

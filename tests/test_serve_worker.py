@@ -6,16 +6,17 @@ import json
 import multiprocessing
 import shutil
 import threading
+import time
 
 import pytest
 
 from trimtab.demo.line import FOLDER as DEMO
-from trimtab.errors import AdapterError
+from trimtab.errors import AdapterError, DeviceError
 from trimtab.request import GenerateRequest, LoadRequest
-from trimtab.runtime.batch import Batch
+from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.serve.channel import Channel, event_from_message, job_to_message
 from trimtab.serve.job import Job
-from trimtab.serve.worker import _Worker
+from trimtab.serve.worker import CAPTURING_S, _Worker
 
 WAIT_S = 60
 REQUEST = LoadRequest(
@@ -146,17 +147,18 @@ def test_a_worker_comes_back_with_its_plan_and_without_adapters_whose_files_are_
 
 
 def test_steps_are_captured_once_and_before_the_worker_says_that_it_is_ready(monkeypatch):
-    told, prepare, send = [], Batch.prepare, Channel.send
+    told, prepare, send = [], CaptureAhead.prepare, Channel.send
 
-    def prepared(self, expected=()):
+    def prepared(self, expected=(), *, first=False):
+        assert first
         told.append([held.spec.file.folder.name for held in expected])
-        prepare(self, expected)
+        prepare(self, expected, first=first)
 
     def sent(self, message):
         told.append(message.get("say") or message.get("do"))
         send(self, message)
 
-    monkeypatch.setattr(Batch, "prepare", prepared)
+    monkeypatch.setattr(CaptureAhead, "prepare", prepared)
     monkeypatch.setattr(Channel, "send", sent)
     adapters = {name: DEMO / "adapters" / name for name in ("style", "specialist")}
     running = Running(settings_of(adapters, resident_limit=1))
@@ -167,6 +169,33 @@ def test_steps_are_captured_once_and_before_the_worker_says_that_it_is_ready(mon
     assert calls == [["style", "specialist"]]  # those that wait in host memory too
     assert told.index(calls[0]) < told.index("ready")
     assert (running.ready["captures"], running.ready["capture_s"]) == (0, 0.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_other_steps_are_captured_after_that_while_nothing_is_asked_and_an_error_ends_that_alone(fails, monkeypatch):
+    captured, prepare = [], CaptureAhead.prepare
+
+    def prepared(self, expected=(), *, first=False):
+        prepare(self, expected, first=first)
+        self._left = [("steps", [size]) for size in (4, 2)]
+
+    def more(self, expected=()):
+        assert not self.batch.active
+        left, self._left = self._left, []
+        if fails:
+            raise DeviceError("no memory", device="cuda:0")
+        captured.append(left[0])
+        self._left = left[1:]
+
+    monkeypatch.setattr(CaptureAhead, "prepare", prepared)
+    monkeypatch.setattr(CaptureAhead, "prepare_more", more)
+    running = Running(settings_of({}))
+    for name in ("one", "two"):
+        running.ask(name)
+        assert running.end_of(name).kind == "done"
+        time.sleep(4 * CAPTURING_S)
+    running.close()
+    assert captured == ([] if fails else [("steps", [4]), ("steps", [2])])
 
 
 def test_an_operator_is_told_of_a_bad_adapter_at_the_start(tmp_path):

@@ -104,7 +104,7 @@ def test_a_gpu_that_torch_has_to_be_asked_for_is_planned_for_in_its_type(llama, 
     from trimtab.plan.cards import find_card
 
     monkeypatch.setattr(api, "_capability", lambda device: None)
-    monkeypatch.setattr("trimtab.machine.known.find_machine", lambda device: None)
+    monkeypatch.setattr("trimtab.machine.known.find_machine", lambda *_: None)
     t4 = find_card("T4")
     here = machine_of(t4, host_available_bytes=2**34), rates_of(t4)
     monkeypatch.setattr(api, "_ask_machine", lambda *args: here)

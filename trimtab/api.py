@@ -107,9 +107,13 @@ def plan(
 
 @dataclass
 class PlanInputs:
-    """What plans of one model share, for a caller that makes several: its module tree, what it was read as, and the machine."""
+    """What plans of one model share, for a caller that makes several: its module tree, what it was read as, and the machine.
+
+    process_bytes: host memory of this process before it began to load libraries, where it has begun; None: asked now.
+    """
 
     probe: Any = None
+    process_bytes: int | None = None
     anatomies: dict[tuple[Any, ...], Anatomy] = field(default_factory=dict)
     machines: dict[tuple[str, str | None], tuple[Machine, Rates]] = field(default_factory=dict)
 
@@ -136,15 +140,16 @@ def plan_request(
     for path in every.values():
         check_vocabulary(path, checkpoint.folder)
     request = replace(request, quant=resolve_quant(request.quant, checkpoint))
-    bytes_before = None if known.torch_is_loaded() else process_bytes()
     given, inputs = request, inputs or PlanInputs()
+    bytes_now = process_bytes() if inputs.process_bytes is None else inputs.process_bytes
+    bytes_before = None if known.torch_is_loaded() else bytes_now
     card = None if request.card is None else find_card(request.card)
     here = inputs.machines.get((request.device, request.card))
     if card is not None:
         check_budget(card, request.gpu_memory_bytes)
         here = here or (machine_of(card, host_available_bytes=host_available_bytes()), rates_of(card))
     elif here is None:
-        here = known.find_machine(request.device)
+        here = known.find_machine(request.device, bytes_now)
     is_known = here is not None
     dtype_reason, model_type = "", str(checkpoint.config.get("model_type", ""))
     if given.dtype == "auto":

@@ -67,9 +67,10 @@ def torch_is_loaded() -> bool:
     return "torch" in sys.modules
 
 
-def find_machine(device: str) -> tuple[Machine, Rates] | None:
+def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine, Rates] | None:
     """Return the machine and its rates without torch; None if torch is loaded, or has to be asked.
 
+    bytes_before: host memory of this process before it began to load libraries; None: asked now.
     Errors: RequestError if there is no such GPU.
     """
     build = torch_build()
@@ -83,7 +84,7 @@ def find_machine(device: str) -> tuple[Machine, Rates] | None:
     facts = _facts(resolved)
     if facts is None:
         return None
-    process = process_bytes() + facts["added_bytes"]
+    process = (process_bytes() if bytes_before is None else bytes_before) + facts["added_bytes"]
     if resolved == "cpu":
         machine, name = cpu_machine(process), cpu_name()
     else:

@@ -19,8 +19,8 @@ reads a fixed number of places, where a growing cache has exactly as many as the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache, transient_room
+from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
 
@@ -180,21 +181,16 @@ class Batch:
         self.steps = graphs.Steps(self, mode)
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
+        self.captures_ahead = CaptureAhead(self)
 
     def prepare(self, expected: Iterable[HeldAdapter] = ()) -> None:
-        """Capture the steps that the first requests would otherwise wait for; where steps are not captured, do nothing.
+        """Capture the steps and prompts that the first requests would otherwise wait for; see `CaptureAhead.prepare`."""
+        self.captures_ahead.prepare(expected)
 
-        Puts a prompt of one token through the model and gives it to every row for as long as this takes: a row is cleared
-        when a request gets it. expected: adapters that may be put on the model later, in captured steps too. Errors:
-        RequestError while requests are running; DeviceError if memory runs out or a way that was asked for cannot be had.
-        """
-        if self.active:
-            raise RequestError("requests are running", field="rows", value=len(self.active))
-        if not self.steps.is_captured:
-            return
-        placeholders = hf_slots.placeholder_ids(self.model.hf_model)
-        middle = int(self.model.hf_model.config.get_text_config().vocab_size) // 2
-        token = next(number for number in range(middle, 0, -1) if number not in placeholders)
+    @contextmanager
+    def stand_ins(self, token: int) -> Iterator[None]:
+        """While the block runs, every row has a prompt of one token, which went through the model; a row is cleared when a request
+        gets it."""
         prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None)
         while not prompt.step():
             pass
@@ -203,15 +199,12 @@ class Batch:
             for number in range(self.rows):
                 self._fill(number, prompt)
                 self.active.append(Row(None, one.request, one.sampler, [token, token], 1, number))
-            self.steps.prepare([self.model.fitting(held) for held in expected])
+            yield
         finally:
             self.active.clear()
             self.prompts.release(prompt)
             self.cache.positions.zero_()
             self.model.route.none()
-        self.prompts.prepare(token, next(iter(self.model.adapters), None))
-        self.model.route.none()
-        transient_room.take(self.model.plan, self.model.device)
 
     @property
     def free_rows(self) -> int:

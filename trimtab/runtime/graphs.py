@@ -265,19 +265,25 @@ class Steps:
             for key in [key for key in self._graphs if _TABLE in key and key[-1] != shape]:
                 del self._graphs[key]
 
-    def prepare(self, expected: Iterable[lora.Fitting] = ()) -> None:
+    def sizes(self) -> list[int]:
+        """Return for how many rows steps are captured, the largest first: the smaller ones find room in its memory."""
+        rows = self.batch.rows
+        return sorted({*(size for size in BUCKETS if size < rows), rows}, reverse=True)
+
+    def prepare(self, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None) -> None:
         """Capture a step of every bucket of rows before it is needed: of the base, and with adapters by table if any is
         attached. The batch's active rows are stand-ins, as many as it has rows; nobody's tokens come from these steps.
 
-        expected: of adapters that may be attached later; their layers are looked up from the start. Ends early
+        expected: of adapters that may be attached later; their layers are looked up from the start. sizes: of those that `sizes`
+        gives, None for all. Ends early
         where capturing turns out impossible, at the most graphs that are kept, or when the device has lost the memory that was
         counted for it.
         """
         before = outside_torch(self.device)
-        self._prepare(expected)
+        self._prepare(expected, self.sizes() if sizes is None else sizes)
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
-    def _prepare(self, expected: Iterable[lora.Fitting]) -> None:
+    def _prepare(self, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
         names: list[str | None] = [None]
         if self.kernels.has_lora and self.model.route.serials:
             slots = self._adapter_slots()
@@ -285,8 +291,6 @@ class Steps:
             names += [name for name in self.model.route.serials if slots.why_not(name) is None][:1]
         rows = list(self.batch.active)
         free = self._free_bytes()
-        # The largest first: the smaller ones find room in its memory.
-        sizes = sorted({*(size for size in BUCKETS if size < len(rows)), len(rows)}, reverse=True)
         for name in names:
             for size in sizes:
                 self.batch.active[:] = rows[:size]

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import DeviceError
-from trimtab.plan.execution import CHECK_BYTES, PRODUCT_ROWS
+from trimtab.plan.execution import CHECK_BYTES, KERNEL_ROWS, PRODUCT_ROWS
 from trimtab.runtime import cuts, ends, fused, fused_check, launch_configs, many_rows, matvec, tuning
+from trimtab.runtime.compile_ahead import compile_ahead
 from trimtab.runtime.cuts import Cut, CutKey
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import Leaf, ResidentLeaf
@@ -141,7 +142,7 @@ class Kernels:
         ]
         key = (str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
         if key not in _CHOSEN:
-            _CHOSEN[key] = _choose(groups, attention, sizes)
+            _CHOSEN[key] = _choose(groups, attention, sizes, rows)
         chosen = _CHOSEN[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
@@ -325,7 +326,8 @@ _CHOSEN: dict[Any, Kernels] = {}
 
 
 def _choose(
-    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None
+    groups: Sequence[Sequence[Sequence[Leaf]]], attention: Sequence[tuple[int, int, int]], sizes: ends.Sizes | None,
+    rows: int = 1,
 ) -> Kernels:  # fmt: skip
     first = [one[0] for one in groups]
     device, dtype = first[0][0].device, first[0][0].dtype
@@ -333,6 +335,11 @@ def _choose(
     measured: dict[str, tuple[float, float]] = {}
     checks = KeptChecks.of(device)
     forms = [(_form_of([leaf.packed() for leaf in group]), pair_kind(group)) for group in first]
+    if device.type == "cuda" and checks.find(PRODUCTS, str(dtype), forms) is None:
+        compile_ahead(
+            [([leaf.packed() for leaf in group], pair_kind(group) is not None) for group in first], attention, device, dtype,
+            checked=_ROWS, counts=[n for n in PRODUCT_ROWS if n <= rows], has_many=rows > KERNEL_ROWS,
+        )  # fmt: skip
     small = _tried(
         SMALL, left_out, lambda: fused.load(device),
         lambda module, times: _wrong_small(module, first, attention, dtype, times),

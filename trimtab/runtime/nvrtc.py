@@ -195,6 +195,40 @@ def compiled(
     return code
 
 
+@dataclass(frozen=True)
+class Job:
+    """Something to compile: a source with its options, and what the source is called."""
+
+    source: str
+    options: tuple[str, ...]
+    name: str
+
+
+def keeps_compiled() -> bool:
+    """Whether what is compiled is kept for whoever compiles it next."""
+    try:
+        own_folder(FOLDER)
+    except OSError:
+        return False
+    return True
+
+
+def compile_all(jobs: Sequence[Job], capability: tuple[int, int]) -> None:
+    """Compile several sources at once, for `compiled` to find; one that does not compile is left for it to name."""
+    compiler = find_compiler()
+    if compiler is None:
+        return
+    target = compiler.target(capability)
+
+    def run(job: Job) -> None:
+        with suppress(DeviceError, OSError):
+            compiled(compiler, job.source, target, job.options, driver=driver_version(), name=job.name)
+
+    # NVRTC compiles without Python's lock.
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(run, dict.fromkeys(jobs)))
+
+
 # The driver -----------------------------------------------------------------------------------------------------------
 
 

@@ -43,7 +43,7 @@ from trimtab.runtime.packed_prompts import Packs
 from trimtab.runtime.prefix_store import Match
 from trimtab.runtime.prompt_kernels import LEAST_TOKENS
 from trimtab.runtime.prompt_layouts import PromptLayout, part_of, values_of
-from trimtab.runtime.step_capture import check_replay
+from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 
@@ -461,17 +461,19 @@ class Prompts:
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 
-    def prepare(self, token: int, adapter: str | None) -> None:
+    def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory.
-        No row may be active."""
+        No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
         if not self.captures or not self.sizes or not self._is_row_free():
             return
         before = outside_torch(self.device)
-        self._prepare(token, adapter)
+        self._prepare(token, adapter, self.sizes if sizes is None else sizes)
+        if not sizes:
+            self.packs.prepare(token, adapter)
         self.graph_bytes += max(outside_torch(self.device) - before, 0)
 
-    def _prepare(self, token: int, adapter: str | None) -> None:
-        for size in sorted(self.sizes, reverse=True):
+    def _prepare(self, token: int, adapter: str | None, sizes: Sequence[int]) -> None:
+        for size in sorted(sizes, reverse=True):
             if not self.captures:
                 return
             forward = self._new_forward()
@@ -482,7 +484,6 @@ class Prompts:
             whole = (forward.form_of(chunk), key)
             if whole not in self._graphs:
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
-        self.packs.prepare(token, adapter)
 
     def _captured(
         self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None]
@@ -557,7 +558,7 @@ class Prompts:
     def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
         """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
         order: list[tiers.Group] = []
-        with side_stream(self.device) as side, torch.cuda.stream(side), self._pass((), order):
+        with side_stream(self.device) as side, torch.cuda.stream(side), in_pass(self.model.streamer, entered=order):
             expected = self._static(form).clone()
         torch.cuda.current_stream(self.device).wait_stream(side)
         return expected, order
@@ -568,7 +569,7 @@ class Prompts:
             torch.cuda.empty_cache()  # what the pass left on the side stream has no other user
 
             def run() -> None:
-                with self._pass(order, []):
+                with in_pass(self.model.streamer, order):
                     output.copy_(self._static(form))
 
             return self._graphs.record(side, run)[0]
@@ -581,19 +582,6 @@ class Prompts:
         for table in self.staged_tables:
             table.stage(padded, chunk.size)
 
-    @contextmanager
-    def _pass(self, order: Sequence[tiers.Group], entered: list[tiers.Group]) -> Iterator[None]:
-        """A pass that begins with empty staging buffers, as every replay of it will; `entered` becomes what it entered."""
-        streamer = self.model.streamer
-        if streamer is None:
-            yield
-            return
-        streamer.begin_pass(order)
-        try:
-            yield
-        finally:
-            entered[:] = streamer.end_pass()
-
     def _streamed(self) -> Any:
         """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
-        return nullcontext() if self.model.streamer is None else self._pass((), [])
+        return in_pass(self.model.streamer)

@@ -11,7 +11,7 @@ token), which every replay writes again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,24 @@ def streams_layers(plan: Plan) -> bool:
     return any(row.part in ("language", "text", "head") and row.tier == "stream" for row in plan.placements)
 
 
+@contextmanager
+def in_pass(
+    streamer: tiers.Streamer | None, order: Sequence[tiers.Group] = (), *, entered: list[tiers.Group] | None = None
+) -> Iterator[None]:  # fmt: skip
+    """A pass through the model that begins with empty staging buffers, as every replay of it will; around a replay, the graph fills
+    them without the streamer seeing it. order: of the blocks it enters, where that is known. entered: becomes the ones it did."""
+    if streamer is None:
+        yield
+        return
+    streamer.begin_pass(tuple(order))
+    try:
+        yield
+    finally:
+        groups = streamer.end_pass()
+        if entered is not None:
+            entered[:] = groups
+
+
 @dataclass(eq=False)
 class CapturedStep:
     """A graph of one step, and where its replays write: logits [count, V] float32, tokens [count]."""
@@ -82,10 +100,17 @@ class StepCapture:
         """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
         if self.device.type != "cuda" or self.kernels.is_empty or self.streams_decoder:
             return False
-        key = "overlapping launches", self.kernels.made_of, repr(self.model.plan.request), count, self.tokens.shape[0]
-        if self.kernels.overlap_pays is None and self.kernels.checks.find(*key) is not None and not self.order:
-            self.kernels.overlap_pays = True
         if self.kernels.overlap_pays is None:
+            key = (
+                "overlapping launches",
+                self.kernels.made_of,
+                repr(self.model.plan.request),
+                count,
+                self.tokens.shape[0],
+            )
+            if self.kernels.checks.find(*key) is not None:
+                self.kernels.overlap_pays = True
+                return True
             plain_ms, plain = self.tried(run, keep, count, overlap=False)
             if self.order:
                 return False
@@ -173,7 +198,7 @@ class StepCapture:
         by address. Errors: RuntimeError and DeviceError, also for a replay with other scores."""
         with side_stream(self.device) as side:
             # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
-            with torch.cuda.stream(side), self.in_pass(()):
+            with torch.cuda.stream(side), in_pass(self.model.streamer, entered=self.order):
                 before = self.tokens.clone()
                 expected = run()[0].clone()
                 self.tokens.copy_(before)
@@ -181,7 +206,7 @@ class StepCapture:
             torch.cuda.synchronize(self.device)
 
             def in_order() -> tuple[Tensor, Tensor]:
-                with self.in_pass(self.order):
+                with in_pass(self.model.streamer, self.order, entered=self.order):
                     return run()
 
             graph, outputs = self.graphs.record(side, in_order)
@@ -191,26 +216,6 @@ class StepCapture:
         check_replay(outputs[0], expected, count)
         return CapturedStep(graph, outputs, keep)
 
-    @contextmanager
-    def in_pass(self, order: Sequence[tiers.Group]) -> Iterator[None]:
-        """A pass through the model that begins with empty staging buffers, as every replay of it will."""
-        streamer = self.model.streamer
-        if streamer is None:
-            yield
-            return
-        streamer.begin_pass(order)
-        try:
-            yield
-        finally:
-            self.order = streamer.end_pass()
-
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
+    def replaying(self) -> AbstractContextManager[None]:
         """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
-        streamer = self.model.streamer
-        if streamer is None:
-            yield
-            return
-        streamer.begin_pass()
-        yield
-        streamer.end_pass()
+        return in_pass(self.model.streamer)

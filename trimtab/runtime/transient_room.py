@@ -30,14 +30,24 @@ def torch_bytes(plan: Plan) -> int:
     return plan.gpu_needed_bytes - sum(plan.gpu.get(name, 0) for name in _DRIVER)
 
 
-def take(plan: Plan, device: torch.device) -> int:
-    """Let torch hold the rest of what the plan counts for it in one segment; returns its bytes, 0 where there is no rest.
+def is_wanted(plan: Plan, device: torch.device) -> bool:
+    """Whether torch is to hold the rest of what the plan counts for it: then every graph is captured before.
 
     Within small budgets only, as a larger one leaves room for segments, and not where prompts are captured: their graphs have
-    memory of their own, and some are captured later. Whatever torch holds without need is given back first. Nothing is taken where
+    memory of their own, and some are captured later.
+    """
+    is_small = plan.gpu_budget_bytes < SMALL_BUDGET_BYTES
+    return device.type == "cuda" and is_small and plan.execution.prompt.mode not in CAPTURED
+
+
+def take(plan: Plan, device: torch.device) -> int:
+    """Let torch hold the rest of what the plan counts for it in one segment, where that `is_wanted`; returns its bytes, 0 where
+    there is no rest.
+
+    Whatever torch holds without need is given back first. Nothing is taken where
     the device has less left: what is needed is then asked for when it is.
     """
-    if device.type != "cuda" or plan.gpu_budget_bytes >= SMALL_BUDGET_BYTES or plan.execution.prompt.mode in CAPTURED:
+    if not is_wanted(plan, device):
         return 0
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)

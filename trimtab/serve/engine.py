@@ -100,9 +100,9 @@ class LoadedEngine:
         self._grammar: Grammar | None = None
 
     def capture(self) -> None:
-        """Capture steps before the first request, which would wait for them. Errors: DeviceError."""
+        """Capture what first requests would wait for; `capture_more` captures the rest. Errors: DeviceError."""
         with self.model._out_of_memory_named("capturing the first steps"):
-            self.batch.prepare(self.shelf.held)
+            self.batch.captures_ahead.prepare(self.shelf.held, first=True)
         self._has_learned.clear()
         self._preparing.start(self._learn_images)
 
@@ -115,6 +115,15 @@ class LoadedEngine:
                     self.model, "?", images=[Image.new("RGB", (LEARN_SIDE, LEARN_SIDE))], device=torch.device("cpu")
                 )
         self._has_learned.set()
+
+    @property
+    def has_more_to_capture(self) -> bool:
+        return not self.batch.captures_ahead.is_over
+
+    def capture_more(self) -> None:
+        """Capture one more graph, or a few of one form, while nothing is answered. Errors: DeviceError."""
+        with self.model._out_of_memory_named("capturing a step"):
+            self.batch.captures_ahead.prepare_more(self.shelf.held)
 
     # What the scheduler calls -----------------------------------------------------------------------------------------
 

@@ -23,6 +23,8 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.machine import preload
+from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
 from trimtab.serve.channel import Channel, event_to_message, job_from_message
 from trimtab.serve.idle import LOOK_S, IdleTuning, idle_tuning
@@ -34,6 +36,7 @@ from trimtab.serve.watching import LOOK_S as WATCH_S
 from trimtab.serve.watching import Watcher, files_stamp
 
 if TYPE_CHECKING:
+    from trimtab.api import PlanInputs
     from trimtab.plan import Plan
 
 log = logging.getLogger("trimtab.serve")
@@ -43,6 +46,8 @@ LOADING_STEP_S = 0.2
 ALIVE_S = 10.0
 # How often an idle worker looks whether an adapter's files have been read.
 READING_S = 0.02
+# How long a worker waits for a request before it captures another graph, which takes up to 0.3 s.
+CAPTURING_S = 0.1
 # How often a worker with nothing else to do looks whether a prompt has been prepared.
 PREPARING_S = 0.001
 # Python's collector while a model is loaded, and after that: imports make a million objects that stay, and looking through them
@@ -86,8 +91,12 @@ def _tell_fatal(channel: Channel, exc: BaseException) -> None:
 
 class _Worker:
     def __init__(self, channel: Channel, settings: dict[str, Any]) -> None:
-        from trimtab.api import load
+        from trimtab.api import PlanInputs, load
         from trimtab.plan import Plan
+
+        # The model and the machine are read once for all numbers of rows that are planned.
+        inputs = PlanInputs(process_bytes=process_bytes())
+        preload.load_libraries()  # while the plan is made
 
         self.channel = channel
         self.events: list[Event] = []
@@ -98,8 +107,11 @@ class _Worker:
         is_same = before is not None and _has_same_adapters(before, request)
         rows = settings["rows"] if before is None else before.request.batch
         self.plan = (
-            before if is_same and before is not None else _planned(request, rows, later, is_first=before is None)
+            before
+            if is_same and before is not None
+            else _planned(request, rows, later, inputs, is_first=before is None)
         )
+        preload.make_context(self.plan.execution_device)  # while torch is imported
         self._told = 0.0
         self.model = load(self.plan, progress=self._loading, decode=settings.get("decode", "auto"))
         from trimtab.serve.engine import LoadedEngine
@@ -170,14 +182,25 @@ class _Worker:
             self.idle.end()
 
     def _use_idle_time(self) -> None:
+        is_idle = self.scheduler.is_idle and not self.is_draining
+        if is_idle and self.engine.has_more_to_capture:
+            self._capture_more()
+            return
         if self.idle is None:
             return
-        if self.scheduler.is_idle and not self.is_draining:
+        if is_idle:
             self.idle.step()
         else:
             self.idle.disturb()
         if self.idle.is_over:
             self.idle = None
+
+    def _capture_more(self) -> None:
+        """Capture one more graph. What cannot be captured now is captured, or named, at its first use."""
+        try:
+            self.engine.capture_more()
+        except TrimtabError as exc:
+            log.warning("capturing while idle ends: %s", exc)
 
     def _patience_s(self) -> float:
         """Return how long the next message may be waited for."""
@@ -187,6 +210,8 @@ class _Worker:
             return 0
         if self._reading:
             return READING_S
+        if self.engine.has_more_to_capture:
+            return CAPTURING_S
         return WATCH_S if self.idle is None else LOOK_S
 
     def _tell(self) -> None:
@@ -300,11 +325,12 @@ class _Worker:
         }  # fmt: skip
 
 
-def _planned(request: LoadRequest, rows: int | None, later: Mapping[str, str], *, is_first: bool) -> Plan:
+def _planned(
+    request: LoadRequest, rows: int | None, later: Mapping[str, str], inputs: PlanInputs, *, is_first: bool
+) -> Plan:
     """Return the plan of a request. One client's adapter does not keep a model from coming back after its first start."""
-    from trimtab.api import PlanInputs, plan_request
+    from trimtab.api import plan_request
 
-    inputs = PlanInputs()  # the model and the machine are read once for all numbers of rows
     try:
         return plan_rows(request, rows, partial(plan_request, later=later, inputs=inputs))
     except TrimtabError:

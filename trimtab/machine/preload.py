@@ -1,0 +1,62 @@
+"""What a process that will load a model does on a thread while Python is busy: torch's libraries, and a context on the GPU.
+
+Finding the symbols of a gigabyte of libraries takes 0.6 s and making a context 0.3 s, both without Python's lock; importing torch
+then finds them there. Nothing depends on it: what fails here is done, or named, by whoever needs it. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+# In the order in which torch loads them itself (torch/__init__.py, 2.6 to 2.13).
+LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
+
+
+def load_libraries() -> threading.Thread | None:
+    """Begin to load torch's libraries on a thread; None where they are loaded already, or are not files of this form."""
+    if not sys.platform.startswith("linux") or "torch" in sys.modules:
+        return None
+    spec = importlib.util.find_spec("torch")
+    folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
+    if folder is None or not folder.is_dir():
+        return None
+    return _begin("trimtab-libraries", lambda: _load(folder))
+
+
+def _load(folder: Path) -> None:
+    for name, mode in LIBRARIES:
+        ctypes.CDLL(str(folder / name), mode=mode)
+
+
+def make_context(device: str) -> threading.Thread | None:
+    """Begin to make this process's context on a GPU on a thread; None for a CPU. device: "cuda:N".
+
+    It is the one that torch uses, and lives as long as the process. Ask what is free on the device before.
+    """
+    if not device.startswith("cuda") or not sys.platform.startswith("linux"):
+        return None
+    index = int(device.partition(":")[2] or 0)
+    return _begin("trimtab-context", lambda: _make(index))
+
+
+def _make(index: int) -> None:
+    driver = ctypes.CDLL("libcuda.so.1")
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(number), index) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+
+
+def _begin(name: str, work: Callable[[], None]) -> threading.Thread:
+    def run() -> None:
+        with suppress(OSError, AttributeError):
+            work()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread

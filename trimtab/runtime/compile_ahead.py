@@ -1,0 +1,67 @@
+"""Which sources and variants a model's kernels need on a card that was never seen: compiled at once, before the first is checked.
+
+NVRTC takes 0.3 to 4 s for each of about 30 variants, without Python's lock. One after the other, as checks ask for them, they take
+12 s of a first load (E4B, H200); at once they take as long as the slowest. What is compiled goes to the user's own folder
+(nvrtc.py), where the checks look; without that folder nothing is done here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+
+from trimtab.errors import DeviceError
+from trimtab.runtime import ends, fused, many_rows, matvec, nvrtc, prompt_kernels
+from trimtab.runtime.nvrtc import Job
+from trimtab.runtime.quant import Packed
+
+
+def jobs(
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], module: nvrtc.Module,
+    dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
+) -> list[Job]:  # fmt: skip
+    """Return what is compiled for products of these weights (a group, whether two are multiplied) and these kinds of attention
+    (heads, kv heads, head size). module: of the products, for what the card allows. checked: numbers of rows of the checks. counts:
+    of the steps. has_many: steps of more rows too."""
+    wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
+    wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
+    if has_many:
+        wanted.append(Job(many_rows.source(), (), "rows.cu"))
+    for kind in attention:
+        if fused.why_not(*kind, dtype) is None:
+            wanted += [
+                Job(fused.source("attend.cu"), fused.attention_options(*kind, dtype, turn=turn), "attend.cu")
+                for turn in (True, False)
+            ]
+    variants: dict[tuple[str, ...], None] = {}
+    for group, pair in weights:
+        if any(matvec.why_not(packed, dtype, module.device) for packed in group):
+            continue
+        count = len(group)
+        for n in counts:
+            found = matvec.config_of(group, n, module, pair=pair)
+            for normed in () if found is None else (False, True) if found[0].normed else (False,):
+                cut = None if found is None else found[0]
+                variants[matvec.options(group[0], dtype, cut, members=count, pair=pair, normed=normed)] = None
+        for n in checked:
+            plain = matvec.choose(group, n, module)
+            variants[matvec.options(group[0], dtype, plain, members=count)] = None
+    return wanted + [Job(matvec.source(), (*options, *module.common), "matvec4.cu") for options in variants]
+
+
+def compile_ahead(
+    weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], device: torch.device,
+    dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
+) -> None:  # fmt: skip
+    """Compile what `jobs` gives for a device, at once. One that does not compile is left for its check to name."""
+    if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
+        return
+    with suppress(DeviceError):  # whoever loads it next says why
+        module = matvec.load(device)
+        try:
+            wanted = jobs(weights, attention, module, dtype, checked=checked, counts=counts, has_many=has_many)
+            nvrtc.compile_all(wanted, module.capability)
+        finally:
+            module.close()
