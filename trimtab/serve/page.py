@@ -33,7 +33,7 @@ ASSETS = {
     "page.css": "text/css; charset=utf-8", "chat.css": "text/css; charset=utf-8",
     "icon.svg": "image/svg+xml",
     **dict.fromkeys(
-        ("api.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "markdown.js", "media.js",
+        ("api.js", "backup.js", "chances.js", "chat.js", "chats.js", "code.js", "differ.js", "dom.js", "markdown.js", "media.js",
          "mixes.js", "options.js", "page.js", "panel.js", "picture.js", "recorder.js", "store.js", "sure.js", "theme.js",
          "turns.js", VENDORED, *MODES),
         "text/javascript; charset=utf-8",

@@ -3,7 +3,8 @@
 import { stream } from "./api.js";
 import { tokensOf } from "./chances.js";
 import { byId, counted, make, rate, seconds, tell } from "./dom.js";
-import { Attachments, Recorder, partOf } from "./media.js";
+import { download } from "./backup.js";
+import { Attachments, Recorder, filesAsText, partOf } from "./media.js";
 import * as options from "./options.js";
 import * as store from "./store.js";
 import { TurnView, nameOf, textOf, versionOf } from "./turns.js";
@@ -110,7 +111,8 @@ export function startChat(model, onKept) {
     const voices = [byId("voice-a").value];
     if (byId("beside").getAttribute("aria-pressed") === "true") voices.push(byId("voice-b").value);
     const turn = { text, media, slots: voices.map((voice) => ({ at: 0, versions: [versionFor(voice)] })) };
-    if (!chat.turns.length) chat.title = titleOf(text, media);
+    if (!chat.turns.length && !chat.isNamed) chat.title = titleOf(text, media);
+    chat.options = options.values();
     chat.turns.push(turn);
     isAtEnd = true;
     await answer(turn, turn.slots);
@@ -198,6 +200,7 @@ export function startChat(model, onKept) {
       for (const { versions } of slots) versions.filter(({ isBusy }) => isBusy).forEach(interrupt);
     }
     sessionKeep(CURRENT, chat.id);
+    options.take(chat.options ?? null);
     isAtEnd = true;
     fail("");
     show();
@@ -213,10 +216,15 @@ export function startChat(model, onKept) {
   }
 
   byId("save-chat").addEventListener("click", () => {
-    const url = URL.createObjectURL(new Blob([textOf(chat)], { type: "text/markdown" }));
-    make("a", { href: url, download: `${chat.title.replaceAll(/[^\p{L}\p{N} _-]/gu, "").trim() || "chat"}.md` }).click();
-    setTimeout(() => URL.revokeObjectURL(url), 1000);
+    download(textOf(chat), `${chat.title.replaceAll(/[^\p{L}\p{N} _-]/gu, "").trim() || "chat"}.md`, "text/markdown");
   });
+
+  for (const event of ["input", "change"]) {
+    byId("options").addEventListener(event, () => {
+      chat.options = options.values();
+      if (event === "change" && !running) keep();
+    });
+  }
 
   show();
   const before = sessionRead(CURRENT);
@@ -234,11 +242,15 @@ export function startChat(model, onKept) {
       await (id === null ? store.forgetAll() : store.forget(id));
       if (chat.isGone) await open(null);
     },
+    async rename(id, title) {
+      const other = id === chat.id ? chat : await store.read(id);
+      if (!other) return;
+      Object.assign(other, { title, isNamed: true });
+      await store.keep(other);
+    },
     /** Follow what the model takes. */
     follow(status) {
       takeVoices();
-      const takesAny = status.takes.some((kind) => kind !== "text");
-      byId("attach").disabled = !takesAny;
       byId("record").disabled = recorder.isMissing || !status.takes.includes("audio");
       const voices = acts.voices().join();
       if (voices === shownVoices || running) return;
@@ -262,8 +274,9 @@ async function messagesOf(turns, voice, model) {
   for (const sound of sounds) if (!last.media.includes(sound) && last.media.some(({ kind }) => kind === "sound")) dropped.add(sound);
   const messages = [];
   for (const turn of whole) {
-    const parts = await Promise.all(turn.media.filter((item) => !dropped.has(item)).map(partOf));
-    const text = turn.text || (parts.length ? "" : `[${turn.media.map(({ name }) => name).join(", ")}]`);
+    const parts = await Promise.all(turn.media.filter((item) => item.kind !== "text" && !dropped.has(item)).map(partOf));
+    const words = [filesAsText(turn.media), turn.text].filter(Boolean).join("\n\n");
+    const text = words || (parts.length ? "" : `[${turn.media.map(({ name }) => name).join(", ")}]`);
     messages.push({ role: "user", content: parts.length ? [...parts, ...(text ? [{ type: "text", text }] : [])] : text });
     if (turn !== last) messages.push({ role: "assistant", content: answerOf(turn, voice).text });
   }

@@ -1,6 +1,7 @@
 // The list of chats on the left, and the two drawers that open and close.
 
-import { byId, make, renew, tool } from "./dom.js";
+import { readAll, saveAll } from "./backup.js";
+import { byId, counted, make, renew, tell, tool } from "./dom.js";
 import * as store from "./store.js";
 import { sure } from "./sure.js";
 
@@ -11,8 +12,17 @@ const OVER = { chats: matchMedia("(max-width: 860px)"), panel: matchMedia("(max-
 
 /** chat(): what `startChat` returned. Returns what shows the list anew. */
 export function startChats(chat) {
+  let isNaming = false; // a title is being written
   byId("new-chat").addEventListener("click", () => go(null));
   byId("search").addEventListener("input", show);
+  byId("save-all").addEventListener("click", () => said(async () => `${counted(await saveAll(), "chat")} saved to a file`));
+  byId("read-all").addEventListener("click", () => byId("read-file").click());
+  byId("read-file").addEventListener("change", async ({ target }) => {
+    const [file] = target.files;
+    if (file) await said(async () => `${counted(await readAll(file), "chat")} added`);
+    target.value = "";
+    show();
+  });
   byId("delete-all").addEventListener("click", async () => {
     const found = await store.heads();
     if (await sure("Delete all chats?", `${found.length} chats with their images and audio will be deleted from this browser.`, "Delete all")) {
@@ -24,9 +34,55 @@ export function startChats(chat) {
     if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) {
       event.preventDefault();
       go(null);
+      return;
+    }
+    if (!(event.ctrlKey || event.metaKey) || event.shiftKey || event.altKey || document.querySelector("dialog[open]")) return;
+    if (event.key === "k") {
+      event.preventDefault();
+      setDrawer("chats", true);
+      byId("search-field").hidden = false;
+      byId("search").select();
+    } else if (event.key === "b") {
+      event.preventDefault();
+      byId(byId("chats").hidden ? "chats-open" : "chats-close").click();
     }
   });
   show();
+
+  async function said(work) {
+    tell(byId("backup-error"), "");
+    byId("backup-said").textContent = "";
+    try {
+      byId("backup-said").textContent = await work();
+    } catch (error) {
+      tell(byId("backup-error"), error.message);
+    }
+  }
+
+  /** Put a box in the place of a chat's title. */
+  function rename(row, { id, title }) {
+    const box = make("input", { class: "title-box", "aria-label": `New title of ${title}`, maxlength: 200 });
+    isNaming = true;
+    const end = async (isKept) => {
+      if (!isNaming) return;
+      isNaming = false;
+      if (isKept && box.value.trim() && box.value.trim() !== title) await chat().rename(id, box.value.trim());
+      byId("chat-list").shown = null;
+      await show();
+      byId("chat-list").querySelector(`[data-held="${id}"]`)?.focus();
+    };
+    box.value = title;
+    box.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.isComposing) end(true);
+      if (event.key === "Escape") {
+        event.stopPropagation();
+        end(false);
+      }
+    });
+    box.addEventListener("blur", () => end(true));
+    row.replaceChildren(box);
+    box.select();
+  }
 
   async function go(id) {
     await chat().open(id);
@@ -42,11 +98,14 @@ export function startChats(chat) {
   }
 
   async function show() {
-    const wanted = byId("search").value.trim().toLowerCase(), all = await store.heads();
-    const found = all.filter(({ title }) => title.toLowerCase().includes(wanted));
+    const wanted = byId("search").value.trim(), all = await store.heads();
+    const saying = wanted ? await store.saying(wanted) : new Set();
+    if (wanted !== byId("search").value.trim() || isNaming) return; // another look is under way
+    const found = all.filter(({ id, title }) => title.toLowerCase().includes(wanted.toLowerCase()) || saying.has(id));
     const list = byId("chat-list"), current = chat().current();
     byId("delete-all").hidden = !all.length;
-    byId("search-field").hidden = all.length < 8;
+    byId("save-all").hidden = !all.length;
+    byId("search-field").hidden = all.length < 2 && !wanted && document.activeElement !== byId("search");
     byId("kept-note").textContent = store.isLasting ? "Chats stay in this browser." : "This browser has no storage: chats end with this tab.";
     renew(list, [found, current], () => {
       const groups = new Map();
@@ -56,14 +115,19 @@ export function startChats(chat) {
       }
       list.replaceChildren(...[...groups].flatMap(([day, heads]) => [
         make("h2", { class: "day" }, day),
-        make("ul", {}, ...heads.map((head) => make("li", { class: head.id === current ? "is-current" : null },
-          make("button", {
-            type: "button", class: "open", "data-held": head.id, title: head.title,
-            "aria-current": head.id === current ? "page" : null, onclick: () => go(head.id),
-          }, head.title),
-          tool("delete", `Delete ${head.title}`, () => remove(head))))),
+        make("ul", {}, ...heads.map((head) => {
+          const row = make("li", { class: head.id === current ? "is-current" : null },
+            make("button", {
+              type: "button", class: "open", "data-held": head.id, title: head.title,
+              "aria-current": head.id === current ? "page" : null, onclick: () => go(head.id),
+            }, head.title));
+          row.append(
+            tool("edit", `Rename ${head.title}`, () => rename(row, head)),
+            tool("delete", `Delete ${head.title}`, () => remove(head)));
+          return row;
+        })),
       ]));
-      if (!found.length) list.append(make("p", { class: "hint" }, all.length ? "No chat title matches." : "No chats yet."));
+      if (!found.length) list.append(make("p", { class: "hint" }, all.length ? "No chat says this." : "No chats yet."));
     });
   }
 

@@ -1,12 +1,14 @@
 // Images and sounds on their way to the model: chosen, dropped, pasted or recorded, in a form that the server takes.
 
-import { byId, bytes, make, seconds, tool } from "./dom.js";
+import { byId, bytes, icon, make, seconds, tool } from "./dom.js";
 
 const IMAGE_TYPES = ["image/png", "image/jpeg", "image/webp"];
 const RATE = 16000;
 const MAX_RECORDING_S = 120;
+const TEXT_NAMES = /\.(txt|md|rst|tex|csv|tsv|log|json|jsonl|xml|html?|css|[cm]?[jt]sx?|py|ipynb|sh|c|h|cc|cpp|hpp|cu|cs|java|kt|go|rs|rb|php|swift|scala|lua|r|sql|ya?ml|toml|ini|cfg|conf|diff|patch)$/i;
+const MOST_TEXT_BYTES = 2 ** 20; // of a text file: far more than a context holds
 
-/** One thing to send, as a chat keeps it: {kind: "image" or "sound", name, format, blob}. */
+/** One thing to send, as a chat keeps it: {kind: "image" or "sound", name, format, blob}, or {kind: "text", name, format, text}. */
 async function imageOf(file) {
   const blob = IMAGE_TYPES.includes(file.type) ? file : await asPng(file);
   return { kind: "image", name: file.name || "image", format: blob.type, blob: new Blob([blob], { type: blob.type }) };
@@ -28,6 +30,21 @@ async function soundOf(file) {
   const blob = format ? file : await asWav(await file.arrayBuffer());
   const held = new Blob([blob], { type: `audio/${format ?? "wav"}` });
   return { kind: "sound", name: file.name || "recording.wav", format: format ?? "wav", blob: held };
+}
+
+async function textOf(file) {
+  if (file.size > MOST_TEXT_BYTES) throw new Error(`larger than ${bytes(MOST_TEXT_BYTES)}`);
+  const text = new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
+  if (text.includes("\0")) throw new Error("not a text");
+  return { kind: "text", name: file.name || "text", format: "text/plain", text };
+}
+
+/** Return the text files of a message as a model reads them: each with its name, in a fence that it does not hold. */
+export function filesAsText(media) {
+  return media.filter(({ kind }) => kind === "text").map(({ name, text }) => {
+    const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([run]) => run.length)), fence = "`".repeat(longest + 1);
+    return `${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
+  }).join("\n\n");
 }
 
 /** Return a kept image or sound in the shape of OpenAI's message parts. */
@@ -68,7 +85,7 @@ export function wav(samples, rate) {
   return new Blob([view], { type: "audio/wav" });
 }
 
-function base64(blob) {
+export function base64(blob) {
   return new Promise((done, failed) => {
     const reader = new FileReader();
     reader.onload = () => done(reader.result.slice(reader.result.indexOf(",") + 1));
@@ -103,16 +120,17 @@ export class Attachments {
     this.fail("");
     for (const file of files) {
       const kind = file.type.startsWith("image/") ? "image"
-        : file.type.startsWith("audio/") || /\.(wav|flac)$/i.test(file.name) ? "sound" : null;
+        : file.type.startsWith("audio/") || /\.(wav|flac)$/i.test(file.name) ? "sound"
+          : file.type.startsWith("text/") || TEXT_NAMES.test(file.name) ? "text" : null;
       if (kind === null) {
-        this.fail(`${file.name}: neither an image nor a sound`);
-      } else if (!this.takes().includes(kind === "sound" ? "audio" : "image")) {
+        this.fail(`${file.name}: neither an image nor audio nor a text file`);
+      } else if (kind !== "text" && !this.takes().includes(kind === "sound" ? "audio" : "image")) {
         this.fail(`${file.name || "This"}: the model takes no ${kind}s`);
       } else {
         try {
-          this.items.push(await (kind === "image" ? imageOf(file) : soundOf(file)));
-        } catch {
-          this.fail(`${file.name}: this browser cannot read it`);
+          this.items.push(await { image: imageOf, sound: soundOf, text: textOf }[kind](file));
+        } catch (error) {
+          this.fail(`${file.name}: ${kind === "text" ? `cannot be sent as text (${error.message})` : "this browser cannot read it"}`);
         }
       }
     }
@@ -129,7 +147,8 @@ export class Attachments {
 
   show() {
     this.list.replaceChildren(...this.items.map((item, place) => make(
-      "li", {}, shown(item), make("span", { class: "name" }, `${item.name}, ${bytes(item.blob.size)}`),
+      "li", {}, item.kind === "text" ? icon("file") : shown(item),
+      make("span", { class: "name" }, `${item.name}, ${bytes(item.blob?.size ?? new Blob([item.text]).size)}`),
       tool("close", `Remove ${item.name}`, () => this.remove(place)),
     )));
   }
@@ -141,8 +160,11 @@ export class Attachments {
   }
 }
 
-/** Return a kept image or sound as something to look at or listen to. */
+/** Return a kept image, sound or text as something to look at, listen to or read. */
 export function shown(item) {
+  if (item.kind === "text") {
+    return make("details", { class: "file" }, make("summary", {}, icon("file"), item.name), make("pre", { tabindex: 0 }, item.text));
+  }
   return item.kind === "image"
     ? make("img", { src: urlOf(item.blob), alt: item.name })
     : make("audio", { src: urlOf(item.blob), controls: true, preload: "metadata", "aria-label": item.name });

@@ -1,21 +1,15 @@
-// What is sent beside the messages: set once, kept in this browser.
+// What is sent beside the messages: each chat keeps its own, and a new one begins with what was set last in this browser.
 
 import { byId } from "./dom.js";
 
 const KEPT = "trimtab-options";
-const NUMBERS = ["temperature", "top-p", "max-tokens", "seed"], TEXTS = ["system"], CHECKS = ["chances", "json"];
+const NUMBERS = ["temperature", "top-p", "top-k", "min-p", "max-tokens", "seed"], TEXTS = ["system"], CHECKS = ["chances", "json"];
 const FIRST = { temperature: "0" };
 const TOP = 5; // alternatives of each token
 
 /** Take up what was kept, and keep what changes. */
 export function startOptions() {
-  let kept = {};
-  try {
-    kept = JSON.parse(localStorage.getItem(KEPT) ?? "{}");
-  } catch {
-    // Nothing is kept here, or it is not ours.
-  }
-  set(kept);
+  take(null);
   byId("options").addEventListener("input", () => {
     keep();
     summarize();
@@ -24,31 +18,49 @@ export function startOptions() {
   byId("options-reset").addEventListener("click", () => {
     set({});
     keep();
+    byId("options").dispatchEvent(new Event("change"));
   });
 }
 
-function set(values) {
-  for (const id of [...NUMBERS, ...TEXTS]) byId(id).value = values[id] ?? FIRST[id] ?? "";
-  for (const id of CHECKS) byId(id).checked = values[id] === true;
+function kept() {
+  try {
+    return JSON.parse(localStorage.getItem(KEPT) ?? "{}");
+  } catch {
+    return {}; // nothing is kept here, or it is not ours
+  }
+}
+
+function set(found) {
+  for (const id of [...NUMBERS, ...TEXTS]) byId(id).value = found[id] ?? FIRST[id] ?? "";
+  for (const id of CHECKS) byId(id).checked = found[id] === true;
   summarize();
 }
 
 function keep() {
-  const values = Object.fromEntries([
-    ...[...NUMBERS, ...TEXTS].map((id) => [id, byId(id).value]), ...CHECKS.map((id) => [id, byId(id).checked]),
-  ]);
   try {
-    localStorage.setItem(KEPT, JSON.stringify(values));
+    localStorage.setItem(KEPT, JSON.stringify(values()));
   } catch {
     // Then they last as long as the page.
   }
+}
+
+/** Return the values as a chat keeps them. */
+export function values() {
+  return Object.fromEntries([
+    ...[...NUMBERS, ...TEXTS].map((id) => [id, byId(id).value]), ...CHECKS.map((id) => [id, byId(id).checked]),
+  ]);
+}
+
+/** Take up the values of a chat, those kept in this browser for one that has none of its own. */
+export function take(own) {
+  set(own ?? kept());
 }
 
 /** Say beside the button what is not as it is at first. */
 function summarize() {
   const parts = [];
   if (byId("temperature").value !== FIRST.temperature) parts.push(`temperature ${byId("temperature").value || "1"}`);
-  for (const [id, word] of [["top-p", "top p"], ["max-tokens", "max tokens"], ["seed", "seed"]]) {
+  for (const [id, word] of [["top-p", "top p"], ["top-k", "top k"], ["min-p", "min p"], ["max-tokens", "max tokens"], ["seed", "seed"]]) {
     if (byId(id).value) parts.push(`${word} ${byId(id).value}`);
   }
   if (byId("chances").checked) parts.push("probabilities");
@@ -64,7 +76,7 @@ export function bodyOf(voice, messages) {
   return {
     model: voice,
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    temperature: number("temperature"), top_p: number("top-p"), max_tokens: number("max-tokens"), seed: number("seed"),
+    temperature: number("temperature"), top_p: number("top-p"), top_k: number("top-k"), min_p: number("min-p"), max_tokens: number("max-tokens"), seed: number("seed"),
     ...(byId("chances").checked ? { logprobs: true, top_logprobs: TOP } : {}),
     response_format: byId("json").checked ? { type: "json_object" } : undefined,
     stream: true, stream_options: { include_usage: true },

@@ -46,6 +46,14 @@ export async function heads() {
   return found.sort((a, b) => b.at - a.at);
 }
 
+/** Return the ids of the chats that say a word, in a message or an answer. */
+export async function saying(word) {
+  const wanted = word.toLowerCase(), chats = await within("readonly", (store) => store(CHATS).getAll(), ({ chats: all }) => [...all.values()]);
+  const has = (text) => text.toLowerCase().includes(wanted);
+  return new Set(chats.filter(({ turns }) => turns.some(({ text, slots }) => (
+    has(text) || slots.some(({ versions }) => versions.some((version) => has(version.text)))))).map(({ id }) => id));
+}
+
 export function read(id) {
   return within("readonly", (store) => store(CHATS).get(id), ({ chats }) => chats.get(id));
 }

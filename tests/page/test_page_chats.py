@@ -1,0 +1,175 @@
+"""What a reader does with many chats: search, names, files of all of them, options of each, text files, keys."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.page.reading import answers, ask, expect, question, set_options, stand_in
+
+pytestmark = pytest.mark.slow
+
+
+def three_chats(page):
+    """An image, code words in an answer, and a third one."""
+    stand_in(page, "A red square.", "The word is xylophone.", "Nothing.")
+    ask(page, "about an image", media=question("image")["image"])
+    answers(page)
+    for text in ("a hard word", "the last"):
+        page.click("#new-chat")
+        ask(page, text)
+        answers(page)
+    expect(page.locator(".chat-list .open")).to_have_count(3)
+
+
+def test_chats_are_searched_by_title_and_by_what_was_said(opened):
+    page = opened()
+    three_chats(page)
+    page.keyboard.press("Control+k")
+    expect(page.locator("#search")).to_be_focused()
+    for word, titles in (
+        ("XYLO", ["a hard word"]),
+        ("image", ["about an image"]),
+        ("a", ["the last", "a hard word", "about an image"]),
+    ):
+        page.fill("#search", word)
+        expect(page.locator(".chat-list .open")).to_have_text(titles)
+    page.fill("#search", "zebra")
+    expect(page.locator(".chat-list")).to_contain_text("No chat says this.")
+
+
+def test_a_chat_is_renamed_and_keeps_its_name(opened):
+    page = opened()
+    three_chats(page)
+    page.get_by_role("button", name="Rename a hard word").click()
+    page.locator(".title-box").fill("instruments")
+    page.keyboard.press("Enter")
+    expect(page.locator(".chat-list .open")).to_have_text(["the last", "instruments", "about an image"])
+    page.get_by_role("button", name="Rename the last").click()
+    page.locator(".title-box").fill("never")
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="Rename the last").click()
+    page.locator(".title-box").fill("the newest")
+    page.keyboard.press("Enter")
+    # A message that is sent again does not take the name away.
+    stand_in(page, "Again.")
+    page.get_by_role("button", name="Edit this message").click()
+    page.locator(".edited").fill("something else")
+    page.keyboard.press("Enter")
+    expect(page.locator(".text")).to_have_text("Again.")
+    page.reload()
+    expect(page.locator(".chat-list .open")).to_have_text(["the newest", "instruments", "about an image"])
+
+
+def test_all_chats_are_saved_to_a_file_and_come_back(opened, tmp_path):
+    page = opened()
+    three_chats(page)
+    with page.expect_download() as saved:
+        page.click("#save-all")
+    path = tmp_path / "chats.json"
+    saved.value.save_as(path)
+    assert saved.value.suggested_filename.startswith("trimtab chats 20")
+    expect(page.locator("#backup-said")).to_have_text("3 chats saved to a file")
+    page.set_input_files("#read-file", str(path))
+    expect(page.locator("#backup-said")).to_have_text("0 chats added")
+    page.click("#delete-all")
+    page.click("#sure-yes")
+    expect(page.locator(".chat-list .open")).to_have_count(0)
+    page.set_input_files("#read-file", str(path))
+    expect(page.locator("#backup-said")).to_have_text("3 chats added")
+    page.get_by_role("button", name="about an image", exact=True).click()
+    expect(page.locator(".text")).to_have_text("A red square.")
+    assert page.locator(".asked img").evaluate("one => one.decode().then(() => one.naturalWidth)") > 10
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [("no json", "is no JSON file"), ("[]", "does not hold chats"),
+     ('{"form": "trimtab chats", "version": 9, "chats": []}', "version 9"),
+     ('{"form": "trimtab chats", "version": 1, "chats": [{"id": "<b>"}]}', "not whole")],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_refused_in_words(opened, tmp_path, held, said):
+    page = opened()
+    (tmp_path / "chats.json").write_text(held)
+    page.set_input_files("#read-file", str(tmp_path / "chats.json"))
+    expect(page.locator("#backup-error")).to_contain_text(said)
+
+
+def test_a_chat_from_a_file_is_text_and_nothing_else(opened, tmp_path):
+    """A file that somebody else made: no markup, no address to load, no field that a chat has not."""
+    requested = []
+    page = opened(before=lambda page: page.on("request", lambda request: requested.append(request.url)))
+    version = {
+        "voice": "gemma-demo",
+        "text": "<img src=x onerror=1> ![a](https://evil.example/a.png)",
+        "facts": {"a": 1},
+        "isBusy": True,
+    }
+    media = [
+        {"kind": "image", "name": "x", "format": "image/svg+xml", "data": "PHN2Zy8+"},
+        {"kind": "text", "name": "n", "text": "t"},
+    ]
+    chat = {"id": "0" * 24, "title": "<b>title</b>", "at": "x", "evil": 1,
+            "turns": [{"text": "hello", "media": media, "slots": [{"at": 7, "versions": [version]}]}]}  # fmt: skip
+    (tmp_path / "chats.json").write_text(json.dumps({"form": "trimtab chats", "version": 1, "chats": [chat]}))
+    page.set_input_files("#read-file", str(tmp_path / "chats.json"))
+    page.get_by_role("button", name="<b>title</b>", exact=True).click()
+    expect(page.locator(".text")).to_contain_text("<img src=x onerror=1>")
+    expect(page.locator(".file")).to_contain_text("n")
+    assert page.locator("#turns img").count() == 0
+    assert not [address for address in requested if ".example" in address]
+
+
+def test_each_chat_keeps_its_own_options(opened):
+    page = opened()
+    sent = stand_in(page, "One.", "Two.", "Three.")
+    set_options(page, temperature="0.7", system="Be brief.", top_k="5")
+    ask(page, "first")
+    answers(page)
+    page.click("#new-chat")
+    set_options(page, temperature="0", system="Be long.", top_k="")
+    ask(page, "second")
+    answers(page)
+    page.get_by_role("button", name="first", exact=True).click()
+    expect(page.locator("#options-summary")).to_have_text("temperature 0.7, top k 5, system message")
+    ask(page, "again")
+    answers(page, 2)
+    assert [one["messages"][0]["content"] for one in sent] == ["Be brief.", "Be long.", "Be brief."]
+    assert [(one["temperature"], one.get("top_k")) for one in sent] == [(0.7, 5), (0, None), (0.7, 5)]
+
+
+def test_a_text_file_goes_with_the_message_in_a_fence(opened, tmp_path):
+    page = opened()
+    sent = stand_in(page, "One.", "Two.")
+    (tmp_path / "notes.md").write_text("# Notes\n```\ncode\n```\n", encoding="utf-8")
+    page.set_input_files("#file", str(tmp_path / "notes.md"))
+    expect(page.locator("#attached li")).to_contain_text("notes.md, 21 B")
+    page.fill("#question", "What is this?")
+    page.click("#send")
+    answers(page)
+    assert sent[0]["messages"] == [
+        {"role": "user", "content": "notes.md:\n````\n# Notes\n```\ncode\n```\n````\n\nWhat is this?"}
+    ]
+    page.locator(".file summary").click()
+    expect(page.locator(".file pre")).to_contain_text("# Notes")
+    # It stays with its turn.
+    ask(page, "And now?")
+    answers(page, 2)
+    assert sent[1]["messages"][0] == sent[0]["messages"][0]
+    (tmp_path / "bad.txt").write_bytes(b"\xff\x00\xfe")
+    page.set_input_files("#file", str(tmp_path / "bad.txt"))
+    expect(page.locator("#ask-error")).to_contain_text("bad.txt: cannot be sent as text")
+
+
+def test_the_list_of_chats_opens_and_closes_with_a_key(opened):
+    page = opened()
+    page.keyboard.press("Control+b")
+    expect(page.locator("#chats")).to_be_hidden()
+    page.keyboard.press("Control+b")
+    expect(page.locator("#chats")).to_be_visible()
+    # What the server takes: every option goes through a real request.
+    set_options(page, temperature="0.5", top_p="0.9", top_k="3", min_p="0.1", max_tokens="4", seed="1")
+    ask(page, question("text")["prompt"])
+    assert answers(page)[0]
+    expect(page.locator(".error:visible")).to_have_count(0)
