@@ -4,7 +4,8 @@
 
 attacked: one server of the demo model, with 1,024 file descriptors. Two clients ask a short question over and over, and a
     probe asks /health twenty times a second, in turns: quiet, attacked, quiet, ... The attackers run in a process of their own:
-    bodies made to cost, half-open and dripping connections, requests that smuggle, small hostile images and sounds.
+    bodies made to cost, half-open and dripping connections, requests that smuggle, small hostile images and sounds, values that
+    no answer survives, unloading of the operator's adapters, one adapter under 120 names, streams that are left at once.
 together: the fault run, and the same with the attackers beside it, in turns. In each turn 32 more clients ask, adapters are loaded
     and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
     with a killed worker are counted apart, under "ended".
@@ -42,13 +43,16 @@ from trimtab.demo.line import FOLDER
 FILES = 1024
 HALF_OPEN = 1100
 TIMEOUT_S = 30.0
+# Beside 32 others and kills: so many normal clients, and so many rounds of answers at most before the next kill, that enough of
+# their requests are complete.
+NORMAL, ROUNDS = 8, 3
 # Between two hostile bodies of one attacker.
 PAUSE_S = 0.5
 ATTACKERS_NICE = 10
-HEAD = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-    b"Content-Length: %d\r\n\r\n"
-)
+# Under how many names one adapter is loaded.
+NAMES = 120
+CHANGING = [*DEMO, "--adapter-root", str(FOLDER / "adapters")]
+HEAD = b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 QUESTION = client.chat_body("How are you?", model="style", max_tokens=4)
 
 
@@ -102,6 +106,34 @@ MEDIA: dict[str, Callable[[], bytes]] = {
     "PNG 31,000,000 x 1": lambda: _image(_png(31_000_000, 1)), "PNG 1 x 65": lambda: _image(_png(1, 65)),
     "PNG 20 x 1300": lambda: _image(_png(20, 1300)), "WAV of 20 samples": lambda: _sound(_wav(20)),
 }  # fmt: skip
+CHAT, UNLOAD, LOAD = "/v1/chat/completions", "/v1/unload_lora_adapter", "/v1/load_lora_adapter"
+
+
+def _asked(**fields: Any) -> bytes:
+    return json.dumps(
+        {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}], **fields}
+    ).encode()
+
+
+def _held_to(schema: dict[str, Any]) -> bytes:
+    return _asked(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+
+
+# What is refused by field, and costs whoever sends it nothing.
+VALUES: dict[str, tuple[str, bytes]] = {
+    "temperature 1e-38": (CHAT, _asked(temperature=1e-38)),
+    "repetition_penalty 1e-39": (CHAT, _asked(repetition_penalty=1e-39)),
+    "logit_bias 1e308": (CHAT, _asked(logit_bias={"1": 1e308})),
+    "temperature NaN": (CHAT, _asked(temperature=float("nan"))),
+    "schema of itself": (CHAT, _held_to({"$ref": "#"})),
+    "schema of itself, farther": (
+        CHAT,
+        _held_to({"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}),
+    ),
+    "an empty message": (CHAT, _asked(messages=[{"role": "user", "content": " "}])),
+    "unloading the operator's adapter": (UNLOAD, b'{"lora_name":"style"}'),
+    "an adapter of another folder": (LOAD, b'{"lora_name":"x","lora_path":"../../../../etc"}'),
+}
 SMUGGLED = (
     b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
     b"GET /health HTTP/1.1\nHost: localhost\n\n", b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a: b\r\n" * 5000 + b"\r\n",
@@ -118,25 +150,28 @@ class Attack:
         self._costly = {name: make() for name, make in BODIES.items()}
         self._media = {name: make() for name, make in MEDIA.items()}
         self.counts: Counter[str] = Counter()
+        self.most_host_bytes = 0
         self._lock = threading.Lock()
 
-    def run(self) -> dict[str, int]:
+    def run(self) -> dict[str, Any]:
         """Attack until the time is over or standard input ends.
 
+        Returns what was done and what came back, and the most bytes that adapters had on the host.
         Real attackers have machines of their own: here they take what the others leave of the cores.
         """
         os.nice(ATTACKERS_NICE)
         self._end = time.monotonic() + self._seconds
         threading.Thread(target=self._listen, daemon=True).start()
         works = [
-            lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._drip, self._smuggle
+            lambda: self._bodies(self._costly), lambda: self._bodies(self._media), self._half_open, self._drip, self._smuggle,
+            self._send_values, self._flood_names, self._leave,
         ]  # fmt: skip
         threads = [threading.Thread(target=work, daemon=True) for work in works]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(TIMEOUT_S * 3)
-        return dict(sorted(self.counts.items()))
+        return {"counts": dict(sorted(self.counts.items())), "most_host_bytes": self.most_host_bytes}
 
     def _listen(self) -> None:
         sys.stdin.buffer.read()
@@ -160,11 +195,42 @@ class Attack:
                 if not self._goes_on():
                     return
 
-    def _post(self, body: bytes) -> str:
+    def _send_values(self) -> None:
+        while self._goes_on():
+            for name, (path, body) in VALUES.items():
+                self._count(f"{name}: {self._post(body, path)}")
+                time.sleep(0.1)
+
+    def _flood_names(self) -> None:
+        """Load one adapter under many names, and unload all of them."""
+        names = [f"flood-{number}" for number in range(NAMES)]
+        while self._goes_on():
+            for name in names:
+                body = json.dumps({"lora_name": name, "lora_path": "specialist"}).encode()
+                self._count(f"one adapter under {NAMES} names: {self._post(body, LOAD)}")
+            with suppress(OSError, ValueError, LookupError):
+                numbers = client.get(":".join(map(str, self._to)), "/api/status")[1]["models"][0]["numbers"]
+                self.most_host_bytes = max(self.most_host_bytes, numbers["adapter_host_bytes"])
+            for name in names:
+                until(
+                    lambda name=name: self._post(b'{"lora_name":"%s"}' % name.encode(), UNLOAD) in ("200", "404"), 60.0
+                )
+
+    def _leave(self) -> None:
+        """Ask for streams and leave at their first byte."""
+        body = _asked(stream=True, max_tokens=400)
+        while self._goes_on():
+            with suppress(OSError), self._connect() as raw:
+                raw.sendall(HEAD % (CHAT.encode(), len(body)) + body)
+                raw.recv(1)
+                self._count("streams that were left")
+            time.sleep(PAUSE_S)
+
+    def _post(self, body: bytes, path: str = CHAT) -> str:
         try:
             with self._connect() as raw:
                 with suppress(BrokenPipeError, ConnectionResetError):
-                    raw.sendall(HEAD % len(body) + body)
+                    raw.sendall(HEAD % (path.encode(), len(body)) + body)
                 return raw.recv(2**16).split(b" ", 2)[1].decode()
         except (OSError, IndexError) as exc:
             return type(exc).__name__
@@ -191,7 +257,7 @@ class Attack:
         while self._goes_on():
             with suppress(OSError):
                 held.append(self._connect())
-                held[-1].sendall(HEAD % 999)
+                held[-1].sendall(HEAD % (CHAT.encode(), 999))
                 self._count("dripping bodies")
             for raw in list(held):
                 try:
@@ -278,8 +344,8 @@ def _peak_mib(pid: int) -> float:
 
 
 @contextmanager
-def _attackers(server: Served, got: Counter[str]) -> Iterator[None]:
-    """Have every attacker at work for a block. got: what they did and what they got."""
+def _attackers(server: Served, got: Counter[str], most: list[int]) -> Iterator[None]:
+    """Have every attacker at work for a block. got: what they did and what they got. most: bytes of adapters on the host."""
     command = [sys.executable, "-m", "bench.attackers", "--attack", server.address, "--seconds", "600"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as attackers:
         assert attackers.stdin is not None and attackers.stdout is not None
@@ -288,7 +354,9 @@ def _attackers(server: Served, got: Counter[str]) -> Iterator[None]:
             yield
         finally:
             attackers.stdin.close()
-        got.update(json.loads(attackers.stdout.read()))
+        found = json.loads(attackers.stdout.read())
+        got.update(found["counts"])
+        most.append(found["most_host_bytes"])
 
 
 def _p99_ratio(result: dict[str, Any]) -> dict[str, float]:
@@ -297,13 +365,14 @@ def _p99_ratio(result: dict[str, Any]) -> dict[str, float]:
 
 
 class Turns:
-    """Quiet and attacked turns of two normal clients on one server, one after the other."""
+    """Quiet and attacked turns of normal clients on one server, one after the other."""
 
-    def __init__(self, server: Served, expected: str) -> None:
+    def __init__(self, server: Served, expected: str, clients: int = 2) -> None:
         self._server, self._expected = server, expected
-        self.quiet, self.under = Normal(server), Normal(server)
+        self.quiet, self.under = Normal(server, clients), Normal(server, clients)
         self.got: Counter[str] = Counter()
         self.loads: list[float] = []
+        self._host_bytes = [int(server.status()["numbers"].get("adapter_host_bytes", 0))]
         resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (FILES, FILES))
         self._before = _peak_mib(server.process.pid)
 
@@ -312,7 +381,7 @@ class Turns:
         for _ in range(count):
             self.quiet.run(self._expected, wait)
             self.loads.append(round(os.getloadavg()[0], 1))
-            with _attackers(self._server, self.got):
+            with _attackers(self._server, self.got, self._host_bytes):
                 self.under.run(self._expected, wait)
             self.loads.append(round(os.getloadavg()[0], 1))
             time.sleep(2)
@@ -322,6 +391,7 @@ class Turns:
         server = self._server
         return {
             "files": FILES, "p99_ratio": _p99_ratio(result), **result, "attackers": dict(sorted(self.got.items())),
+            "adapter_host_bytes": [self._host_bytes[0], max(self._host_bytes)],
             "api_peak_mib": [self._before, _peak_mib(server.process.pid)], "left": rest(server),
             "log_bytes": len(server.log.encode()), "loads": self.loads,
         }  # fmt: skip
@@ -329,7 +399,7 @@ class Turns:
 
 def attacked(seconds: float = 20.0, turns: int = 4) -> dict[str, Any]:
     """Return what two normal clients saw in quiet and in attacked turns, and what the server took."""
-    with Served() as server:
+    with Served(CHANGING) as server:
         worker = server.worker_pid()
         both = Turns(server, client.ask(server.address, QUESTION).text)
         both.run(turns, lambda: time.sleep(seconds))
@@ -375,15 +445,22 @@ class Faults:
                 if answer.ended != "complete":
                     time.sleep(0.2)
 
-    def kill(self, count: int) -> None:
-        """End the worker so many times, each at a random moment after the one before is back and has answered."""
+    def kill(self, count: int, rounds: int = 1) -> None:
+        """End the worker so many times, each at a random moment after the one before is back and has answered.
+
+        rounds: how often all clients together may be answered in between, at most."""
         server = self._server
         for _ in range(count):
-            wanted = self.tally.ended["complete"] + self._chance.randrange(self._clients + 1)
+            wanted = self.tally.ended["complete"] + self._chance.randrange(rounds * self._clients + 1)
             until(lambda: self.tally.ended["complete"] >= wanted, 60.0)  # noqa: B023
             before, start = server.worker_pid(), time.monotonic()
             server.kill_worker()
-            if until(lambda: server.worker_pid() not in (None, before) and server.is_ready(), 300.0) is None:  # noqa: B023
+            is_back = until(
+                lambda: server.worker_pid() not in (None, before) and server.is_ready(),  # noqa: B023
+                300.0,
+                every_s=0.05,
+            )
+            if is_back is None:
                 raise RuntimeError(f"not back after 300 s:\n{server.log[-2000:]}")
             self.back_s.append(time.monotonic() - start)
 
@@ -393,9 +470,6 @@ class Faults:
             "restarts": self._server.status()["restarts"],
             "adapters": dict(sorted(self.changes.items())), "back_s": client.percentiles(self.back_s, digits=2),
         }  # fmt: skip
-
-
-CHANGING = [*DEMO, "--adapter-root", str(FOLDER / "adapters")]
 
 
 def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, Any]:
@@ -410,16 +484,16 @@ def killed(kills: int = 10, clients: int = 32, *, seed: int = 0) -> dict[str, An
 def together(
     kills: int = 10, clients: int = 32, turns: int = 2, *, seconds: float = 20.0, seed: int = 0
 ) -> dict[str, Any]:
-    """Return what two normal clients saw of kills, load and changing adapters, with and without attackers beside.
+    """Return what normal clients saw of kills, load and changing adapters, with and without attackers beside.
 
     kills: in all attacked turns; as many in the quiet ones. seconds: of a turn at least."""
     with Served(CHANGING) as server:
         faults = Faults(server, clients, seed)
-        both = Turns(server, client.ask(server.address, QUESTION).text)
+        both = Turns(server, client.ask(server.address, QUESTION).text, NORMAL)
 
         def turn() -> None:
             start = time.monotonic()
-            faults.kill(kills // turns)
+            faults.kill(kills // turns, ROUNDS)
             until(lambda: time.monotonic() - start > seconds, seconds)
 
         with faults.at_work():

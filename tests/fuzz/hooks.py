@@ -15,6 +15,8 @@ from pathlib import Path
 import schemathesis
 
 NAMES = {"model": os.environ.get("TRIMTAB_FUZZ_MODEL", "toy"), "lora_path": "style"}
+# Adapters of the demo model, for the field that names one or mixes two.
+ADAPTERS = ("style", "specialist") if NAMES["model"] == "demo" else ()
 # Tokens that every served model has.
 MOST_TOKEN = 255
 COUNTS = Path(os.environ["TRIMTAB_FUZZ_COUNTS"])
@@ -32,6 +34,11 @@ def before_call(context, case, **kwargs):
         value = case.body.get(name)
         if isinstance(value, str) and 0 < len(value) <= 200:
             case.body[name] = known
+    adapter = case.body.get("adapter")
+    if ADAPTERS and isinstance(adapter, str) and 0 < len(adapter) <= 200:
+        case.body["adapter"] = ADAPTERS[0]
+    elif ADAPTERS and isinstance(adapter, dict) and 0 < len(adapter) <= len(ADAPTERS):
+        case.body["adapter"] = dict(zip(ADAPTERS, adapter.values(), strict=False))
     tokens = case.body.get("tokens")
     if isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         case.body["tokens"] = [min(token, MOST_TOKEN) for token in tokens]

@@ -57,6 +57,14 @@ class _Member:
     is_leaving: bool = False
     failed_at: float | None = None
     numbers: Future[Any] | None = None
+    # The plan that was shown last, and how: whoever asks a hundred times a second does not have it made each time.
+    _shown: tuple[Mapping[str, Any] | None, dict[str, Any] | None] = (None, None)
+
+    def shown_plan(self) -> dict[str, Any] | None:
+        plan = self.supervisor.plan
+        if plan is not self._shown[0]:
+            self._shown = plan, shown_plan(plan)
+        return self._shown[1]
 
     @property
     def is_living(self) -> bool:
@@ -427,7 +435,7 @@ class Pool:
     def _status(self, name: str, member: _Member) -> dict[str, Any]:
         supervisor = member.supervisor
         is_ready, failure = supervisor.state == "ready", supervisor.failure
-        plan = shown_plan(supervisor.plan)
+        plan = member.shown_plan()
         return {
             "name": name, "state": supervisor.state, "restarts": supervisor.restarts, "loading": supervisor.loading,
             "in_flight": member.in_flight, "waiting": member.waiting, "adapters": sorted(member.adapters),
