@@ -316,8 +316,8 @@ def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: 
         for name, value in options.items():
             raise RequestError("has no effect on a plan", field=name, value=value, hint="Plan again with it")
         return given if isinstance(given, Plan) else Plan.load(given)
-    asked: dict[str, Any] = {} if decode is None else {"decode": decode}
-    return plan(given, **options, **asked)
+    given_decode: dict[str, Any] = {} if decode is None else {"decode": decode}
+    return plan(given, **options, **given_decode)
 
 
 def inspect(adapter: str | Path, *, model: str | Path | None = None) -> dict[str, Any]:

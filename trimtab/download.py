@@ -181,8 +181,8 @@ def _record(model: str, name: str, commit: str) -> None:
 def _transport_error() -> type[Exception]:
     """Return what a lost connection raises: huggingface_hub 1 uses httpx, 2 its successor httpx2."""
     package = sys.modules[type(huggingface_hub.get_session()).__module__.partition(".")[0]]
-    found: type[Exception] = package.HTTPError
-    return found
+    kind: type[Exception] = package.HTTPError
+    return kind
 
 
 def _first_line(exc: BaseException) -> str:

@@ -21,16 +21,18 @@ MOST = 1024
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def use(asked: int | str | None, *, beside_others: bool = True, environ: MutableMapping[str, str] = os.environ) -> None:
+def use(
+    requested: int | str | None, *, beside_others: bool = True, environ: MutableMapping[str, str] = os.environ
+) -> None:
     """Let torch compute with that many threads, in this process and in those that it starts.
 
-    asked: a flag's value; None takes TRIMTAB_THREADS, else what the user has set for OpenMP, else `choose`. beside_others:
+    requested: a flag's value; None takes TRIMTAB_THREADS, else what the user has set for OpenMP, else `choose`. beside_others:
     leave out the cores that other programs keep busy now. Errors: RequestError.
     """
-    if asked is None and environ.get(VARIABLE):
+    if requested is None and environ.get(VARIABLE):
         count: int | None = parse(environ[VARIABLE], field=VARIABLE)
-    elif asked is not None:
-        count = parse(asked, field="--threads")
+    elif requested is not None:
+        count = parse(requested, field="--threads")
     else:
         count = None if environ.get(OPENMP) else choose(beside_others=beside_others)
     if count is None:
@@ -87,14 +89,14 @@ def _groups(root: Path, member: Path) -> list[Path]:
         lines = member.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
         return [root, root / "cpu"]
-    found = [root, root / "cpu"]
+    folders = [root, root / "cpu"]
     for line in lines:
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         top = root if not controllers else root / "cpu" if "cpu" in controllers.split(",") else None
         if top is not None:
             below = [part for part in path.split("/") if part not in ("", ".", "..")]
-            found += [top.joinpath(*below[: depth + 1]) for depth in range(len(below))]
-    return found
+            folders += [top.joinpath(*below[: depth + 1]) for depth in range(len(below))]
+    return folders
 
 
 def _share(folder: Path) -> float | None:

@@ -41,9 +41,9 @@ class _quiet(warnings.catch_warnings):  # noqa: N801 - a context manager
     """PEFT warns of tied modules and of names that look like prefixes; what would change the output is checked here."""
 
     def __enter__(self) -> Any:
-        found = super().__enter__()
+        recorded = super().__enter__()
         warnings.simplefilter("ignore")
-        return found
+        return recorded
 
 
 def check_dora(spec: AdapterSpec, modules: Mapping[str, nn.Module]) -> None:

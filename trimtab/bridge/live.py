@@ -31,7 +31,7 @@ def read_live(model: Any) -> Anatomy:
     ties = {name: owner for name, value in parameters if (owner := owners.setdefault(id(value), name)) != name}
     try:
         dtype = str(model.dtype).removeprefix("torch.")
-        found = build_anatomy(
+        anatomy = build_anatomy(
             model, model.config, {}, ties, dtype=dtype, packed={}, quant="none", unquantized={}, keep_unquantized=(),
             windows=None,
         )  # fmt: skip
@@ -40,13 +40,13 @@ def read_live(model: Any) -> Anatomy:
             f"a {type(model).__name__} is not a transformers language model ({exc})", field="base_model"
         ) from exc
     modules = dict(model.named_modules())
-    rows = {row.module_path: _unpacked(row, modules[row.module_path], dtype) for row in found.rows}
+    rows = {row.module_path: _unpacked(row, modules[row.module_path], dtype) for row in anatomy.rows}
     for path, module in modules.items():
         inner = module._modules.get("linear")
         if inner is not None and is_linear(inner) and "Linear" in type(module).__name__:
             row = rows.get(path) or replace(rows[f"{path}.linear"], module_path=path, tensors=(), quantized=False)
             rows[path] = replace(row, class_name=type(module).__name__, kind="other", wraps=f"{path}.linear")
-    return replace(found, rows=tuple(rows[path] for path in modules if path in rows))
+    return replace(anatomy, rows=tuple(rows[path] for path in modules if path in rows))
 
 
 def _unpacked(row: ModuleRow, module: nn.Module, dtype: str) -> ModuleRow:

@@ -111,12 +111,12 @@ def _check_base(base_model: Any) -> None:
             f"this {type(base_model).__name__} already has adapters", field="base_model",
             hint="Further adapters: peft_model.load_adapter(path, name)",
         )  # fmt: skip
-    found = scan(base_model)
-    if all(place == "meta" for place in found.devices):
+    scanned = scan(base_model)
+    if all(place == "meta" for place in scanned.devices):
         raise RequestError("the model is empty: all its weights are on the meta device", field="base_model")
-    broken = found.of(*BROKEN)
+    broken = scanned.of(*BROKEN)
     if broken:
-        raise _upstream(broken, found.versions)
+        raise _upstream(broken, scanned.versions)
 
 
 def _upstream(broken: tuple[Finding, ...], versions: Mapping[str, str]) -> UpstreamError:

@@ -146,13 +146,13 @@ def pattern_value(patterns: Mapping[str, Any] | None, path: str) -> tuple[str, A
 def _value_for(config: Mapping[str, Any], field: str, default: Any, paths: Sequence[str]) -> tuple[Any, str]:
     # The adapter's own spelling was the module's path where the adapter was trained, so it decides; the model's path
     # serves configurations that were edited to fit the model.
-    found = [hit for hit in (pattern_value(config.get(field), path) for path in paths) if hit is not None]
-    if not found:
+    hits = [hit for hit in (pattern_value(config.get(field), path) for path in paths) if hit is not None]
+    if not hits:
         return default, ""
-    if any(value != found[0][1] for _, value in found):
+    if any(value != hits[0][1] for _, value in hits):
         names = " and ".join(f"{path!r}" for path in paths)
-        return found[0][1], f"{field} gives different values for {names}"
-    return found[0][1], ""
+        return hits[0][1], f"{field} gives different values for {names}"
+    return hits[0][1], ""
 
 
 def rank_and_scale(config: Mapping[str, Any], paths: Sequence[str]) -> tuple[int, float, list[str]]:

@@ -78,10 +78,10 @@ def read_adapter(path: str | Path, *, values: bool = True) -> AdapterFile:
     header = read_header(folder / TENSORS_NAME)
     if not header.tensors:
         raise AdapterError(folder, [f"{TENSORS_NAME} has no tensors"])
-    found = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
+    adapter = AdapterFile(folder, config, dict(header.tensors), folder / TENSORS_NAME, stamps)
     if values:
-        check_values(found)
-    return found
+        check_values(adapter)
+    return adapter
 
 
 def check_values(file: AdapterFile) -> None:
@@ -97,7 +97,7 @@ def _missing_files(folder: Path) -> list[str]:
     if missing:
         problems += [f"{name} {words}" for name, words in _OTHER_FILES.items() if (folder / name).exists()]
         # PEFT puts every adapter but "default" into a folder of its own.
-        inside = sorted(found.parent.name for found in folder.glob(f"*/{CONFIG_NAME}"))
+        inside = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
         problems += [f"an adapter is in the folder {name!r} inside; name that one" for name in inside[:5]]
     return problems
 

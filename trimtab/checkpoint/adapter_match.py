@@ -131,15 +131,15 @@ def _choose_rewrite(keys: list[AdapterKey], places: _Places) -> tuple[Rewrite, d
     full: list[tuple[Rewrite, dict[str, str | None]]] = []
     best: tuple[int, Rewrite, dict[str, str | None]] | None = None
     for rewrite in REWRITES:
-        found: dict[str, str | None] = {}
+        paths: dict[str, str | None] = {}
         for key in keys:
             path = rewrite.apply(key.path)
-            found[key.adapter_key] = None if path is None else places.find(path, key)
-        explained = sum(path is not None for path in found.values())
-        if explained == len(keys) and all(found != other for _, other in full):
-            full.append((rewrite, found))
+            paths[key.adapter_key] = None if path is None else places.find(path, key)
+        explained = sum(path is not None for path in paths.values())
+        if explained == len(keys) and all(paths != other for _, other in full):
+            full.append((rewrite, paths))
         if best is None or explained > best[0]:
-            best = (explained, rewrite, found)
+            best = (explained, rewrite, paths)
     if len(full) == 1:
         return *full[0], []
     assert best is not None
@@ -162,13 +162,13 @@ def match_adapter(file: AdapterFile, anatomy: Anatomy) -> AdapterSpec:
         problems.append(f"the file holds several adapters ({', '.join(names)}); save them one by one")
     keys = [key for key in keys if not key.problem]
     places = _Places(anatomy)
-    rewrite, found, ambiguous = _choose_rewrite(keys, places)
+    rewrite, paths, ambiguous = _choose_rewrite(keys, places)
     problems += ambiguous
     no_effect: list[tuple[str, str]] = []
     matched: dict[tuple[str, str], dict[str, AdapterKey]] = {}
     lost: list[AdapterKey] = []
     for key in keys:
-        path = found[key.adapter_key]
+        path = paths[key.adapter_key]
         if path is None:
             lost.append(key)
         elif path in places.missing:
@@ -270,10 +270,10 @@ class _Builder:
             ("magnitude", "use_dora", "lora_magnitude_vector"),
             ("B_bias", "lora_bias", "lora_B.bias"),
         ):
-            asked = bool(self.config.get(option))
-            if asked and role not in roles:
+            is_on = bool(self.config.get(option))
+            if is_on and role not in roles:
                 self.problems.append(f"{spelled}: {option} is true but {word} is missing")
-            elif role in roles and not asked:
+            elif role in roles and not is_on:
                 self.problems.append(f"{roles[role].adapter_key}: {word} is there but {option} is false")
         if adapter_config.is_saved(self.config, own_path(spelled)):
             self.problems.append(f"{spelled}: LoRA on a module that modules_to_save replaces")

@@ -109,7 +109,7 @@ def patched_config(spec: AdapterSpec, pattern: str) -> dict[str, Any]:
 
 def _renamed(spec: AdapterSpec) -> dict[str, str]:
     """Return key -> new key of tensors whose key spells the module otherwise than PEFT would."""
-    found = {}
+    names = {}
     for target in spec.targets:
         if target.kind == "saved" or not target.adapter_path:
             continue
@@ -117,8 +117,8 @@ def _renamed(spec: AdapterSpec) -> dict[str, str]:
             _, mark, tail = entry.tensor_name.partition(f"{target.adapter_path}.")
             new = f"{PEFT_HEAD}{target.module_path}.{tail}" if mark else entry.tensor_name
             if new != entry.tensor_name:
-                found[entry.tensor_name] = new
-    return found
+                names[entry.tensor_name] = new
+    return names
 
 
 def _weights(source: Path, copy: Path, renamed: dict[str, str]) -> bool:

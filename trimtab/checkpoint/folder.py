@@ -87,33 +87,35 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"has more than {MAX_JSON_BYTES} B, too large for a JSON file", path=file)
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
         raise CheckpointError(f"cannot be read ({exc.strerror})", path=file) from exc
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"is not JSON ({exc})", path=file) from exc
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise CheckpointError("is not a JSON object", path=file)
-    return found
+    return values
 
 
 def stamp_of(folder: Path, file: Path) -> Stamp:
     """Return (name, size, mtime in ns) of a file; -1 for both where it is not there."""
     name = file.relative_to(folder).as_posix()
     try:
-        found = file.stat()
+        stat = file.stat()
     except OSError:
         return name, -1, -1
-    return name, found.st_size, found.st_mtime_ns
+    return name, stat.st_size, stat.st_mtime_ns
 
 
 def _quantization(config_file: Path, config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the quantization_config where transformers looks for it: at the top, else in the text config."""
     text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
-    if found and not isinstance(found, dict):
+    quantization = config.get("quantization_config") or (
+        text.get("quantization_config") if isinstance(text, dict) else None
+    )
+    if quantization and not isinstance(quantization, dict):
         raise CheckpointError("quantization_config is not an object", path=config_file)
-    return found or None
+    return quantization or None
 
 
 # Which folder ---------------------------------------------------------------------------------------------------------
@@ -183,23 +185,23 @@ def _snapshot(cached: Path) -> Path:
     """Return the snapshot that refs/main names, else the only one there is."""
     main, snapshots = cached / "refs" / "main", cached / "snapshots"
     try:
-        found = sorted(child.name for child in snapshots.iterdir() if child.is_dir()) if snapshots.is_dir() else []
+        revisions = sorted(child.name for child in snapshots.iterdir() if child.is_dir()) if snapshots.is_dir() else []
         revision = main.read_text(encoding="utf-8").strip() if main.is_file() else None
     except (OSError, ValueError) as exc:
         raise CheckpointError(f"hub-cache folder cannot be read ({exc})", path=cached) from exc
-    have = f"it has {', '.join(found) or 'none'}"
+    have = f"it has {', '.join(revisions) or 'none'}"
     if revision is not None:
-        if revision not in found:
+        if revision not in revisions:
             raise CheckpointError(
                 f"refs/main names the snapshot {revision!r}; {have}", path=cached,
                 hint="Download it again, or give the folder of a snapshot",
             )  # fmt: skip
-    elif len(found) == 1:
-        revision = found[0]
+    elif len(revisions) == 1:
+        revision = revisions[0]
     else:
         raise CheckpointError(
-            f"has no refs/main to choose among {len(found)} snapshots; {have}", path=cached,
-            hint="Give the folder of one snapshot" if found else "Download it again",
+            f"has no refs/main to choose among {len(revisions)} snapshots; {have}", path=cached,
+            hint="Give the folder of one snapshot" if revisions else "Download it again",
         )  # fmt: skip
     return snapshots / revision
 
@@ -249,10 +251,14 @@ def _inside(folder: Path, name: str, source: Path) -> Path:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_json(index).get("weight_map")
-    if not isinstance(found, dict) or not found or not all(isinstance(name, str) for name in found.values()):
+    weight_map = read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise CheckpointError("has no weight_map of tensor names to file names", path=index)
-    return found
+    return weight_map
 
 
 def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
@@ -270,13 +276,13 @@ def _indexed(folder: Path, index: Path) -> tuple[Path, ...]:
 def _read_tensors(files: tuple[Path, ...]) -> dict[str, TensorEntry]:
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        found = read_header(file).tensors
-        twice = [name for name in found if name in tensors]
+        tensors_of_file = read_header(file).tensors
+        twice = [name for name in tensors_of_file if name in tensors]
         if twice:
             raise CheckpointError(
                 f"is in {tensors[twice[0]].file.name} as well" + _others(twice[1:]), path=file, tensor_name=twice[0]
             )
-        tensors |= found
+        tensors |= tensors_of_file
     return tensors
 
 

@@ -173,12 +173,12 @@ def _parse(file: Path, raw: bytes, file_bytes: int) -> Header:
     return Header(file, metadata, tensors, file_bytes)
 
 
-def _metadata(file: Path, found: Any) -> dict[str, str]:
-    if not isinstance(found, _Object) or not all(isinstance(value, str) for value in found.values()):
+def _metadata(file: Path, values: Any) -> dict[str, str]:
+    if not isinstance(values, _Object) or not all(isinstance(value, str) for value in values.values()):
         _refuse(file, "__metadata__ is not a map from text to text")
-    if found.repeated:
-        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, found.repeated))}")
-    return dict(found)
+    if values.repeated:
+        _refuse(file, f"__metadata__ has keys twice: {', '.join(map(_shown, values.repeated))}")
+    return dict(values)
 
 
 def _is_size(value: Any) -> bool:

@@ -58,8 +58,8 @@ def near_names(name: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """
     comparison = _Comparison(name)
     scored = [(choice != name, -comparison.score(choice), choice) for choice in dict.fromkeys(choices)]
-    found = sorted(item for item in scored if -item[1] >= MIN_SCORE)
-    return [choice for *_, choice in found[: max(count, 0)]]
+    near = sorted(item for item in scored if -item[1] >= MIN_SCORE)
+    return [choice for *_, choice in near[: max(count, 0)]]
 
 
 class _Comparison:
@@ -108,11 +108,11 @@ class _Comparison:
 
 def _parts(segments: list[str]) -> dict[int, list[str]]:
     """Return the segments that name a part, by the place of that part in SAME_PART."""
-    found: dict[int, list[str]] = {}
+    by_length: dict[int, list[str]] = {}
     for segment in segments:
         if segment in _PART_OF:
-            found.setdefault(_PART_OF[segment], []).append(segment)
-    return found
+            by_length.setdefault(_PART_OF[segment], []).append(segment)
+    return by_length
 
 
 def _words(name: str) -> set[str]:

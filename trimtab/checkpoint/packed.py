@@ -88,11 +88,13 @@ def split_packed(checkpoint: Checkpoint) -> tuple[dict[str, TensorEntry], dict[s
 
 
 def _check_method(checkpoint: Checkpoint) -> None:
-    found = checkpoint.quantization
-    if found is None:
+    quantization = checkpoint.quantization
+    if quantization is None:
         return
-    method = found.get("quant_method")
-    if method is None and (found.get("load_in_4bit") or found.get("load_in_8bit")):  # as old configs say it
+    method = quantization.get("quant_method")
+    if method is None and (
+        quantization.get("load_in_4bit") or quantization.get("load_in_8bit")
+    ):  # as old configs say it
         method = "bitsandbytes"
     if method != "bitsandbytes":
         raise CheckpointError(
@@ -135,8 +137,8 @@ def _groups(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry],
 
 def _place(name: str, tensors: Mapping[str, TensorEntry]) -> tuple[str, str, str]:
     """Return (weight name, part, 4-bit type) of a side tensor; the part is empty for any other tensor."""
-    weight, found, kind = name.partition("." + STATE)
-    if found:
+    weight, marker, kind = name.partition("." + STATE)
+    if marker:
         return weight, "quant_state", kind
     stem, _, last = name.rpartition(".")
     if last in SIDES and (stem in tensors or stem.endswith("weight")):
@@ -206,8 +208,8 @@ def _check_state(group: _Group, state: Mapping[str, Any], kind: str, nested: boo
         size = state[key]
         group.want(_is_count(size) and size in BLOCKSIZES, f"{key} {size!r} is not one of {BLOCKSIZES}")
     if nested:
-        found = state["nested_dtype"]
-        group.want(found == "float32", f"nested_dtype {found!r} is not 'float32'")
+        nested_dtype = state["nested_dtype"]
+        group.want(nested_dtype == "float32", f"nested_dtype {nested_dtype!r} is not 'float32'")
         is_number = isinstance(offset, (int, float)) and not isinstance(offset, bool) and math.isfinite(offset)
         group.want(is_number, f"nested_offset {offset!r} is not a finite number")
     return len(group.problems) == before
@@ -226,18 +228,18 @@ def _check_parts(group: _Group, numel: int, state: Mapping[str, Any], nested: bo
         group.want(not missing, f"has no {', '.join(missing)}")
     for part, (dtype, count) in wanted.items():
         if (entry := group.parts.get(part)) is not None:
-            found = f"{part} is {entry.dtype} {list(entry.shape)}"
+            stored = f"{part} is {entry.dtype} {list(entry.shape)}"
             is_right = entry.dtype == dtype and entry.shape == (count,)
-            group.want(is_right, f"{found}, its quant_state needs {dtype} [{count}]")
+            group.want(is_right, f"{stored}, its quant_state needs {dtype} [{count}]")
     if (weight := group.parts.get("weight")) is None:
         return
-    found = f"weight is {weight.dtype} {list(weight.shape)}"
+    stored = f"weight is {weight.dtype} {list(weight.shape)}"
     width = STORAGE_BYTES.get(weight.dtype)
     if width is None:
-        group.problems.append(f"{found} (packed values are stored as {', '.join(STORAGE_BYTES)})")
+        group.problems.append(f"{stored} (packed values are stored as {', '.join(STORAGE_BYTES)})")
         return
     count = -(-numel // (2 * width))  # two values a byte, rounded up to whole values of the storage dtype
-    group.want(weight.shape == (count, 1), f"{found}, its quant_state needs [{count}, 1]")
+    group.want(weight.shape == (count, 1), f"{stored}, its quant_state needs [{count}, 1]")
 
 
 # int8 -----------------------------------------------------------------------------------------------------------------
@@ -250,8 +252,8 @@ def _eight_bit(group: _Group) -> PackedEntry | None:
     group.want(not missing, f"has no {', '.join(missing)}")
     group.want(not sides, f"has 8-bit and 4-bit statistics ({', '.join(sides)})")
     if "weight_format" in parts:
-        found = _format_of(parts["weight_format"])
-        group.want(found == ROW_FORMAT, f"weight_format is {found}, only {ROW_FORMAT} (rows) is known")
+        row_format = _format_of(parts["weight_format"])
+        group.want(row_format == ROW_FORMAT, f"weight_format is {row_format}, only {ROW_FORMAT} (rows) is known")
     if missing:
         return None
     weight, scale = parts["weight"], parts["SCB"]

@@ -44,8 +44,8 @@ def _is_equal(one: Path, other: Path) -> bool:
 def _texts(path: Path) -> dict[int, str]:
     """Return id -> text of a tokenizer.json's vocabulary, empty if it cannot be read: its user says what is wrong."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = found["model"]["vocab"]
+        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        known = tokenizer["model"]["vocab"]
         if isinstance(known, list):  # Unigram: [text, score] by id
             return {number: str(pair[0]) for number, pair in enumerate(known)}
         return {int(number): str(text) for text, number in known.items()}

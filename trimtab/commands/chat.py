@@ -37,13 +37,13 @@ PREFIX_CACHE = "256MiB"
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("chat", run_chat, "chat with a model: images, audio, adapters to switch and compare")
+    parser = command("chat", run_chat, "chat with a model: images, audio, adapters to switch and compare")
     add_placement(
-        found,
+        parser,
         model_help="a checkpoint folder, a hub id in the local cache, or a saved plan",
         weights=True,
     )
-    talk = group_of(found, "conversation")
+    talk = group_of(parser, "conversation")
     talk.add_argument(
         "--use",
         metavar="NAME",
@@ -54,9 +54,9 @@ def add(command: Command) -> None:
     talk.add_argument("--system", metavar="TEXT", help="the system message")
     talk.add_argument("--system-file", metavar="FILE", help="read the system message from a file")
     talk.add_argument("--no-history", action="store_true", help="keep no input history")
-    add_pull(found)
-    add_decode(found)
-    add_sampling(found, longest="the rest of the context")
+    add_pull(parser)
+    add_decode(parser)
+    add_sampling(parser, longest="the rest of the context")
 
 
 def run_chat(options: argparse.Namespace) -> int:

@@ -272,33 +272,33 @@ def is_saved_plan(options: argparse.Namespace) -> bool:
 
 def pairs(texts: Sequence[str], flag: str, form: str, *, first: bool) -> dict[str, str]:
     """Return NAME -> VALUE of repeated NAME=VALUE flags; first: a value may hold "=" itself, else the name may."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=") if first else text.rpartition("=")
         if not (name and equals and value):
             raise RequestError("is not of the form", field=flag, value=text, allowed=(form,))
-        if name in found:
+        if name in values:
             raise RequestError(f"{name} is given twice", field=flag, value=text)
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def read_device_map(path: str) -> dict[str, int | str]:
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        device_map = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="--device-map", value=path) from exc
     except ValueError as exc:
         raise RequestError(f"is not JSON ({exc})", field="--device-map", value=path) from exc
-    is_map = isinstance(found, dict) and all(
-        isinstance(v, (int, str)) and not isinstance(v, bool) for v in found.values()
+    is_map = isinstance(device_map, dict) and all(
+        isinstance(v, (int, str)) and not isinstance(v, bool) for v in device_map.values()
     )
     if not is_map:
         raise RequestError(
             'must be an object of module paths and devices, such as {"": 0, "model.vision_tower": "cpu"}',
             field="--device-map", value=path,
         )  # fmt: skip
-    return dict(found)
+    return dict(device_map)
 
 
 def read_json_object(given: str, flag: str, example: str) -> dict[str, Any]:

@@ -140,15 +140,15 @@ def run_adapters(options: argparse.Namespace) -> int:
     if not folder.is_dir():
         raise RequestError("no such folder", field="DIR", value=options.folder)
     anatomies = {model: _anatomy(model) for model in options.model}
-    found = [_adapter(path.parent, folder, anatomies) for path in _below(folder, ADAPTER_CONFIG)]
+    adapters = [_adapter(path.parent, folder, anatomies) for path in _below(folder, ADAPTER_CONFIG)]
     if options.json:
-        print_json({"folder": str(folder), "adapters": found})
+        print_json({"folder": str(folder), "adapters": adapters})
         return 0
-    if not found:
+    if not adapters:
         print(f"no adapters below {folder}", file=sys.stderr)
         return 0
     heads = ("adapter", "made for", "rank", "size", *options.model)
-    _print_table([heads, *(_adapter_row(one, options.model) for one in found)])
+    _print_table([heads, *(_adapter_row(one, options.model) for one in adapters)])
     return 0
 
 
@@ -205,7 +205,7 @@ def _sorted(folder: Path) -> list[Path]:
 
 def _below(folder: Path, name: str) -> list[Path]:
     """Return the files of a name in a folder and up to DEPTH below it; links to folders are not followed below it."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for count, (at, folders, files) in enumerate(os.walk(folder)):
         path = Path(at)
         if count >= MOST_FOLDERS:
@@ -213,10 +213,10 @@ def _below(folder: Path, name: str) -> list[Path]:
             break
         folders[:] = sorted(one for one in folders if not one.startswith("."))
         if name in files:
-            found.append(path / name)
+            paths.append(path / name)
         if len(path.relative_to(folder).parts) >= DEPTH:
             folders.clear()
-    return found
+    return paths
 
 
 def _print_table(rows: Sequence[tuple[str, ...]]) -> None:

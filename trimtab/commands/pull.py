@@ -17,9 +17,9 @@ from trimtab.errors import CheckpointError, RequestError, gib
 
 def add(command: Command) -> None:
     """Add the command."""
-    found = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors only")
-    found.add_argument("model", metavar="MODEL", help="a hub id, such as google/gemma-4-E4B-it")
-    found.add_argument("--revision", metavar="NAME", help="a branch, tag or commit (default: main)")
+    parser = command("pull", run_pull, "download a model or adapter: config, tokenizer and safetensors only")
+    parser.add_argument("model", metavar="MODEL", help="a hub id, such as google/gemma-4-E4B-it")
+    parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit (default: main)")
 
 
 def run_pull(options: argparse.Namespace) -> int:

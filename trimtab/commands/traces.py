@@ -38,11 +38,11 @@ def run_trace(options: argparse.Namespace) -> int:
     _check_alone(options, "--trace", ("model", "adapter", "device_map", "python", "report", *_OTHERS))
     from trimtab.doctor.traces.answer import diagnose, diagnosis_text
 
-    found = diagnose(_read(options.trace))
+    answers = diagnose(_read(options.trace))
     if options.json:
-        print_json(found.to_json())
+        print_json(answers.to_json())
     else:
-        print(diagnosis_text(found))
+        print(diagnosis_text(answers))
     return 0
 
 

@@ -113,11 +113,11 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def check_changes(found: Changes, expected: Changes) -> None:
+def check_changes(changes: Changes, expected: Changes) -> None:
     """Raise ParityError if the split model has loaded another change than the resident one: sharper than any answer."""
     from trimtab.proof.loaded_changes import compare_changes
 
-    compared = compare_changes(expected, found)
+    compared = compare_changes(expected, changes)
     if compared is not None and compared.wrong:
         raise ParityError(
             f"the split model did not load the same adapters as the resident one: {compared.wrong[0]}", position=-1,
@@ -193,16 +193,16 @@ def read_asks(adapters: Sequence[str]) -> list[Ask]:
     """Return the first question of each kind, to the base and to every adapter that has an answer to it."""
     first: dict[str, dict[str, Any]] = {}
     for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-        found = json.loads(line)
-        first.setdefault(found["kind"], found)
+        values = json.loads(line)
+        first.setdefault(values["kind"], values)
     asks = []
-    for kind, found in first.items():
-        media: dict[str, Any] = {name: str(FOLDER / found[name]) for name in ("image", "audio") if name in found}
+    for kind, values in first.items():
+        media: dict[str, Any] = {name: str(FOLDER / values[name]) for name in ("image", "audio") if name in values}
         voices: dict[str | None, str] = {None: "base", **{name: name for name in adapters}}
         asks += [
-            Ask(kind, found["prompt"], media, adapter, found["answers"][voice])
+            Ask(kind, values["prompt"], media, adapter, values["answers"][voice])
             for adapter, voice in voices.items()
-            if voice in found["answers"]
+            if voice in values["answers"]
         ]
     return asks
 
@@ -217,9 +217,9 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
         trimtab.plan(FOLDER / "base", gpu_memory=1, **options)
     except DoesNotFitError as exc:
         tight_bytes = exc.needed_bytes + (whole.gpu_needed_bytes - exc.needed_bytes) // 16
-    found = trimtab.plan(FOLDER / "base", gpu_memory=tight_bytes, **options)
-    if "stream" in found.tiers().values():
-        return found
+    split = trimtab.plan(FOLDER / "base", gpu_memory=tight_bytes, **options)
+    if "stream" in split.tiers().values():
+        return split
     # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are asked for.
     return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 

@@ -106,20 +106,20 @@ def parse_range(text: str) -> Range:
     return check_range(Range(package.strip(), low.strip(), high.strip()))
 
 
-def check_range(asked: Range) -> Range:
+def check_range(wanted: Range) -> Range:
     """Return the range with the package's name as it is known. Errors: as of `parse_range`."""
-    name = asked.package.lower().replace("-", "_")
+    name = wanted.package.lower().replace("-", "_")
     if name not in PACKAGES:
         near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
         raise RequestError(
-            "is not a package that can be bisected", field="bisect", value=asked.package, allowed=tuple(near)
+            "is not a package that can be bisected", field="bisect", value=wanted.package, allowed=tuple(near)
         )
-    low, high = (_version(text) for text in (asked.low, asked.high))
+    low, high = (_version(text) for text in (wanted.low, wanted.high))
     if low >= high:
         raise RequestError(
-            "the range is empty: LOW must be the older release", field="bisect", value=f"{asked.low}..{asked.high}"
+            "the range is empty: LOW must be the older release", field="bisect", value=f"{wanted.low}..{wanted.high}"
         )
-    return Range(name, asked.low, asked.high)
+    return Range(name, wanted.low, wanted.high)
 
 
 def _version(text: str) -> Version:
@@ -129,17 +129,17 @@ def _version(text: str) -> Version:
         raise RequestError("is no version", field="bisect", value=text) from exc
 
 
-def releases_between(asked: Range, known: Sequence[str]) -> tuple[str, ...]:
+def releases_between(wanted: Range, known: Sequence[str]) -> tuple[str, ...]:
     """Return the known releases of a range. Errors: RequestError if an end of it is not known, with the nearest ones."""
     versions = [Version(text) for text in known]
-    for end in (asked.low, asked.high):
+    for end in (wanted.low, wanted.high):
         if Version(end) not in versions:
             nearest = sorted(known, key=lambda text: _distance(Version(text), Version(end)))[:4]
             raise RequestError(
-                f"the package index has no such release of {asked.package}", field="bisect", value=end,
+                f"the package index has no such release of {wanted.package}", field="bisect", value=end,
                 allowed=sorted_versions(nearest),
             )  # fmt: skip
-    low, high = Version(asked.low), Version(asked.high)
+    low, high = Version(wanted.low), Version(wanted.high)
     return tuple(text for text, version in zip(known, versions, strict=True) if low <= version <= high)
 
 
@@ -169,7 +169,7 @@ def bisect(
     Errors: RequestError for an unknown package, release or case, an empty range, and an index that cannot be asked while
     no environment is kept from before. CheckpointError, AdapterError for folders that are not a model or an adapter.
     """
-    asked = check_range(Range(package, low, high))
+    wanted = check_range(Range(package, low, high))
     # What is wrong with the folders themselves is said before anything is made.
     if model is not None:
         read_checkpoint(model)
@@ -181,17 +181,17 @@ def bisect(
         environments = Environments(
             Base.read(python), dict(others or {}), index, folder or bisect_folder(), keep, say or (lambda text: None)
         )
-    return _Bisecting(asked, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
+    return _Bisecting(wanted, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
 
 
 def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:
     """Return the bisections of several packages one after the other, each with the others as they are; see `bisect`."""
-    found: list[Bisection] = []
-    for asked in [check_range(asked) for asked in ranges]:
-        found.append(bisect(asked.package, asked.low, asked.high, case=case, **options))
-        if found[-1].stopped:
+    bisections: list[Bisection] = []
+    for wanted in [check_range(wanted) for wanted in ranges]:
+        bisections.append(bisect(wanted.package, wanted.low, wanted.high, case=case, **options))
+        if bisections[-1].stopped:
             break
-    return tuple(found)
+    return tuple(bisections)
 
 
 def runner_for(case: str, model: str | Path | None, adapter: str | Path | None) -> Run:
@@ -291,9 +291,9 @@ class _Bisecting:
         again = []
         for version, label in ((change.before, change.label_before), (change.after, change.label_after)):
             python = self.environments.python_for(self.asked.package, version)
-            found = label_of(self.run_case(python, self.case))
-            again.append(found == label)
-            note = "" if found == label else f"a second run gave {found}"
+            second_label = label_of(self.run_case(python, self.case))
+            again.append(second_label == label)
+            note = "" if second_label == label else f"a second run gave {second_label}"
             self.rows[version] = Row(version, label, note, runs=2)
         return Change(
             change.before, change.after, change.label_before, change.label_after, change.between, all(again)
@@ -313,30 +313,33 @@ def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def bisection_text(found: Bisection) -> str:
+def bisection_text(bisection: Bisection) -> str:
     """Return the table version -> label and what it says, as lines for people."""
-    asked = found.range
-    pins = ", ".join(f"{name} {version}" for name, version in found.others.items())
-    lines = [f"{asked.package} {asked.low} to {asked.high} ({found.releases} releases), case {found.case}; {pins}", ""]
-    wide = max((len(row.version) for row in found.rows), default=0)
-    for row in found.rows:
+    wanted = bisection.range
+    pins = ", ".join(f"{name} {version}" for name, version in bisection.others.items())
+    lines = [
+        f"{wanted.package} {wanted.low} to {wanted.high} ({bisection.releases} releases), case {bisection.case}; {pins}",
+        "",
+    ]
+    wide = max((len(row.version) for row in bisection.rows), default=0)
+    for row in bisection.rows:
         note = f"  ({row.note})" if row.note and row.label else row.note
         lines.append(f"  {row.version:{wide}}  {row.label or 'skipped: '}{note}")
     lines.append("")
-    for change in found.changes:
+    for change in bisection.changes:
         gap = ""
         if change.between:
-            why = "not tried yet" if found.stopped else "could not be run"
+            why = "not tried yet" if bisection.stopped else "could not be run"
             gap = f"; between them {', '.join(change.between)} {why}"
         sure = {True: ", confirmed by a second run", False: ", but a second run differed", None: ""}[change.confirmed]
         lines.append(
             f"changed in {change.after}: {change.label_before} in {change.before}, then {change.label_after}{sure}{gap}"
         )
-    if not found.changes:
+    if not bisection.changes:
         lines.append("no change was seen")
-    if not found.is_monotone:
+    if not bisection.is_monotone:
         lines.append("it changed more than once: there may be further changes between releases that were not run")
-    lines += [f"note: {note}" for note in found.notes]
-    if found.stopped:
+    lines += [f"note: {note}" for note in bisection.notes]
+    if bisection.stopped:
         lines.append("stopped early")
     return "\n".join(lines)

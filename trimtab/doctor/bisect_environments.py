@@ -86,12 +86,14 @@ class Base:
                 [exe, "-c", _ASK, json.dumps([*PINNED, *PACKAGES])], capture_output=True, text=True, timeout=60,
                 check=True,
             )  # fmt: skip
-            told = json.loads(done.stdout)
+            reply = json.loads(done.stdout)
         except (OSError, subprocess.SubprocessError, ValueError) as exc:
             raise RequestError(
                 f"is not a Python interpreter that runs ({type(exc).__name__})", field="python", value=exe
             ) from exc
-        return cls(Path(exe).absolute(), told["versions"], tuple(told["folders"]), f"{told['python']} {told['prefix']}")
+        return cls(
+            Path(exe).absolute(), reply["versions"], tuple(reply["folders"]), f"{reply['python']} {reply['prefix']}"
+        )
 
 
 @dataclass
@@ -116,24 +118,24 @@ class Environments:
         Errors: RequestError if pip is missing, InstallError if the index cannot be asked or has no such package.
         """
         code, output = self.runner([*self._pip(), "index", "versions", package, *self._index()], 120.0)
-        found = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
-        if code != 0 or found is None:
+        listed = re.search(r"^Available versions: (.+)$", output, re.MULTILINE)
+        if code != 0 or listed is None:
             if "No module named pip" in output:
                 raise RequestError(
                     "has no pip, which is needed to create environments", field="python", value=str(self.base.python),
                     hint="python -m ensurepip",
                 )  # fmt: skip
             raise InstallError(f"the index does not list {package}: {reason_of(output)}")
-        return sorted_versions(text.strip() for text in found.group(1).split(","))
+        return sorted_versions(text.strip() for text in listed.group(1).split(","))
 
     def kept_versions(self, package: str) -> tuple[str, ...]:
         """Return the versions of a package for which an environment with these pins is ready."""
-        found = []
+        versions = []
         for marker in self.folder.glob(f"*/{READY}"):
             pins = _read_json(marker).get("pins", {})
             if package in pins and self._home(package, pins[package]) == marker.parent:
-                found.append(str(pins[package]))
-        return sorted_versions(found)
+                versions.append(str(pins[package]))
+        return sorted_versions(versions)
 
     def pins(self, package: str, version: str) -> dict[str, str]:
         """Return package -> version of an environment."""
@@ -180,8 +182,8 @@ class Environments:
         self._run(
             [*self._pip(), "--python", str(python), "install", *self._options(), *wheels, *wanted, *self._index()], "pip"
         )  # fmt: skip
-        found = self._installed(python, pins)
-        wrong = [f"{name} is {found.get(name, 'missing')}" for name in pins if found.get(name) != pins[name]]
+        installed = self._installed(python, pins)
+        wrong = [f"{name} is {installed.get(name, 'missing')}" for name in pins if installed.get(name) != pins[name]]
         if wrong:
             raise InstallError(f"the environment has other versions than requested: {', '.join(wrong)}")
         (home / READY).write_text(json.dumps({"pins": pins}), encoding="utf-8")
@@ -231,10 +233,10 @@ class Environments:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return values if isinstance(values, dict) else {}
 
 
 def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
@@ -263,12 +265,12 @@ def reason_of(output: str) -> str:
 
 def sorted_versions(texts: Iterable[str]) -> tuple[str, ...]:
     """Return final releases in their order, each once; what is no version is left out."""
-    found: dict[Version, str] = {}
+    by_version: dict[Version, str] = {}
     for text in texts:
         try:
             version = Version(text)
         except InvalidVersion:
             continue
         if not version.is_prerelease:
-            found.setdefault(version, text)
-    return tuple(found[version] for version in sorted(found))
+            by_version.setdefault(version, text)
+    return tuple(by_version[version] for version in sorted(by_version))

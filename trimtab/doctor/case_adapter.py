@@ -29,15 +29,15 @@ def write_variants(adapter: Path, out: Path) -> dict[str, str]:
         "broad": list(BROAD_TARGETS),
         "narrow": _pattern([path for path in paths if not _TOWER.search(path)]),
     }
-    found = {"original": str(adapter)}
+    folders = {"original": str(adapter)}
     for variant in VARIANTS:
         folder = out / f"adapter-{variant}"
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file.file, folder / file.file.name)
         config = {**file.config, "target_modules": targets[variant]}
         (folder / "adapter_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-        found[variant] = str(folder)
-    return found
+        folders[variant] = str(folder)
+    return folders
 
 
 def _pattern(paths: list[str]) -> str:

@@ -36,18 +36,18 @@ class References:
         "neither".
         """
         own, base = self.tensors.get(f"{mode}.{to}.logits"), self.tensors.get(f"{mode}.{BASE}.logits")
-        found: dict[str, Any] = {"equals_reference": None, "equals_base": None, "max_abs": None, "matches": None}
+        compared: dict[str, Any] = {"equals_reference": None, "equals_base": None, "max_abs": None, "matches": None}
         if own is not None:
             tolerance = self._tolerance(mode, to)
-            found["max_abs"] = float((logits - own).abs().max())
+            compared["max_abs"] = float((logits - own).abs().max())
             # Not a number is not within a tolerance.
-            found["equals_reference"] = found["max_abs"] <= tolerance and self._same(mode, to, ids)
+            compared["equals_reference"] = compared["max_abs"] <= tolerance and self._same(mode, to, ids)
             if base is not None and to == ADAPTER and float((own - base).abs().max()) > tolerance:
-                found["equals_base"] = float((logits - base).abs().max()) <= tolerance
+                compared["equals_base"] = float((logits - base).abs().max()) <= tolerance
         if ids is not None and f"{mode}.{ADAPTER}.ids" in self.tensors:
             same = [voice for voice in (ADAPTER, BASE) if self._same(mode, voice, ids)]
-            found["matches"] = "both" if len(same) == 2 else (same[0] if same else "neither")
-        return found
+            compared["matches"] = "both" if len(same) == 2 else (same[0] if same else "neither")
+        return compared
 
     def _tolerance(self, mode: str, to: str) -> float:
         own, base = self.tensors[f"{mode}.{to}.logits"], self.tensors.get(f"{mode}.{BASE}.logits")
@@ -86,8 +86,8 @@ def generate(model: Any, inputs: Mapping[str, Any]) -> tuple[list[int], list[int
     import torch
 
     with torch.no_grad():
-        found = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
-    return found[0, inputs["input_ids"].shape[1] :].tolist(), list(found.shape)
+        generated = model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return generated[0, inputs["input_ids"].shape[1] :].tolist(), list(generated.shape)
 
 
 def ask(

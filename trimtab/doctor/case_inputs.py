@@ -28,8 +28,8 @@ def make_inputs(folder: Path) -> tuple[Inputs, str]:
     modes += ["audio"] if getattr(config, "audio_config", None) is not None else []
     processor = _processor(folder)
     if processor is not None:
-        found = {mode: _asked(processor, mode) for mode in modes}
-        return {mode: _half(tensors) for mode, tensors in found.items()}, "processor"
+        inputs = {mode: _asked(processor, mode) for mode in modes}
+        return {mode: _half(tensors) for mode, tensors in inputs.items()}, "processor"
     drawn = {mode: _drawn(config, mode) for mode in modes}
     return {mode: _half(tensors) for mode, tensors in drawn.items() if tensors is not None}, "drawn"
 
@@ -48,11 +48,11 @@ def read_inputs(path: Path, device: Any) -> Inputs:
     """Return the saved inputs on a device."""
     from safetensors.torch import load_file
 
-    found: Inputs = {}
+    inputs: Inputs = {}
     for key, tensor in load_file(path).items():
         mode, _, name = key.partition(".")
-        found.setdefault(mode, {})[name] = tensor.to(device)
-    return {mode: found[mode] for mode in ("text", "image", "audio") if mode in found}
+        inputs.setdefault(mode, {})[name] = tensor.to(device)
+    return {mode: inputs[mode] for mode in ("text", "image", "audio") if mode in inputs}
 
 
 def read_text(folder: Path, ids: list[int]) -> str | None:

@@ -137,9 +137,9 @@ def empty_model(folder: Path) -> Any:
     """Return the model without memory."""
     import torch
 
-    found, config = model_class(folder)
+    kind, config = model_class(folder)
     with torch.device("meta"):
-        return found._from_config(config, dtype=torch.bfloat16)
+        return kind._from_config(config, dtype=torch.bfloat16)
 
 
 def parts_of(model: Any) -> Parts:
@@ -167,20 +167,20 @@ def quantization(quant: str, skip: list[str]) -> Any:
 
 def load_arguments(case: Case, parts: Parts, empty: Any, work: Path) -> dict[str, Any]:
     """Return the arguments of from_pretrained as JSON values: maps with 0 for the GPU, the quantization as its fields."""
-    found: dict[str, Any] = {"device_map": device_map(case.base_map, parts), **case.load}
+    arguments: dict[str, Any] = {"device_map": device_map(case.base_map, parts), **case.load}
     if case.quant != "none":
         four = case.quant != "int8"
-        found["quantization_config"] = {
+        arguments["quantization_config"] = {
             **({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16",
                 "bnb_4bit_use_double_quant": case.quant == "nf4-dq"} if four else {"load_in_8bit": True}),
             "llm_int8_enable_fp32_cpu_offload": True,
             **({"llm_int8_skip_modules": skip_modules(parts)} if case.keep else {}),
         }  # fmt: skip
     if case.gpu_share is not None:
-        found["max_memory"] = {0: int(case.gpu_share * _quantized_bytes(empty, case.quant)), "cpu": HOST_BYTES}
-    if "disk" in str(found["device_map"]) or "offload_folder" in found:
-        found["offload_folder"] = str(work / "offload")
-    return found
+        arguments["max_memory"] = {0: int(case.gpu_share * _quantized_bytes(empty, case.quant)), "cpu": HOST_BYTES}
+    if "disk" in str(arguments["device_map"]) or "offload_folder" in arguments:
+        arguments["offload_folder"] = str(work / "offload")
+    return arguments
 
 
 def _quantized_bytes(empty: Any, quant: str) -> int:
@@ -205,8 +205,8 @@ def load_base(folder: Path, arguments: Mapping[str, Any], card: Card) -> Any:
         if "bnb_4bit_compute_dtype" in fields:
             fields["bnb_4bit_compute_dtype"] = torch.bfloat16
         given["quantization_config"] = BitsAndBytesConfig(**fields)
-    found, _ = model_class(folder)
-    return steady(found.from_pretrained(folder, dtype=torch.bfloat16, **given).eval())
+    kind, _ = model_class(folder)
+    return steady(kind.from_pretrained(folder, dtype=torch.bfloat16, **given).eval())
 
 
 def steady(model: Any) -> Any:
@@ -218,30 +218,30 @@ def steady(model: Any) -> Any:
 
 def offloaded(model: Any, card: Card) -> dict[str, bool]:
     """Return for every weight of the base whether it is off the GPU, by its path in the base."""
-    found = {}
+    modules = {}
     hooked = {path for path, module in model.named_modules() if _takes_away(getattr(module, "_hf_hook", None))}
     for path, tensor in model.named_parameters():
         if "lora_" in path or "modules_to_save" in path:
             continue
         own = path.removeprefix("base_model.model.").replace(".base_layer", "")
         away = tensor.device.type == "meta" or (card.is_gpu and tensor.device.type == "cpu")
-        found[own] = away or path.rpartition(".")[0] in hooked
-    return found
+        modules[own] = away or path.rpartition(".")[0] in hooked
+    return modules
 
 
 def _takes_away(hook: Any) -> bool:
     return any(getattr(one, "offload", False) for one in (hook, *getattr(hook, "hooks", ())))
 
 
-def map_json(found: Mapping[str, Any] | None) -> dict[str, int | str] | None:
+def map_json(device_map: Mapping[str, Any] | None) -> dict[str, int | str] | None:
     """Return a model's hf_device_map as JSON values: 0 for the GPU, also for the imitated one."""
     import torch
 
-    if found is None:
+    if device_map is None:
         return None
     return {
         path: place if isinstance(place, int) else (place.index or 0 if isinstance(place, torch.device) else str(place))
-        for path, place in found.items()
+        for path, place in device_map.items()
     }
 
 

@@ -64,23 +64,23 @@ def listening() -> Iterator[Heard]:
     """Yield what the libraries say from now on. accelerate's INFO lines too: it says there what fits nowhere."""
     import transformers
 
-    heard = Heard()
-    handler = _Handler(heard)
+    log = Heard()
+    handler = _Handler(log)
     transformers.utils.logging.disable_progress_bar()
-    found = [logging.getLogger(name) for name in LIBRARIES]
-    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in found]
-    for logger in found:
+    loggers = [logging.getLogger(name) for name in LIBRARIES]
+    kept = [(logger, logger.handlers[:], logger.propagate, logger.level) for logger in loggers]
+    for logger in loggers:
         logger.handlers, logger.propagate = [handler], False
     logging.getLogger("accelerate").setLevel(logging.INFO)
 
     def show(message: Any, *_: Any, **__: Any) -> None:
-        heard.warnings[_line(str(message))] += 1
+        log.warnings[_line(str(message))] += 1
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.showwarning = show
         try:
-            yield heard
+            yield log
         finally:
             for logger, handlers, propagate, level in kept:
                 logger.handlers, logger.propagate = handlers, propagate

@@ -56,12 +56,12 @@ def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any
 
     from trimtab.doctor import case_answers
 
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for mode, tensors in inputs.items():
         # Whatever the stack raises here, the case itself raises too, and records it.
         with suppress(Exception):
             if mode == "image" and not case_answers.sees(model, tensors):
                 continue  # what a blind model says is no reference
-            found[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
-            found[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
-    return found
+            answers[f"{mode}.{voice}.logits"] = case_answers.forward(model, tensors).contiguous()
+            answers[f"{mode}.{voice}.ids"] = torch.tensor(case_answers.generate(model, tensors)[0])
+    return answers

@@ -216,11 +216,11 @@ def _then(case: Case) -> list[str]:
     ]  # fmt: skip
 
 
-def _map(found: Any) -> str:
+def _map(device_map: Any) -> str:
     """Return a map as Python text in which 0 is the name of the device that plays the GPU; one entry a line if it is long."""
-    if isinstance(found, str):
-        return repr(found)
-    entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in found.items()]
+    if isinstance(device_map, str):
+        return repr(device_map)
+    entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in device_map.items()]
     one_line = f"{{{', '.join(entries)}}}"
     if len(one_line) <= LINE_CHARS:
         return one_line

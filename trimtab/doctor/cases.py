@@ -290,18 +290,18 @@ def find_cases(names: Sequence[str | Case] | None) -> tuple[Case, ...]:
     if isinstance(names, str):
         names = (names,)
     by_name = {case.name: case for case in CASES}
-    found = []
+    cases = []
     for name in names:
         if isinstance(name, Case):
-            found.append(name)
+            cases.append(name)
         elif name in by_name:
-            found.append(by_name[name])
+            cases.append(by_name[name])
         else:
             near = near_names(name.upper().replace("-", "_"), CASE_NAMES) or list(CASE_NAMES)
             raise RequestError("no such case", field="case", value=name, allowed=near)
     order = {name: place for place, name in enumerate(CASE_NAMES)}
     return tuple(
-        sorted({case.name: case for case in found}.values(), key=lambda case: order.get(case.name, len(order)))
+        sorted({case.name: case for case in cases}.values(), key=lambda case: order.get(case.name, len(order)))
     )
 
 
@@ -336,9 +336,9 @@ GEMMA4 = Parts(
 def device_map(name: str, parts: Parts) -> dict[str, Place] | str:
     """Return the device map of a name for a model's parts, 0 for the GPU; "auto" stays a word."""
     if name.startswith("prefixed:"):
-        found = device_map(name.removeprefix("prefixed:"), parts)
-        assert isinstance(found, dict)
-        return {PEFT_PREFIX + key if key else key: place for key, place in found.items()}
+        base_map = device_map(name.removeprefix("prefixed:"), parts)
+        assert isinstance(base_map, dict)
+        return {PEFT_PREFIX + key if key else key: place for key, place in base_map.items()}
     explicit: dict[str, Place] = dict.fromkeys(parts.children, 0)
     towers: dict[str, Place] = dict.fromkeys(parts.towers, "cpu")
     disk: dict[str, Place] = {path: "disk" for path in parts.towers if "audio" not in path}

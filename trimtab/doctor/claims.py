@@ -115,16 +115,16 @@ def decide_claims(runs: Sequence[Run]) -> tuple[Decision, ...]:
 
 
 def _decide(claim: Claim, runs: Sequence[Run]) -> Decision:
-    asked = tuple(run for run in runs if claim.tests(run))
-    refuting = tuple(run for run in asked if claim.against(run))
-    state = REFUTED if refuting else WIDER if asked else NOT_TESTED
-    return Decision(claim, state, refuting, asked)
+    tested = tuple(run for run in runs if claim.tests(run))
+    refuting = tuple(run for run in tested if claim.against(run))
+    state = REFUTED if refuting else WIDER if tested else NOT_TESTED
+    return Decision(claim, state, refuting, tested)
 
 
 def keys_without_module(runs: Sequence[Run]) -> dict[str, tuple[Run, ...]]:
     """Return the keys of maps that name no module of the model, with the runs that show it."""
-    found: dict[str, list[Run]] = {}
+    runs_by_key: dict[str, list[Run]] = {}
     for run in runs:
         for key in run.record.get("map_keys_without_module") or ():
-            found.setdefault(key, []).append(run)
-    return {key: tuple(shown) for key, shown in found.items()}
+            runs_by_key.setdefault(key, []).append(run)
+    return {key: tuple(shown) for key, shown in runs_by_key.items()}

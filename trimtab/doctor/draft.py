@@ -216,19 +216,19 @@ class _Maker:
         for run in self.runs:
             if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
                 self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
-        found = [draft for draft in drafts if draft is not None]
+        made = [draft for draft in drafts if draft is not None]
         order = {state: place for place, state in enumerate(STATES)}
-        return tuple(sorted(found, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
+        return tuple(sorted(made, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
 
     def _buckets(self) -> list[tuple[Bucket, tuple[Run, ...]]]:
         failing = [run for run in self.runs if run.is_stock and not run.passed and run.label not in NO_FAILURE]
-        found: dict[str, tuple[Bucket, list[Run]]] = {}
+        buckets: dict[str, tuple[Bucket, list[Run]]] = {}
         for run in failing:
             bucket = next((bucket for bucket in BUCKETS if bucket.takes(run)), None) or self._generic(run)
             if bucket is not None:
-                found.setdefault(bucket.name, (bucket, []))[1].append(run)
+                buckets.setdefault(bucket.name, (bucket, []))[1].append(run)
         # Runs of one bucket under several version sets: the first set is the draft's, the others are told beside it.
-        return [(bucket, self._plainest_first(bucket, runs)) for bucket, runs in found.values()]
+        return [(bucket, self._plainest_first(bucket, runs)) for bucket, runs in buckets.values()]
 
     def _passing(self, bucket: Bucket, run: Run) -> Run | None:
         """Return the run that works beside a failing one: the other of the bucket's pair, else the nearest."""

@@ -51,8 +51,8 @@ def clean(text: str) -> str:
     return text
 
 
-def _short(found: re.Match[str]) -> str:
-    path = found.group(0)
+def _short(match: re.Match[str]) -> str:
+    path = match.group(0)
     if inside := _IN_LIBRARY.search(path):
         return re.sub(r"[\\/]+", "/", inside[1] or inside[2])
     ending = path[-1] if path[-1] in "." else ""
@@ -62,8 +62,8 @@ def _short(found: re.Match[str]) -> str:
 
 
 def _names() -> list[tuple[str, str]]:
-    found = [(_user(), "<user>"), (socket.gethostname(), "<host>"), (Path.home().name, "<user>")]
-    return [(name, stand_in) for name, stand_in in found if len(name) >= SHORTEST_NAME and name.lower() not in ORDINARY]
+    pairs = [(_user(), "<user>"), (socket.gethostname(), "<host>"), (Path.home().name, "<user>")]
+    return [(name, stand_in) for name, stand_in in pairs if len(name) >= SHORTEST_NAME and name.lower() not in ORDINARY]
 
 
 def _user() -> str:
@@ -86,7 +86,7 @@ def clean_all(value: Any) -> Any:
 
 def check_clean(text: str, *, what: str) -> None:
     """Raise RequestError if the text still holds a path of this machine, a user or host name, an address or a token."""
-    left = [found.group(0) for pattern in (*_PATHS, _FILE_URL, _MAIL, _TOKEN) for found in pattern.finditer(text)]
+    left = [match.group(0) for pattern in (*_PATHS, _FILE_URL, _MAIL, _TOKEN) for match in pattern.finditer(text)]
     left += [name for name, _ in _names() if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text)]
     if left:
         raise RequestError(f"still holds personal data ({', '.join(sorted(set(left))[:5])})", field=what)

@@ -84,8 +84,8 @@ class Run:
     def exception(self) -> Mapping[str, Any] | None:
         """The exception that ended it, or that of its first mode that failed."""
         modes = (self.record.get("modes") or {}).values()
-        found = (self.record.get("exception"), *(mode.get("exception") for mode in modes))
-        return next((one for one in found if one), None)
+        exceptions = (self.record.get("exception"), *(mode.get("exception") for mode in modes))
+        return next((one for one in exceptions if one), None)
 
     @property
     def exception_type(self) -> str:
@@ -106,8 +106,8 @@ class Run:
 
     @property
     def map_asked(self) -> Mapping[str, Any]:
-        found = self.record.get("map_asked")
-        return found if isinstance(found, Mapping) else {}
+        device_map = self.record.get("map_asked")
+        return device_map if isinstance(device_map, Mapping) else {}
 
     @property
     def offloads(self) -> bool:
@@ -222,8 +222,8 @@ class Point:
 
     def stated(self, runs: Iterable[Run], *, at_most: int = 3) -> Statement | None:
         """Return it with the first runs that carry it, None if none does."""
-        found = tuple(run for run in runs if self.carried_by(run))[:at_most]
-        return Statement(self.text, found) if found else None
+        carrying = tuple(run for run in runs if self.carried_by(run))[:at_most]
+        return Statement(self.text, carrying) if carrying else None
 
 
 def evidence_of(records: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
@@ -232,9 +232,9 @@ def evidence_of(records: Sequence[Mapping[str, Any]]) -> tuple[Run, ...]:
     Errors: RequestError that names every record which is none.
     """
     problems = [
-        f"run {place}: {'; '.join(found)}"
+        f"run {place}: {'; '.join(faults)}"
         for place, record in enumerate(records, 1)
-        if (found := record_problems(record))
+        if (faults := record_problems(record))
     ]
     if problems:
         raise RequestError(" | ".join(problems), field="runs")
@@ -304,10 +304,10 @@ def raised_in(output: str) -> tuple[str, str, tuple[str, ...]]:
         return "", "", ()
     files, lines = [], output[start:].splitlines()[1:]
     for line in lines:
-        if found := _FILE_LINE.match(line):
-            files.append(found["file"].replace("\\", "/"))
-        elif line and not line[0].isspace() and (found := _TRACE_LINE.match(line)):
-            return found["type"].rpartition(".")[2], found["message"] or "", tuple(files)
+        if match := _FILE_LINE.match(line):
+            files.append(match["file"].replace("\\", "/"))
+        elif line and not line[0].isspace() and (match := _TRACE_LINE.match(line)):
+            return match["type"].rpartition(".")[2], match["message"] or "", tuple(files)
     return "", "", tuple(files)
 
 

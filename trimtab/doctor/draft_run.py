@@ -39,10 +39,10 @@ def run_script(
         "trimtab.doctor.draft_run", {"text": text}, python=python, timeout_s=timeout_s, memory_bytes=memory_bytes,
         environment={"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"},
     )  # fmt: skip
-    told: dict[str, Any] = {"exit_code": None, "output": outcome.stdout + outcome.stderr, "versions": {}}
+    ended: dict[str, Any] = {"exit_code": None, "output": outcome.stdout + outcome.stderr, "versions": {}}
     for line in outcome.lines:
-        told |= line
-    return told | {"ended": outcome.ended, "seconds": outcome.seconds, "output": readable(str(told["output"]))}
+        ended |= line
+    return ended | {"ended": outcome.ended, "seconds": outcome.seconds, "output": readable(str(ended["output"]))}
 
 
 def readable(output: str) -> str:

@@ -335,9 +335,9 @@ def script(name: str) -> str:
         body = body.replace(", quantize=False", "")
     pieces: list[str] = []
     # From the last one on: a piece may ask for those before it.
-    for asked, text in reversed(PIECES):
-        is_made = re.search(rf"^({asked} = |def {asked}\()", body, re.M) is not None
-        if not is_made and _uses(asked, "".join((*pieces, body))):
+    for needed, text in reversed(PIECES):
+        is_made = re.search(rf"^({needed} = |def {needed}\()", body, re.M) is not None
+        if not is_made and _uses(needed, "".join((*pieces, body))):
             pieces.insert(0, LOAD_PLAIN if is_plain and text is LOAD else text)
     whole = "".join(pieces).rstrip("\n")
     # A definition at either side of the seam wants two empty lines.
@@ -362,9 +362,9 @@ def _split_imports(body: str) -> tuple[list[str], str]:
 def _imports(own: list[str], text: str) -> str:
     """Return the import lines of a script: those of its body and those of what its text names."""
     standard = sorted({*(line for line in own if line.startswith("import ")), "import tempfile"})
-    found = [line for line in own if line.startswith("from ")]
+    kept = [line for line in own if line.startswith("from ")]
     for package, names in IMPORTED.items():
         used = [name for name in names if re.search(rf"\b{name}\b", text)]
         if used:
-            found.append(f"from {package} import {', '.join(used)}")
-    return "\n".join((*standard, "", "import torch", *sorted(found))) + "\n"
+            kept.append(f"from {package} import {', '.join(used)}")
+    return "\n".join((*standard, "", "import torch", *sorted(kept))) + "\n"

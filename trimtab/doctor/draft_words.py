@@ -45,11 +45,11 @@ def _format(base: Mapping[str, Any]) -> str:
     return f"4-bit base ({quant.get('bnb_4bit_quant_type', 'fp4')}, {double} quantization)"
 
 
-def _placed(found: Any) -> str:
-    if not isinstance(found, Mapping):
-        return f"`device_map` {inline(str(found))}" if found else ""
-    off = {key: str(place) for key, place in found.items() if str(place) in OFFLOAD}
-    catch_all = "with" if "" in found else "without"
+def _placed(device_map: Any) -> str:
+    if not isinstance(device_map, Mapping):
+        return f"`device_map` {inline(str(device_map))}" if device_map else ""
+    off = {key: str(place) for key, place in device_map.items() if str(place) in OFFLOAD}
+    catch_all = "with" if "" in device_map else "without"
     if not off:
         return "all on the GPU"
     if set(off) == {""}:
@@ -95,12 +95,12 @@ def telling_lines(run: Run) -> list[tuple[str, int]]:
     """
     logged = [(str(line), 1) for line in run.record.get("log_lines") or ()]
     warned = [(str(line), int(count)) for line, count in (run.record.get("warnings") or {}).items()]
-    found: dict[str, tuple[str, int]] = {}
+    lines_by_text: dict[str, tuple[str, int]] = {}
     for line, count in (*logged, *warned):
         if _TELLING.search(line) and not _NOISE.search(line):
-            first, before = found.get(_PATH.sub("", line), (line, 0))
-            found[_PATH.sub("", line)] = (first, before + count)
-    return list(found.values())
+            first, before = lines_by_text.get(_PATH.sub("", line), (line, 0))
+            lines_by_text[_PATH.sub("", line)] = (first, before + count)
+    return list(lines_by_text.values())
 
 
 def ended(run: Run) -> str:

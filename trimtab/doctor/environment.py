@@ -84,8 +84,8 @@ class Environment:
 
     def version(self, package: str) -> str | None:
         """Return a package's version, None if it is not there."""
-        found = self.packages.get(package)
-        return None if found is None else found.version
+        package_row = self.packages.get(package)
+        return None if package_row is None else package_row.version
 
     @property
     def versions(self) -> dict[str, str]:
@@ -102,15 +102,15 @@ class Environment:
     def from_json(cls, values: Mapping[str, Any]) -> Environment:
         """Return the environment that `to_json` wrote. Errors: RequestError for another format or other keys."""
         if not isinstance(values, Mapping) or values.get("format") != FORMAT:
-            found = values.get("format") if isinstance(values, Mapping) else type(values).__name__
-            raise RequestError("not an environment of this format", field="environment.format", value=found)
+            form = values.get("format") if isinstance(values, Mapping) else type(values).__name__
+            raise RequestError("not an environment of this format", field="environment.format", value=form)
         kept = {key: value for key, value in values.items() if key != "format"}
         known = {item.name for item in fields(cls)}
         wrong = sorted(kept.keys() ^ known)
         if wrong:
             raise RequestError("keys are unknown or missing", field="environment", value=wrong, allowed=sorted(known))
         try:
-            kept["packages"] = {name: Package(**found) for name, found in kept["packages"].items()}
+            kept["packages"] = {name: Package(**form) for name, form in kept["packages"].items()}
             kept["gpus"] = tuple(Gpu(**gpu) for gpu in kept["gpus"])
             kept["cpu_flags"] = tuple(kept["cpu_flags"])
         except (TypeError, AttributeError) as exc:
@@ -125,20 +125,20 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
     nothing.
     """
     outcome = run_inside("trimtab.doctor.environment_inside", {}, python=python, timeout_s=TIMEOUT_S)
-    told: dict[str, Any] = {}
+    reply: dict[str, Any] = {}
     for line in outcome.lines:
-        told |= line
-    if "packages" not in told:
+        reply |= line
+    if "packages" not in reply:
         last = (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
         raise RequestError(
             f"is not a Python interpreter that runs: {scrubbed(last)}", field="python", value=os.fspath(python or "")
         )
     # Without the second line the interpreter ended while it imported torch or asked for GPUs.
-    torch = told.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
-    packages = {name: Package(**found) for name, found in told["packages"].items()}
+    torch = reply.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
+    packages = {name: Package(**found) for name, found in reply["packages"].items()}
     packages["trimtab"] = Package(trimtab.__version__, None)
     return Environment(
-        python=told["python"]["version"], implementation=told["python"]["implementation"], packages=packages,
+        python=reply["python"]["version"], implementation=reply["python"]["implementation"], packages=packages,
         cuda=torch.get("cuda"), hip=torch.get("hip"), torch_error=torch["error"],
         gpus=tuple(Gpu(**gpu) for gpu in torch["gpus"]), driver=nvidia_driver(), os=os_name(),
         architecture=platform.machine(), cpu=cpu_name(), cpu_flags=cpu_flags(),
@@ -252,26 +252,32 @@ def _user() -> str:
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def environment_text(found: Environment) -> str:
+def environment_text(environment: Environment) -> str:
     """Return the environment as lines for people."""
     wide = max(len(name) for name in (*PACKAGES, "trimtab"))
     lines = [
-        f"{found.implementation} {found.python}{' (another interpreter)' if found.is_other else ''} on {found.os}, "
-        f"{found.architecture}",
-        f"CPU {found.cpu}, {found.cores} cores{_in_brackets(found.cpu_flags)}, memory "
-        f"{gib(found.host_available_bytes)} available of {gib(found.host_total_bytes)}",
+        f"{environment.implementation} {environment.python}{' (another interpreter)' if environment.is_other else ''} on "
+        f"{environment.os}, {environment.architecture}",
+        f"CPU {environment.cpu}, {environment.cores} cores{_in_brackets(environment.cpu_flags)}, memory "
+        f"{gib(environment.host_available_bytes)} available of {gib(environment.host_total_bytes)}",
     ]
     lines += [
         f"GPU {gpu.index} {gpu.name}, compute capability {gpu.compute_capability}, {gib(gpu.free_bytes)} free of "
         f"{gib(gpu.total_bytes)}"
-        for gpu in found.gpus
+        for gpu in environment.gpus
     ] or ["no GPU that torch can use"]
-    built = f"CUDA {found.cuda}" if found.cuda else f"ROCm {found.hip}" if found.hip else "the CPU alone"
-    driver = f"driver {found.driver}" if found.driver else "no NVIDIA driver"
+    built = (
+        f"CUDA {environment.cuda}"
+        if environment.cuda
+        else f"ROCm {environment.hip}"
+        if environment.hip
+        else "the CPU alone"
+    )
+    driver = f"driver {environment.driver}" if environment.driver else "no NVIDIA driver"
     lines.append(f"torch is built for {built}; {driver}")
-    if found.torch_error:
-        lines.append(f"torch cannot be used: {found.torch_error}")
-    for name, package in found.packages.items():
+    if environment.torch_error:
+        lines.append(f"torch cannot be used: {environment.torch_error}")
+    for name, package in environment.packages.items():
         how = f"  ({package.installed})" if package.installed else ""
         lines.append(f"  {name:{wide}}  {package.version or 'not installed'}{how}")
     return "\n".join(lines)

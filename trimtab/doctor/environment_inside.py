@@ -37,21 +37,21 @@ def read_package(name: str) -> dict[str, Any]:
     """Return {"version", "installed"} of a distribution; both None if there is none."""
     for spelled in (name, *OTHER_NAMES.get(name, ())):
         try:
-            found = metadata.distribution(spelled)
+            distribution = metadata.distribution(spelled)
         except metadata.PackageNotFoundError:
             continue
-        return {"version": found.version, "installed": how_installed(found)}
+        return {"version": distribution.version, "installed": how_installed(distribution)}
     return {"version": None, "installed": None}
 
 
-def how_installed(found: metadata.Distribution) -> str:
+def how_installed(distribution: metadata.Distribution) -> str:
     """Return the kind of an installation, in words.
 
     Source: PEP 610 (direct_url.json: written for everything that did not come by name from an index) and PEP 376
     (INSTALLER).
     """
-    installer = (found.read_text("INSTALLER") or "").strip().split("\n")[0][:20] or "unknown installer"
-    direct = found.read_text("direct_url.json")
+    installer = (distribution.read_text("INSTALLER") or "").strip().split("\n")[0][:20] or "unknown installer"
+    direct = distribution.read_text("direct_url.json")
     if direct is None:
         return "conda" if installer == "conda" else f"index, {installer}"
     try:
@@ -74,25 +74,25 @@ def read_torch() -> dict[str, Any]:
         torch: Any = importlib.import_module("torch")
     except Exception as exc:  # a missing library, a wrong architecture: whatever its import raises
         return {"error": None if isinstance(exc, ModuleNotFoundError) else type(exc).__name__, "gpus": []}
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "error": None, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None),
         "cpu_capability": str(torch.backends.cpu.get_cpu_capability()), "threads": torch.get_num_threads(),
     }  # fmt: skip
     try:
-        return found | {"gpus": _gpus(torch)}
+        return values | {"gpus": _gpus(torch)}
     except Exception as exc:  # a driver that does not fit the build
-        return found | {"error": type(exc).__name__, "gpus": []}
+        return values | {"error": type(exc).__name__, "gpus": []}
 
 
 def _gpus(torch: Any) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return []
-    found = []
+    gpus = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         about = torch.cuda.get_device_properties(index)
-        found.append({
+        gpus.append({
             "index": index, "name": about.name, "total_bytes": total, "free_bytes": free,
             "compute_capability": f"{about.major}.{about.minor}",
         })  # fmt: skip
-    return found
+    return gpus

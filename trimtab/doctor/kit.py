@@ -99,8 +99,8 @@ class Kit:
 
         with quiet(), torch.no_grad():
             wanted = targets if isinstance(targets, str) else list(targets)
-            asked = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=wanted, **config)
-            model = get_peft_model(self.load(path), asked)
+            lora_config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=wanted, **config)
+            model = get_peft_model(self.load(path), lora_config)
             generator = torch.Generator().manual_seed(3)
             for name, parameter in model.named_parameters():
                 if "lora_B" in name or "lora_embedding_A" in name:
@@ -196,16 +196,16 @@ def frames(error: BaseException) -> list[dict[str, Any]]:
 
     Each is {"library", "file", "line", "function"}; files are named from the package on ("peft/peft_model.py").
     """
-    found = []
+    rows = []
     trace: TracebackType | None = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         library = str(trace.tb_frame.f_globals.get("__name__", "")).split(".")[0]
         if library in LIBRARIES:
             file = from_package(code.co_filename, library)
-            found.append({"library": library, "file": file, "line": trace.tb_lineno, "function": code.co_name})
+            rows.append({"library": library, "file": file, "line": trace.tb_lineno, "function": code.co_name})
         trace = trace.tb_next
-    return found
+    return rows
 
 
 def failure(error: BaseException) -> str:
@@ -219,16 +219,16 @@ def failure(error: BaseException) -> str:
 def installed_source(module: str, needle: str) -> tuple[str, int] | None:
     """Return the file (from the package on) and the line where an installed module's text holds needle, None if nowhere."""
     try:
-        found = importlib.util.find_spec(module)
+        spec = importlib.util.find_spec(module)
     except ModuleNotFoundError:
         return None
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
-    text = Path(found.origin).read_text(encoding="utf-8")
+    text = Path(spec.origin).read_text(encoding="utf-8")
     at = text.find(needle)
     if at < 0:
         return None
-    return from_package(found.origin, module.split(".")[0]), text.count("\n", 0, at) + 1
+    return from_package(spec.origin, module.split(".")[0]), text.count("\n", 0, at) + 1
 
 
 def from_package(filename: str, library: str) -> str:

@@ -58,8 +58,8 @@ def label_of(record: Mapping[str, Any], *, lane: str = "", adapter: str = "") ->
     """Return the label of a run. lane, adapter: those of its case. A partly failing run has its first failure's."""
     failure = record.get("exception")
     if failure is not None:
-        found = signature_of(failure, str(record.get("stage")), record.get("configuration"))
-        return found.label if found else (REFUSED_BY_NAME if failure.get("ours") else UNKNOWN)
+        signature = signature_of(failure, str(record.get("stage")), record.get("configuration"))
+        return signature.label if signature else (REFUSED_BY_NAME if failure.get("ours") else UNKNOWN)
     if record.get("ended") in OF_ENDINGS:
         return OF_ENDINGS[record["ended"]]
     modes = record.get("modes") or {}
@@ -74,17 +74,17 @@ def signature_of(
     """Return the first signature that an exception has, None for an unknown one. configuration: of its run."""
     frames = [f"{frame['file']}:{frame['function']}" for frame in failure.get("frames", ())]
     settings = json.dumps(configuration or {}, default=str)
-    found = match(failure["type"], failure["message"], frames, stage=stage, settings=settings)
-    return found.signature if found else None
+    signature = match(failure["type"], failure["message"], frames, stage=stage, settings=settings)
+    return signature.signature if signature else None
 
 
 def _silent(record: Mapping[str, Any], modes: list[Mapping[str, Any]], lane: str, adapter: str) -> str:
     if lane in _MERGE_LABELS:
         return _merged(modes, lane)
     equal = [mode.get("equals_reference") for mode in modes]
-    asked = record.get("configuration", {}).get("base", {}).get("quantization_config")
+    requested = record.get("configuration", {}).get("base", {}).get("quantization_config")
     counts = record.get("quantized") or {}
-    if asked and not record.get("merged") and not counts.get("Linear4bit") and not counts.get("Linear8bitLt"):
+    if requested and not record.get("merged") and not counts.get("Linear4bit") and not counts.get("Linear8bitLt"):
         return "PASS_BUT_NOT_QUANTIZED"
     if False in equal:
         if adapter == "narrow":
@@ -138,11 +138,11 @@ def lane_of(label: str, record: Mapping[str, Any], lane: str) -> str | None:
 def catalogue_of(record: Mapping[str, Any]) -> str:
     """Return the catalogue id behind a record's label, "" for none."""
     failure = record.get("exception")
-    found = signature_of(failure, str(record.get("stage")), record.get("configuration")) if failure else None
-    return found.catalogue if found else SILENT.get(str(record.get("label")), ("", ""))[0]
+    signature = signature_of(failure, str(record.get("stage")), record.get("configuration")) if failure else None
+    return signature.catalogue if signature else SILENT.get(str(record.get("label")), ("", ""))[0]
 
 
 def meaning_of(label: str) -> str:
     """Return a label in words. Errors: KeyError for what is no label."""
-    found = next((signature.meaning for signature in SIGNATURES if signature.label == label), None)
-    return found if found is not None else SILENT[label][1]
+    meaning = next((signature.meaning for signature in SIGNATURES if signature.label == label), None)
+    return meaning if meaning is not None else SILENT[label][1]

@@ -60,9 +60,9 @@ class _Run:
         self.enter("base")
         folder = Path(self.request["model"])
         self.parts = case_model.parts_of(case_model.empty_model(folder))
-        asked = device_map(self.case.peft_map if self.case.call == "dispatch" else self.case.base_map, self.parts)
-        self.facts(map_asked=asked)
-        options = self.options(asked)
+        requested = device_map(self.case.peft_map if self.case.call == "dispatch" else self.case.base_map, self.parts)
+        self.facts(map_asked=requested)
+        options = self.options(requested)
         adapter: str | None = ADAPTER if self.case.needs_adapter else None
         model_path = str(folder)
         if self.case.then:
@@ -74,27 +74,27 @@ class _Run:
         plan = trimtab.plan(model_path, **self.budget(model_path, options))
         self.enter("adapter" if adapter else "base")
         with trimtab.load(plan) as model:
-            self.look(plan, model, asked)
+            self.look(plan, model, requested)
             self.ask(model, adapter)
 
-    def options(self, asked: Mapping[str, Any] | str) -> dict[str, Any]:
+    def options(self, requested: Mapping[str, Any] | str) -> dict[str, Any]:
         """Return the arguments of `trimtab.plan` that say what the case says."""
         case = self.case
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "quant": case.quant, "context": CONTEXT_TOKENS, "images": 1, "audio_s": 2.0,
             "device": "cuda" if self.on_gpu else "cpu", "head": "full",
         }  # fmt: skip
         if case.needs_adapter:
-            found["adapters"] = {ADAPTER: self.request["adapters"][case.adapter]}
+            options["adapters"] = {ADAPTER: self.request["adapters"][case.adapter]}
         if case.quant != "none" and case.unquantized == "towers":
-            found["keep_unquantized"] = tuple(skip_modules(self.parts))
-        if isinstance(asked, str):
-            return found
+            options["keep_unquantized"] = tuple(skip_modules(self.parts))
+        if isinstance(requested, str):
+            return options
         if self.on_gpu:
-            return {**found, "device_map": asked}
-        off = {key: CPU_TIERS[place] for key, place in asked.items() if isinstance(place, str) and key}
+            return {**options, "device_map": requested}
+        off = {key: CPU_TIERS[place] for key, place in requested.items() if isinstance(place, str) and key}
         # {"": "cpu"} on a machine without a GPU is where everything is anyway.
-        return {**found, "place": {"*": "resident", **off}}
+        return {**options, "place": {"*": "resident", **off}}
 
     def budget(self, model: str, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options with the GPU budget that the case's card would leave."""
@@ -123,14 +123,14 @@ class _Run:
             return str(out), {**kept, "keep_unquantized": options["keep_unquantized"]}
         return str(out), {**kept, "quant": "none"}
 
-    def look(self, plan: Any, model: Any, asked: Mapping[str, Any] | str) -> None:
+    def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
         """Tell where everything is: the tiers by count, and whether what was asked off the GPU is off it.
 
         A catch-all entry asks it of everything that can leave; the plan says of the others why they cannot.
         """
         tiers = plan.tiers()
         fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
-        off = [] if isinstance(asked, str) else [key for key, place in asked.items() if isinstance(place, str)]
+        off = [] if isinstance(requested, str) else [key for key, place in requested.items() if isinstance(place, str)]
         under = {
             path: tier
             for path, tier in tiers.items()
@@ -162,8 +162,8 @@ class _Run:
         from trimtab.runtime.chat import Inputs
 
         given = case_inputs.read_inputs(Path(self.request["inputs"]), model.device)
-        found = self.request["reference"]
-        references = case_answers.References(Path(found) if found else None)
+        reference = self.request["reference"]
+        references = case_answers.References(Path(reference) if reference else None)
         to = case_answers.ADAPTER if self.case.needs_adapter else case_answers.BASE
         modes: dict[str, Any] = {}
         failed = ""

@@ -70,18 +70,18 @@ def run_matrix(
     check_choice(device, ("auto", "cpu", "cuda"), field_name="device")
     if pressure is not None and not 0 < pressure < 1:
         raise RequestError("must be between 0 and 1", field="pressure", value=pressure)
-    found: list[Record] = []
+    records: list[Record] = []
     with tempfile.TemporaryDirectory(prefix="trimtab-matrix-", ignore_cleanup_errors=True) as work:
         matrix = _Matrix(Path(work), chosen, python, model, adapter, device, pressure, timeout_s, memory_bytes, engines)
         total = len(chosen) * len(engines)
         for case in chosen:
             for engine in engines:
-                found.append(matrix.run(case, engine))
+                records.append(matrix.run(case, engine))
                 if on_record is not None:
-                    on_record(found[-1])
+                    on_record(records[-1])
                 if progress is not None:
-                    progress(len(found), total)
-    return tuple(found)
+                    progress(len(records), total)
+    return tuple(records)
 
 
 class _Matrix:
@@ -189,22 +189,22 @@ def _packages(python: str | os.PathLike[str] | None) -> dict[str, Any]:
             field="python",
             value=str(python),
         )
-    found = outcome.lines[0]
-    if found["missing"]:
+    reply = outcome.lines[0]
+    if reply["missing"]:
         raise RequestError(
-            f"this interpreter lacks {', '.join(found['missing'])}", field="python",
+            f"this interpreter lacks {', '.join(reply['missing'])}", field="python",
             value=str(python) if python is not None else "this one", hint="Install them there, or name another interpreter",
         )  # fmt: skip
-    return found
+    return reply
 
 
-def _device(asked: str, has_gpu: bool, python: Any) -> str:
-    if asked == "cuda" and not has_gpu:
+def _device(requested: str, has_gpu: bool, python: Any) -> str:
+    if requested == "cuda" and not has_gpu:
         raise RequestError(
-            "torch sees no GPU there", field="device", value=asked, allowed=("auto", "cpu"),
+            "torch sees no GPU there", field="device", value=requested, allowed=("auto", "cpu"),
             hint=f"Interpreter: {python if python is not None else 'this one'}",
         )  # fmt: skip
-    return "cuda" if has_gpu and asked != "cpu" else "cpu"
+    return "cuda" if has_gpu and requested != "cpu" else "cpu"
 
 
 def _finish(record: Record, case: Case, outcome: Outcome, clean: Cleaner) -> Record:
@@ -275,16 +275,16 @@ def read_runs(path: str | Path) -> dict[str, Any]:
     if not file.is_file():
         raise CheckpointError("is not a file", path=file)
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as exc:
         raise CheckpointError(f"is not JSON ({exc})", path=file) from exc
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("runs"), list):
+    if not isinstance(values, dict) or values.get("format") != FORMAT or not isinstance(values.get("runs"), list):
         raise CheckpointError(f"is not a runs file of format {FORMAT}", path=file)
-    for place, run in enumerate(found["runs"]):
+    for place, run in enumerate(values["runs"]):
         missing = [key for key in ("case", "engine", "label", "stage") if not isinstance(run, dict) or key not in run]
         if missing:
             raise CheckpointError(f"run {place} lacks {', '.join(missing)}", path=file)
-    return found
+    return values
 
 
 def matrix_text(records: Sequence[Mapping[str, Any]], *, width: int = 180) -> str:
@@ -318,12 +318,12 @@ def _failures_text(records: Sequence[Mapping[str, Any]]) -> str:
             error = str(record["exception"].get("message")) if several else ""
             alike.setdefault((str(record["engine"]), label, error), []).append(record)
     lines: list[str] = []
-    for (engine, label, _), found in alike.items():
-        known = f" ({found[0]['catalogue']})" if found[0].get("catalogue") else ""
+    for (engine, label, _), same_failure in alike.items():
+        known = f" ({same_failure[0]['catalogue']})" if same_failure[0].get("catalogue") else ""
         lines += ["", f"{label}{known} by {engine}: {labels.meaning_of(label)}"]
-        lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in found))}")
+        lines.append(f"  in {', '.join(dict.fromkeys(str(record['case']) for record in same_failure))}")
         # torch's own frames say what was done, not who did it.
-        tail = [line for line in str(found[0]["exception"].get("tail") or "").splitlines() if line.strip()]
+        tail = [line for line in str(same_failure[0]["exception"].get("tail") or "").splitlines() if line.strip()]
         tail = [line for line in tail if not line.startswith("torch/")]
         lines += [f"  {_cut(line)}" for line in tail[-TAIL_LINES:]]
     return "\n".join(lines) + "\n" if lines else ""

@@ -114,15 +114,15 @@ def _peft_stops_at_its_map(plan: dict[str, Any]) -> Iterator[None]:
     def inferred(model: Any, *args: Any, **options: Any) -> Any:
         _pack(model)
         budgets = dict(options.get("max_memory") or {})
-        said, logged, largest = io.StringIO(), _Messages(), _Largest()
-        with largest, logged, contextlib.redirect_stdout(said):
+        printed, logged, largest = io.StringIO(), _Messages(), _Largest()
+        with largest, logged, contextlib.redirect_stdout(printed):
             device_map = infer(model, *args, **{**options, "verbose": True})
         plan.clear()
         plan.update(
             runs=True, map=[*map(list, device_map.items())], budgets=[*map(list, budgets.items())],
             total_bytes=accelerate_modeling.compute_module_sizes(model)[""], largest=largest.first,
             required=[[device, float(nbytes)] for device, nbytes in _REQUIRED.findall("\n".join(logged.texts))],
-            steps=[line for line in said.getvalue().splitlines() if line],
+            steps=[line for line in printed.getvalue().splitlines() if line],
         )  # fmt: skip
         raise _Planned
 

@@ -88,10 +88,10 @@ def preflight(
     asked_map = check_map(device_map)
     device, disk_bytes = "auto", None
     if max_memory is not None:
-        asked = merged_budgets(max_memory, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, device=device)
-        gpu_memory = gpu_bytes = asked["gpu_memory_bytes"]
-        host_memory = host_bytes = asked["host_memory_bytes"]
-        device, disk_bytes = asked["device"], asked["disk_memory_bytes"]
+        budgets = merged_budgets(max_memory, gpu_memory_bytes=gpu_bytes, host_memory_bytes=host_bytes, device=device)
+        gpu_memory = gpu_bytes = budgets["gpu_memory_bytes"]
+        host_memory = host_bytes = budgets["host_memory_bytes"]
+        device, disk_bytes = budgets["device"], budgets["disk_memory_bytes"]
     checkpoint = read_checkpoint(model)
     if adapter is not None:
         read_adapter(os.fspath(adapter))  # before anything that takes long
@@ -130,22 +130,22 @@ def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto"
     """Return this machine, or one like it with other memory; the driver's context comes out of what is free."""
     from trimtab.runtime import devices
 
-    found = devices.read_machine()
+    machine = devices.read_machine()
     if device == "cpu":
-        found = replace(found, execution_device="cpu", gpu_total_bytes=0, gpu_free_bytes=0)
+        machine = replace(machine, execution_device="cpu", gpu_total_bytes=0, gpu_free_bytes=0)
     if gpu_bytes is not None:
-        found = replace(
-            found, execution_device="cuda:0", gpu_total_bytes=max(found.gpu_total_bytes, gpu_bytes),
-            gpu_free_bytes=max(gpu_bytes - found.context_bytes, 0),
+        machine = replace(
+            machine, execution_device="cuda:0", gpu_total_bytes=max(machine.gpu_total_bytes, gpu_bytes),
+            gpu_free_bytes=max(gpu_bytes - machine.context_bytes, 0),
         )  # fmt: skip
-    return found if host_bytes is None else replace(found, host_available_bytes=host_bytes)
+    return machine if host_bytes is None else replace(machine, host_available_bytes=host_bytes)
 
 
 def _free(machine: Machine, environment: Environment) -> dict[Device, int]:
     """Return what accelerate would find free: the GPUs by number, then the CPU."""
-    found: dict[Device, int] = {} if machine.on_cpu else {0: machine.gpu_free_bytes}
-    found |= {gpu.index: gpu.free_bytes for gpu in environment.gpus if gpu.index > 0 and not machine.on_cpu}
-    return {**found, "cpu": machine.host_available_bytes}
+    free: dict[Device, int] = {} if machine.on_cpu else {0: machine.gpu_free_bytes}
+    free |= {gpu.index: gpu.free_bytes for gpu in environment.gpus if gpu.index > 0 and not machine.on_cpu}
+    return {**free, "cpu": machine.host_available_bytes}
 
 
 def _given(gpu_memory: int | str | None, host_memory: int | str | None) -> dict[str, str]:
@@ -173,52 +173,52 @@ def _rates(machine: Machine) -> Rates:
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-def _map_json(found: MapReading) -> dict[str, Any]:
+def _map_json(reading: MapReading) -> dict[str, Any]:
     return {
-        "main": found.main, "bytes_on": found.bytes_on, "map_cost_bytes": found.map_cost_bytes,
-        "quantized_modules": len(found.quantized), "unquantized": [asdict(row) for row in found.kept],
-        "unknown_keys": [asdict(row) for row in found.unknown], "collisions": [asdict(row) for row in found.collisions],
-        "uncovered_tensors": list(found.uncovered),
+        "main": reading.main, "bytes_on": reading.bytes_on, "map_cost_bytes": reading.map_cost_bytes,
+        "quantized_modules": len(reading.quantized), "unquantized": [asdict(row) for row in reading.kept],
+        "unknown_keys": [asdict(row) for row in reading.unknown], "collisions": [asdict(row) for row in reading.collisions],
+        "uncovered_tensors": list(reading.uncovered),
     }  # fmt: skip
 
 
-def _adapter_json(found: AdapterReading) -> dict[str, Any]:
+def _adapter_json(reading: AdapterReading) -> dict[str, Any]:
     lists = ("problems", "wrappers", "dropped", "unfilled", "no_effect")
-    counts = None if found.spec is None else found.spec.counts()
-    return {"path": found.path, "counts": counts, "plain_targets": found.plain_targets} | {
-        name: list(getattr(found, name)) for name in lists
+    counts = None if reading.spec is None else reading.spec.counts()
+    return {"path": reading.path, "counts": counts, "plain_targets": reading.plain_targets} | {
+        name: list(getattr(reading, name)) for name in lists
     }
 
 
-def _second_json(found: SecondPlan) -> dict[str, Any]:
-    values = asdict(found)
-    values["steps"] = list(found.steps)
-    values["required"] = {str(device): nbytes for device, nbytes in (found.required or {}).items()}
-    values["offloaded_quantized"] = list(found.offloaded_quantized)
+def _second_json(second: SecondPlan) -> dict[str, Any]:
+    values = asdict(second)
+    values["steps"] = list(second.steps)
+    values["required"] = {str(device): nbytes for device, nbytes in (second.required or {}).items()}
+    values["offloaded_quantized"] = list(second.offloaded_quantized)
     return values
 
 
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def preflight_text(found: Preflight) -> str:
+def preflight_text(judged: Preflight) -> str:
     """Return the judgement as lines for people: what lies ahead, why, and the call that works."""
-    lines = [f"{found.model_class} ({found.model}), {found.quant}, stock stack: {_stack(found.versions)}"]
-    lines.append(f"device map: {_shown_map(found.device_map)}")
-    lines += ["", *_unquantized(found.map, found.quant)]
-    if found.second is not None:
-        lines += ["", arithmetic_text(found.second)]
-    lines += ["", "What will fail" if found.findings else "No known failure applies."]
+    lines = [f"{judged.model_class} ({judged.model}), {judged.quant}, stock stack: {_stack(judged.versions)}"]
+    lines.append(f"device map: {_shown_map(judged.device_map)}")
+    lines += ["", *_unquantized(judged.map, judged.quant)]
+    if judged.second is not None:
+        lines += ["", arithmetic_text(judged.second)]
+    lines += ["", "What will fail" if judged.findings else "No known failure applies."]
     for severity in SEVERITIES:
-        for one in found.findings:
+        for one in judged.findings:
             if one.severity == severity:
                 lines += [f"  {severity:7}{one.bug or '-':4}{one.when}: {one.title}", f"{'':13}{one.detail}"]
                 lines += _way_round(one)
-    lines += ["", f"What works here: {found.answer.kind} ({found.answer.reason})"]
-    if found.answer.stock:
-        lines += ["", "With the stock objects:", "", *_indented(found.answer.stock)]
-    if found.answer.python:
-        lines += ["", "With trimtab:", "", *_indented(found.answer.command), "", *_indented(found.answer.python)]
+    lines += ["", f"What works here: {judged.answer.kind} ({judged.answer.reason})"]
+    if judged.answer.stock:
+        lines += ["", "With the stock objects:", "", *_indented(judged.answer.stock)]
+    if judged.answer.python:
+        lines += ["", "With trimtab:", "", *_indented(judged.answer.command), "", *_indented(judged.answer.python)]
     return "\n".join(lines)
 
 
@@ -232,16 +232,16 @@ def _shown_map(devices: Mapping[str, str]) -> str:
     return ", ".join(shown) + (f" and {len(devices) - 8} more keys" if len(devices) > 8 else "")
 
 
-def _unquantized(found: MapReading, quant: str) -> list[str]:
+def _unquantized(reading: MapReading, quant: str) -> list[str]:
     if quant == "none":
         return ["nothing is quantized"]
-    lines = [f"{len(found.quantized)} linears are quantized; in full precision stay:"]
-    for reason, count in Counter(row.reason for row in found.kept).items():
-        rows = [row for row in found.kept if row.reason == reason]
+    lines = [f"{len(reading.quantized)} linears are quantized; in full precision stay:"]
+    for reason, count in Counter(row.reason for row in reading.kept).items():
+        rows = [row for row in reading.kept if row.reason == reason]
         size = sum(row.bytes for row in rows)
         kept = f"{gib(size)}, {gib(sum(row.quantized_bytes for row in rows))} if they were" if size else "a tied copy"
         lines.append(f"  {count} ({kept}): {reason}; {rows[0].module_path}{' ...' if count > 1 else ''}")
-    return lines if len(lines) > 1 else [f"{len(found.quantized)} linears are quantized, all there are"]
+    return lines if len(lines) > 1 else [f"{len(reading.quantized)} linears are quantized, all there are"]
 
 
 def _way_round(one: Foreseen) -> list[str]:

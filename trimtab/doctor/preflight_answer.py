@@ -97,21 +97,21 @@ def answer_for(asking: Asking) -> Answer:
     towers = _towers_off(asking, whole)
     if towers is not None:
         device_map, reason = towers
-        found = _by_trimtab(asking, TOWERS_OFF, f"{missing}; {reason}")
-        return replace(found, stock=stock_call(asking, device_map), kind=TOWERS_OFF, needed_bytes=whole.needed_bytes)
+        answer = _by_trimtab(asking, TOWERS_OFF, f"{missing}; {reason}")
+        return replace(answer, stock=stock_call(asking, device_map), kind=TOWERS_OFF, needed_bytes=whole.needed_bytes)
     return replace(_by_trimtab(asking, SPLIT, missing), needed_bytes=whole.needed_bytes)
 
 
 def _by_trimtab(asking: Asking, kind: str, reason: str) -> Answer:
-    found = _try(asking, asking.request)
-    if isinstance(found, Plan):
-        tiers = sorted(set(found.tiers().values()))
-        words = f"{reason}; trimtab's plan needs {gib(found.gpu_needed_bytes)} ({', '.join(tiers)})"
-        return _with_calls(asking, kind, words, found, "")
-    words = f"{reason}; the smallest placement needs {gib(found.needed_bytes)} on {found.device} of {gib(found.budget_bytes)}"
+    planned = _try(asking, asking.request)
+    if isinstance(planned, Plan):
+        tiers = sorted(set(planned.tiers().values()))
+        words = f"{reason}; trimtab's plan needs {gib(planned.gpu_needed_bytes)} ({', '.join(tiers)})"
+        return _with_calls(asking, kind, words, planned, "")
+    words = f"{reason}; the smallest placement needs {gib(planned.needed_bytes)} on {planned.device} of {gib(planned.budget_bytes)}"
     return Answer(
-        kind=DOES_NOT_FIT, reason=f"{words}. {_what_would_fit(asking)}{found.hint or ''}".rstrip(), stock="", python="",
-        command="", plan=None, needed_bytes=found.needed_bytes,
+        kind=DOES_NOT_FIT, reason=f"{words}. {_what_would_fit(asking)}{planned.hint or ''}".rstrip(), stock="", python="",
+        command="", plan=None, needed_bytes=planned.needed_bytes,
     )  # fmt: skip
 
 
@@ -203,10 +203,10 @@ def towers_map(shape: ModelShape) -> dict[str, int | str] | None:
     if not parts.get("", set()) & set(TOWERS):
         return None
     children: dict[str, list[str]] = {}
-    for found in shape.modules:
-        if found.module_path:
-            parent = found.module_path.rpartition(".")[0]
-            children.setdefault(parent, []).append(found.module_path)
+    for module in shape.modules:
+        if module.module_path:
+            parent = module.module_path.rpartition(".")[0]
+            children.setdefault(parent, []).append(module.module_path)
     result: dict[str, int | str] = {}
 
     def name(path: str) -> None:

@@ -54,8 +54,8 @@ class Facts:
 
 def foresee(facts: Facts) -> tuple[Foreseen, ...]:
     """Return what lies ahead, the gravest first, in the order in which it would show."""
-    found = [*_map_keys(facts), *_base(facts), *_model(facts), *_adapter(facts), *_second(facts)]
-    met = [one for one in found if not one.bug or is_met(one.bug, facts.versions)]
+    findings = [*_map_keys(facts), *_base(facts), *_model(facts), *_adapter(facts), *_second(facts)]
+    met = [one for one in findings if not one.bug or is_met(one.bug, facts.versions)]
     return tuple(sorted(met, key=lambda one: SEVERITIES.index(one.severity)))
 
 
@@ -94,46 +94,46 @@ def _version(text: str | None) -> Version | None:
 
 
 def _map_keys(facts: Facts) -> Iterator[Foreseen]:
-    found = facts.map
-    for unknown in found.unknown:
+    device_map = facts.map
+    for unknown in device_map.unknown:
         near = f"; near: {', '.join(unknown.near)}" if unknown.near else ""
         yield Foreseen(
             WASTES, "C5", "base", f"the map's key {unknown.key!r} names no module",
             f"at most a warning; the intended module goes where the other keys say{near}",
         )  # fmt: skip
-    for hit in found.collisions:
+    for hit in device_map.collisions:
         yield Foreseen(
             WRONG if hit.goes_to == "disk" else WASTES, "C6", "base",
             f"the map's key {hit.key!r} also takes {_count(hit.tensors, 'tensor')} of modules whose names begin with it",
             f"{hit.example} is loaded to {hit.goes_to}, the map says {hit.asked}; give every module a key of its own",
         )  # fmt: skip
-    if found.uncovered:
+    if device_map.uncovered:
         yield Foreseen(
             FAILS, "", "base", "the map gives no device to a part of the model",
-            f"ValueError: The device_map provided does not give any device for {_count(len(found.uncovered), 'tensor')}: "
-            f"{_some(found.uncovered)}",
+            f"ValueError: The device_map provided does not give any device for {_count(len(device_map.uncovered), 'tensor')}: "
+            f"{_some(device_map.uncovered)}",
         )  # fmt: skip
-    if found.object_keys and "disk" in found.devices.values():
+    if device_map.object_keys and "disk" in device_map.devices.values():
         yield Foreseen(
             FAILS, "C7", "first forward", "the map holds torch.device objects next to \"disk\"",
-            f"SafetensorError: device(...) is invalid; write numbers and texts instead (keys: {_some(found.object_keys)})",
+            f"SafetensorError: device(...) is invalid; write numbers and texts instead (keys: {_some(device_map.object_keys)})",
         )  # fmt: skip
-    if "" in found.devices and found.devices[""] not in OFF:
+    if "" in device_map.devices and device_map.devices[""] not in OFF:
         yield from _catch_all(facts)
 
 
 def _catch_all(facts: Facts) -> Iterator[Foreseen]:
-    found = facts.map
-    if found.keys_on("disk"):
+    device_map = facts.map
+    if device_map.keys_on("disk"):
         yield Foreseen(
             FAILS, "C1", "base", 'the map has both "" and "disk"',
             "ValueError: ... is on the meta device, we need a value to put in on ...; name every module instead of \"\"",
         )  # fmt: skip
-    if found.keys_on("cpu"):
-        off = sum(found.bytes_on.get(device, 0) for device in OFF)
+    if device_map.keys_on("cpu"):
+        off = sum(device_map.bytes_on.get(device, 0) for device in OFF)
         yield Foreseen(
             WASTES, "C4", "base", 'the map\'s "" loads every module to the main device first',
-            f"the load peaks at {gib(sum(found.bytes_on.values()))} there, {gib(off)} more than what stays; a map that "
+            f"the load peaks at {gib(sum(device_map.bytes_on.values()))} there, {gib(off)} more than what stays; a map that "
             "names every module does not",
         )  # fmt: skip
         yield Foreseen(
@@ -143,24 +143,24 @@ def _catch_all(facts: Facts) -> Iterator[Foreseen]:
 
 
 def _base(facts: Facts) -> Iterator[Foreseen]:
-    found, kind = facts.map, facts.shape.quant
-    if facts.has_gpu is False and found.main not in OFF:
-        yield _no_gpu(found)
+    device_map, kind = facts.map, facts.shape.quant
+    if facts.has_gpu is False and device_map.main not in OFF:
+        yield _no_gpu(device_map)
     if kind == "none":
         return
-    if set(found.devices) == {""} and found.devices[""] in OFF:
+    if set(device_map.devices) == {""} and device_map.devices[""] in OFF:
         yield Foreseen(
             WASTES, "A5", "base", "nothing is quantized: the whole model is on the CPU",
             f"the key \"\" keeps every linear in {facts.shape.anatomy.dtype}, and is_loaded_in_4bit still says True",
         )  # fmt: skip
-    elif found.map_cost_bytes:
-        away = [row for row in found.kept if row.reason.startswith("the map's key")]
+    elif device_map.map_cost_bytes:
+        away = [row for row in device_map.kept if row.reason.startswith("the map's key")]
         yield Foreseen(
             WASTES, "A4", "base", f"{_count(len(away), 'linear')} on the CPU or disk stay unquantized",
             f"{gib(sum(row.bytes for row in away))} of host memory and of copies at every forward instead of "
             f"{gib(sum(row.quantized_bytes for row in away))} in {kind}; needs llm_int8_enable_fp32_cpu_offload=True",
         )  # fmt: skip
-    experts = [row for row in found.kept if row.reason.startswith("fused experts")]
+    experts = [row for row in device_map.kept if row.reason.startswith("fused experts")]
     if experts:
         yield Foreseen(
             WASTES, "H3", "base", f"the experts of {_count(len(experts), 'layer')} stay unquantized",
@@ -168,9 +168,9 @@ def _base(facts: Facts) -> Iterator[Foreseen]:
         )  # fmt: skip
 
 
-def _no_gpu(found: MapReading) -> Foreseen:
+def _no_gpu(device_map: MapReading) -> Foreseen:
     return Foreseen(
-        FAILS, "", "base", f"the map names GPU {found.main}, and torch can use no GPU here",
+        FAILS, "", "base", f"the map names GPU {device_map.main}, and torch can use no GPU here",
         "without a map the model goes to the CPU; trimtab computes there too",
     )  # fmt: skip
 
@@ -179,12 +179,12 @@ def _no_gpu(found: MapReading) -> Foreseen:
 
 
 def _model(facts: Facts) -> Iterator[Foreseen]:
-    shape, found = facts.shape, facts.map
+    shape, device_map = facts.shape, facts.map
     if not shape.anatomy.model_type.startswith("gemma4"):
         return
     tables = [row for row in shape.anatomy.rows if row.gather_only]
     for row in shape.anatomy.rows:
-        off = found.tensor_devices.get(f"{row.module_path}.weight", "") in OFF
+        off = device_map.tensor_devices.get(f"{row.module_path}.weight", "") in OFF
         if off and tables and row.kind == "embedding" and not row.gather_only and row.part == "language":
             yield Foreseen(
                 FAILS, "D4", "first forward", f"{row.module_path} is offloaded",
@@ -193,24 +193,24 @@ def _model(facts: Facts) -> Iterator[Foreseen]:
             )  # fmt: skip
     for row in tables:
         size = row.weight.nbytes if row.weight is not None else 0
-        off = found.tensor_devices.get(f"{row.module_path}.weight", "") in OFF
+        off = device_map.tensor_devices.get(f"{row.module_path}.weight", "") in OFF
         detail = (
             f"accelerate copies all {gib(size)} to the main device at every forward" if off
             else f"{gib(size)} on the main device, of which one token reads {gib(_row_bytes(row.weight))}"
         )  # fmt: skip
         yield Foreseen(WASTES if off else NOTE, "D6", "first forward", f"{row.module_path} is never quantized", detail)
-    patches = [path for path in found.quantized if path.endswith("patch_embedder.input_proj")]
+    patches = [path for path in device_map.quantized if path.endswith("patch_embedder.input_proj")]
     if patches:
         yield Foreseen(
             WRONG, "H1", "first forward", "the quantized model ignores the image",
             f"{patches[0]} casts pixels to the dtype of packed weights: one constant value",
         )  # fmt: skip
-    if any(row.part == "vision" and row.module_path in found.quantized for row in shape.anatomy.rows):
+    if any(row.part == "vision" and row.module_path in device_map.quantized for row in shape.anatomy.rows):
         yield Foreseen(
             NOTE, "H2", "first forward", "the quantized vision tower computes in float32 on float32 pixels",
             f"slower; give pixel_values in {shape.anatomy.dtype}",
         )  # fmt: skip
-    if any(path.startswith("model.audio_tower.") for path in found.quantized):
+    if any(path.startswith("model.audio_tower.") for path in device_map.quantized):
         yield Foreseen(
             FAILS, "D2", "first forward", "a quantized audio tower raises on audio",
             "TypeError: torch.finfo() requires a floating point input type",
@@ -231,41 +231,41 @@ def _row_bytes(weight: object) -> int:
 
 
 def _adapter(facts: Facts) -> Iterator[Foreseen]:
-    found = facts.adapter
-    if found is None:
+    adapter = facts.adapter
+    if adapter is None:
         return
-    if found.wrappers:
+    if adapter.wrappers:
         rows = facts.shape.anatomy.by_path()
-        name = rows[found.wrappers[0]].class_name
+        name = rows[adapter.wrappers[0]].class_name
         yield Foreseen(
-            FAILS, "D1", "adapter", f"target_modules names {_count(len(found.wrappers), 'wrapper')} ({name})",
+            FAILS, "D1", "adapter", f"target_modules names {_count(len(adapter.wrappers), 'wrapper')} ({name})",
             f"ValueError: Target module {name}(...) is not supported; name the inner .linear in a copy of the config "
-            f"({_some(found.wrappers)})",
+            f"({_some(adapter.wrappers)})",
         )  # fmt: skip
-    if found.problems:
+    if adapter.problems:
         yield Foreseen(
-            WRONG, "E3", "adapter", f"{_count(len(found.problems), 'problem')}: the adapter is not made for this model",
-            f"PEFT silently drops keys that match no module. {'; '.join(found.problems[:SHOWN])}",
+            WRONG, "E3", "adapter", f"{_count(len(adapter.problems), 'problem')}: the adapter is not made for this model",
+            f"PEFT silently drops keys that match no module. {'; '.join(adapter.problems[:SHOWN])}",
         )  # fmt: skip
-    if found.dropped:
+    if adapter.dropped:
         yield Foreseen(
-            WRONG, "E3", "adapter", f"{_count(len(found.dropped), 'module')} of the adapter are dropped silently",
-            f"target_modules does not name {_some(found.dropped)}",
+            WRONG, "E3", "adapter", f"{_count(len(adapter.dropped), 'module')} of the adapter are dropped silently",
+            f"target_modules does not name {_some(adapter.dropped)}",
         )  # fmt: skip
-    if found.renamed:
+    if adapter.renamed:
         yield Foreseen(
             WRONG, "E3", "adapter", "the file writes module paths differently than the model",
             "PEFT uses keys unchanged; trimtab applies the rule "
-            f"{found.spec.prefix if found.spec is not None else ''!r}",
+            f"{adapter.spec.prefix if adapter.spec is not None else ''!r}",
         )  # fmt: skip
-    if found.unfilled:
+    if adapter.unfilled:
         yield Foreseen(
-            WRONG, "E1", "adapter", f"{_count(len(found.unfilled), 'module')} get a LoRA layer that stays at zero",
-            f"one warning; the file has no keys for {_some(found.unfilled)}",
+            WRONG, "E1", "adapter", f"{_count(len(adapter.unfilled), 'module')} get a LoRA layer that stays at zero",
+            f"one warning; the file has no keys for {_some(adapter.unfilled)}",
         )  # fmt: skip
-    if found.no_effect:
+    if adapter.no_effect:
         yield Foreseen(
-            NOTE, "", "adapter", f"{_count(len(found.no_effect), 'tensor')} have no effect",
+            NOTE, "", "adapter", f"{_count(len(adapter.no_effect), 'tensor')} have no effect",
             "they are for k/v projections of KV-shared layers, which the model does not have",
         )  # fmt: skip
 
@@ -274,7 +274,7 @@ def _adapter(facts: Facts) -> Iterator[Foreseen]:
 
 
 def _second(facts: Facts) -> Iterator[Foreseen]:
-    second, found = facts.second, facts.map
+    second, device_map = facts.second, facts.map
     if second is None or not second.runs:
         return
     yield Foreseen(
@@ -282,7 +282,7 @@ def _second(facts: Facts) -> Iterator[Foreseen]:
         f"{gib(second.moved_to_main_bytes)} that the map keeps off the main device would go there, "
         f"{gib(second.moved_off_bytes)} the other way",
     )  # fmt: skip
-    if found.keys_on("disk"):
+    if device_map.keys_on("disk"):
         yield Foreseen(
             FAILS, "B5", "adapter", "an adapter on a base with modules on disk",
             "NotImplementedError: Cannot copy out of meta tensor, or KeyError in _update_offload on older PEFT",

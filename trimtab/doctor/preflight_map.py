@@ -114,9 +114,9 @@ def read_map(shape: ModelShape, device_map: Mapping[str, Any]) -> MapReading:
     tensors = {tensor: device_of(tensor, devices) for tensor in sizes}
     tensors |= {tensor: device_text(device) for tensor, device in shape.loaded_to.items() if tensor in tensors}
     main = next((device for device in devices.values() if device not in OFF), "cpu")
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for tensor, nbytes in sizes.items():
-        found[tensors[tensor] or main] += nbytes
+        counts[tensors[tensor] or main] += nbytes
     rows = _kept_rows(shape, kept)
     return MapReading(
         devices=devices, main=main, kept=rows,
@@ -127,25 +127,25 @@ def read_map(shape: ModelShape, device_map: Mapping[str, Any]) -> MapReading:
         quantized=quantized, unknown=_unknown(shape, devices), collisions=_collisions(shape, devices),
         uncovered=tuple(tensor for tensor, device in tensors.items() if device is None),
         object_keys=tuple(key for key, value in given.items() if not isinstance(value, (int, str))),
-        bytes_on=dict(found), tensor_devices={tensor: device or main for tensor, device in tensors.items()},
+        bytes_on=dict(counts), tensor_devices={tensor: device or main for tensor, device in tensors.items()},
     )  # fmt: skip
 
 
 def _kept_rows(shape: ModelShape, kept: Mapping[str, str]) -> tuple[KeptOut, ...]:
     rows = shape.anatomy.by_path()
-    found = []
+    kept_rows = []
     for path, reason in kept.items():
         row = rows[path]
         if row.kind == "experts":
             size = sum(tensor.nbytes for tensor in row.tensors if not tensor.is_buffer)
-            found.append(KeptOut(path, row.part, reason, size, size // 4 if shape.quant != "int8" else size // 2))
+            kept_rows.append(KeptOut(path, row.part, reason, size, size // 4 if shape.quant != "int8" else size // 2))
         elif row.weight is not None and row.weight.tied_to is None:
-            found.append(
+            kept_rows.append(
                 KeptOut(path, row.part, reason, row.weight.nbytes, weight_bytes(row, shape.quant))
             )  # fmt: skip
         elif row.weight is not None:
-            found.append(KeptOut(path, row.part, reason, 0, 0))
-    return tuple(found)
+            kept_rows.append(KeptOut(path, row.part, reason, 0, 0))
+    return tuple(kept_rows)
 
 
 def _unknown(shape: ModelShape, devices: Mapping[str, str]) -> tuple[UnknownKey, ...]:

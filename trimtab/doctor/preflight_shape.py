@@ -111,31 +111,31 @@ def read_shape(
     request = {"model": os.fspath(Path(model).absolute()) if os.path.isdir(model) else os.fspath(model)}
     request |= {"device_map": devices, "quant": quant, "dtype": dtype}  # type: ignore[dict-item]
     outcome = run_inside("trimtab.doctor.preflight_shape", request, python=python, timeout_s=TIMEOUT_S)
-    told = next((line for line in outcome.lines if "shape" in line or "error" in line), None)
-    if outcome.ended == DONE and told is not None and "shape" in told:
-        return ModelShape.from_json(told["shape"])
-    if told is not None and "error" in told:
-        raise _refusal(told["error"])
+    reply = next((line for line in outcome.lines if "shape" in line or "error" in line), None)
+    if outcome.ended == DONE and reply is not None and "shape" in reply:
+        return ModelShape.from_json(reply["shape"])
+    if reply is not None and "error" in reply:
+        raise _refusal(reply["error"])
     last = (outcome.stderr.strip().splitlines() or [outcome.ended])[-1]
     raise RequestError(f"cannot build the model: {last}", field="python", value=os.fspath(python))
 
 
-def _refusal(told: Mapping[str, Any]) -> TrimtabError:
-    found = RequestError("", field="") if told["class"] == "RequestError" else CheckpointError("", path="")
-    found.__dict__.update(told["fields"])
-    found.args = (told["message"],)
-    return found
+def _refusal(reply: Mapping[str, Any]) -> TrimtabError:
+    error = RequestError("", field="") if reply["class"] == "RequestError" else CheckpointError("", path="")
+    error.__dict__.update(reply["fields"])
+    error.args = (reply["message"],)
+    return error
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
     """Tell the shape, or the error of ours that was raised."""
     try:
-        found = shape_of(request["model"], request["device_map"], request["quant"], request["dtype"])
+        shape = shape_of(request["model"], request["device_map"], request["quant"], request["dtype"])
     except TrimtabError as exc:
         kept = {name: value for name, value in vars(exc).items() if not name.startswith("_")}
         tell({"error": {"class": type(exc).__name__, "message": str(exc), "fields": kept}})
         return
-    tell({"shape": found.to_json()})
+    tell({"shape": shape.to_json()})
 
 
 # Reading, in the interpreter whose stack is asked about ---------------------------------------------------------------
@@ -164,7 +164,7 @@ def shape_of(model: str, device_map: Mapping[str, str], quant: str, dtype: str) 
 
 
 def _modules(model: Any, ties: Mapping[str, str]) -> list[ModuleShape]:
-    found = []
+    modules = []
     for path, module in model.named_modules():
         tensors = [
             OwnTensor(
@@ -175,8 +175,8 @@ def _modules(model: Any, ties: Mapping[str, str]) -> list[ModuleShape]:
             for name, value in held.items()
             if value is not None
         ]  # fmt: skip
-        found.append(ModuleShape(path, type(module).__name__, tuple(tensors)))
-    return found
+        modules.append(ModuleShape(path, type(module).__name__, tuple(tensors)))
+    return modules
 
 
 def _skipped(linears: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
@@ -188,12 +188,12 @@ def _skipped(linears: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
         def should_convert_module(full_name: str, patterns: list[str]) -> bool:
             return not any(re.match(key, full_name) or full_name.endswith(key) for key in patterns)
 
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for path in linears:
         key = next((key for key in keys if not should_convert_module(path, [key])), None)
         if key is not None:
-            found[path] = key
-    return found
+            reasons[path] = key
+    return reasons
 
 
 def _loaded_to(tensors: Sequence[str], device_map: Mapping[str, str]) -> dict[str, str]:
@@ -205,8 +205,8 @@ def _loaded_to(tensors: Sequence[str], device_map: Mapping[str, str]) -> dict[st
     if not device_map:
         return {}
     loaded = expand_device_map(dict(device_map), list(tensors))
-    asked = {name: device_of(name, device_map) for name in tensors}
-    return {name: str(loaded[name]) for name in tensors if asked[name] is not None and loaded[name] != asked[name]}
+    mapped = {name: device_of(name, device_map) for name in tensors}
+    return {name: str(loaded[name]) for name in tensors if mapped[name] is not None and loaded[name] != mapped[name]}
 
 
 def device_of(path: str, device_map: Mapping[str, Any]) -> Any:

@@ -19,12 +19,12 @@ def stock_kept(shape: ModelShape, *, takes_map: bool) -> dict[str, str]:
     """
     if shape.quant == "none":
         return {}
-    found = {row.module_path: row.why_unquantized for row in shape.anatomy.rows if row.why_unquantized}
+    reasons = {row.module_path: row.why_unquantized for row in shape.anatomy.rows if row.why_unquantized}
     # A checkpoint that is already packed stays packed where it is packed, whatever the map says.
     if takes_map and shape.anatomy.prequantized is None:
         for path, key in shape.skipped_by_key.items():
-            found.setdefault(path, f"the map's key {key!r} is on the CPU or disk")
-    return found
+            reasons.setdefault(path, f"the map's key {key!r} is on the CPU or disk")
+    return reasons
 
 
 def quantized_paths(shape: ModelShape, kept: Mapping[str, str]) -> frozenset[str]:
@@ -40,7 +40,7 @@ def weight_bytes(row: ModuleRow, kind: str) -> int:
 
 def stock_bytes(shape: ModelShape, quantized: frozenset[str]) -> dict[str, int]:
     """Return tensor_path -> the bytes it really takes in the loaded stock model, scales included; no tied copies."""
-    rows, found = shape.anatomy.by_path(), {}
+    rows, sizes = shape.anatomy.by_path(), {}
     for module in shape.modules:
         for own in module.tensors:
             if own.tied_to is not None:
@@ -48,5 +48,5 @@ def stock_bytes(shape: ModelShape, quantized: frozenset[str]) -> dict[str, int]:
             size = own.numel * DTYPE_BYTES.get(own.dtype, 4)
             if own.name == "weight" and module.module_path in quantized:
                 size = weight_bytes(rows[module.module_path], shape.quant)
-            found[f"{module.module_path}.{own.name}".lstrip(".")] = size
-    return found
+            sizes[f"{module.module_path}.{own.name}".lstrip(".")] = size
+    return sizes

@@ -90,8 +90,8 @@ def _absolute(python: str | os.PathLike[str] | None) -> str | None:
     """Return the interpreter's path for a process that runs in another folder; a link stays one, it marks its packages."""
     if python is None:
         return None
-    found = shutil.which(os.fspath(python))
-    return os.fspath(python) if found is None else os.path.abspath(found)
+    resolved = shutil.which(os.fspath(python))
+    return os.fspath(python) if resolved is None else os.path.abspath(resolved)
 
 
 def _chosen(entries: tuple[Entry, ...], ids: Sequence[str]) -> tuple[Entry, ...]:
@@ -102,8 +102,8 @@ def _chosen(entries: tuple[Entry, ...], ids: Sequence[str]) -> tuple[Entry, ...]
             raise RequestError(
                 "is not in the catalogue of known bugs", field="ids", value=wanted, allowed=near or known
             )
-    asked = {wanted.upper() for wanted in ids}
-    return tuple(entry for entry in entries if not asked or entry.bug.id in asked)
+    requested = {wanted.upper() for wanted in ids}
+    return tuple(entry for entry in entries if not requested or entry.bug.id in requested)
 
 
 class _Run:

@@ -95,14 +95,14 @@ def report_html(
     """Return the page's text; arguments as for `write_report`."""
     import jinja2
 
-    found = [clean_all(record) for record in records]
+    cleaned = [clean_all(record) for record in records]
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     ).from_string(TEMPLATE.read_text(encoding="utf-8"))
     values = clean_all(_json(environment) or {})
     return template.render(
-        machine=machine_rows(values), packages=package_rows(values), grid=grid_of(found), legend=_legend(),
-        pictures=memory_pictures(found), verdicts=[clean_all(_verdict(one)) for one in verdicts], state_kinds=STATE_KINDS,
+        machine=machine_rows(values), packages=package_rows(values), grid=grid_of(cleaned), legend=_legend(),
+        pictures=memory_pictures(cleaned), verdicts=[clean_all(_verdict(one)) for one in verdicts], state_kinds=STATE_KINDS,
         signs=SIGNS, preflight=_preflight(preflight), bisections=_bisections(bisection), drafts=_drafts(drafts),
     )  # fmt: skip
 
@@ -243,20 +243,20 @@ def _legend() -> list[tuple[str, str, str]]:
 
 
 def _verdict(one: Any) -> dict[str, Any]:
-    found = _json(one)
+    values = _json(one)
     names = ("id", "title", "state", "evidence", "way_round", "trackers", "owner", "trimtab")
-    return {name: found.get(name, "") for name in names}
+    return {name: values.get(name, "") for name in names}
 
 
-def _preflight(found: Any) -> dict[str, Any] | None:
+def _preflight(judged: Any) -> dict[str, Any] | None:
     """Return the findings as rows, and the whole with its arithmetic as text."""
-    if found is None:
+    if judged is None:
         return None
     from trimtab.doctor.preflight import Preflight, preflight_text
 
-    values = _json(found)
-    if isinstance(found, Preflight):
-        text = preflight_text(found)
+    values = _json(judged)
+    if isinstance(judged, Preflight):
+        text = preflight_text(judged)
     else:
         text = _as_text(values)
     return {"text": clean_all(text), "findings": clean_all(list(values.get("findings") or ()))}
@@ -268,15 +268,15 @@ def _as_text(value: Any) -> str:
     return json.dumps(value, indent=1, default=str, ensure_ascii=False)
 
 
-def _bisections(found: Any) -> list[Any]:
-    if found is None:
+def _bisections(bisections: Any) -> list[Any]:
+    if bisections is None:
         return []
-    several: Iterable[Any] = found if isinstance(found, list | tuple) else (found,)
+    several: Iterable[Any] = bisections if isinstance(bisections, list | tuple) else (bisections,)
     return [clean_all(_json(one)) for one in several]
 
 
-def _drafts(found: Any) -> dict[str, Any] | None:
-    if found is None:
+def _drafts(made: Any) -> dict[str, Any] | None:
+    if made is None:
         return None
-    values = _json(found)
+    values = _json(made)
     return {"drafts": list(values.get("drafts") or ()), "not_to_file": str(values.get("not_to_file") or "")}

@@ -15,14 +15,14 @@ KINDS = (("gpu_peak_bytes", "GPU"), ("host_peak_bytes", "host"))
 
 def memory_pictures(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Return (title, SVG) for every kind of memory that was measured, the GPU's first."""
-    found = []
+    charts = []
     for field, name in KINDS:
         rows = [
             (record, nbytes) for record in records if isinstance(nbytes := _peak(record, field), int) and nbytes > 0
         ]
         if rows:
-            found.append((f"Peak of {name} memory", _picture(rows, f"Peak of {name} memory per case")))
-    return found
+            charts.append((f"Peak of {name} memory", _picture(rows, f"Peak of {name} memory per case")))
+    return charts
 
 
 def _peak(record: Mapping[str, Any], field: str) -> Any:

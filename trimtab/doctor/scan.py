@@ -123,10 +123,10 @@ class Scan:
     @property
     def counts(self) -> dict[str, int]:
         """How many modules each kind of finding has."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for finding in self.findings:
-            found[finding.kind] += finding.count
-        return dict(found)
+            counts[finding.kind] += finding.count
+        return dict(counts)
 
     def of(self, *kinds: str) -> tuple[Finding, ...]:
         """Return the findings of these kinds."""
@@ -134,10 +134,10 @@ class Scan:
 
     def class_counts(self) -> dict[str, int]:
         """Return class -> how many, over all parts."""
-        found: Counter[str] = Counter()
+        by_class: Counter[str] = Counter()
         for counts in self.classes.values():
-            found.update(counts)
-        return dict(sorted(found.items()))
+            by_class.update(counts)
+        return dict(sorted(by_class.items()))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {
@@ -189,26 +189,26 @@ def _targets(base: Any, adapter: str | Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def scan_text(found: Scan) -> str:
+def scan_text(scanned: Scan) -> str:
     """Return a scan for people: counts first, then each kind of finding once with its first modules."""
-    lines = [f"{found.model_class}, {found.said_quantized}"]
-    lines += [f"  {place}: {gib(count)}" for place, count in found.devices.items()]
-    for part, counts in found.classes.items():
+    lines = [f"{scanned.model_class}, {scanned.said_quantized}"]
+    lines += [f"  {place}: {gib(count)}" for place, count in scanned.devices.items()]
+    for part, counts in scanned.classes.items():
         lines.append(f"  {part}: " + ", ".join(f"{count} {name}" for name, count in counts.items()))
-    for name, facts in found.adapters.items():
+    for name, facts in scanned.adapters.items():
         state = "active" if facts["active"] else "not active"
         lines.append(f"  adapter {name}: {facts['modules']} modules, {state}")
-    if found.targets is not None:
-        shown = ", ".join(f"{count} {name}" for name, count in found.targets["modules_by_class"].items())
-        idle = f"; {found.targets['no_effect']} tensors without effect" if found.targets["no_effect"] else ""
-        lines.append(f"  the adapter would change {found.targets['modules']} modules: {shown}{idle}")
-    if not found.findings:
+    if scanned.targets is not None:
+        shown = ", ".join(f"{count} {name}" for name, count in scanned.targets["modules_by_class"].items())
+        idle = f"; {scanned.targets['no_effect']} tensors without effect" if scanned.targets["no_effect"] else ""
+        lines.append(f"  the adapter would change {scanned.targets['modules']} modules: {shown}{idle}")
+    if not scanned.findings:
         return "\n".join([*lines, "nothing found"])
     for kind in KINDS:
-        mine = found.of(kind.name)
+        mine = scanned.of(kind.name)
         if mine:
             bugs = f" ({', '.join(kind.bugs)})" if kind.bugs else ""
-            lines += ["", f"{kind.name}{bugs}: {kind.meaning} [{found.counts[kind.name]}]"]
+            lines += ["", f"{kind.name}{bugs}: {kind.meaning} [{scanned.counts[kind.name]}]"]
             lines += [f"  {finding.module_path or '(the model)'}: {finding.detail}" for finding in mine[:3]]
             lines += [f"  and {len(mine) - 3} more"] if len(mine) > 3 else []
             lines.append(f"  workaround: {kind.way_round}")

@@ -76,14 +76,14 @@ class View:
         )  # fmt: skip
 
     def classes(self) -> dict[str, dict[str, int]]:
-        found: dict[str, Counter[str]] = {}
+        classes: dict[str, Counter[str]] = {}
         for path, module in self.modules.items():
             if is_linear(module) or isinstance(module, nn.Embedding) or _is_experts(module):
-                found.setdefault(part_of_key(f"{path}.weight"), Counter())[type(module).__name__] += 1
-        return {part: dict(sorted(counts.items())) for part, counts in found.items()}
+                classes.setdefault(part_of_key(f"{path}.weight"), Counter())[type(module).__name__] += 1
+        return {part: dict(sorted(counts.items())) for part, counts in classes.items()}
 
     def devices(self) -> dict[str, int]:
-        found: Counter[str] = Counter()
+        devices: Counter[str] = Counter()
         seen: set[int] = set()
         for module in self.modules.values():
             away = offloaded_to(module)
@@ -92,26 +92,26 @@ class View:
                     continue
                 seen.add(id(tensor))
                 is_away = away is not None and tensor.device.type == "meta"
-                found[f"offloaded to {away}" if is_away else str(tensor.device)] += (
+                devices[f"offloaded to {away}" if is_away else str(tensor.device)] += (
                     tensor.numel() * tensor.element_size()
                 )
-        return dict(sorted(found.items()))
+        return dict(sorted(devices.items()))
 
     def shown_map(self) -> dict[str, str] | None:
         return {key: str(value) for key, value in self.map.items()} if self.map else None
 
     def adapters(self) -> dict[str, dict[str, Any]]:
-        found: dict[str, dict[str, Any]] = {}
+        adapters: dict[str, dict[str, Any]] = {}
         for path, layer in self.layers.items():
             for name in _adapter_names(layer):
-                facts = found.setdefault(name, {"modules": 0, "tensors_by_part": Counter(), "active": False})
+                facts = adapters.setdefault(name, {"modules": 0, "tensors_by_part": Counter(), "active": False})
                 facts["modules"] += 1
                 facts["active"] = facts["active"] or (name in layer.active_adapters and not layer.disable_adapters)
                 facts["tensors_by_part"][part_of_key(f"{path}.weight")] += len(list(_lora_tensors(layer, name)))
-        for name, facts in found.items():
+        for name, facts in adapters.items():
             facts["tensors_by_part"] = dict(facts["tensors_by_part"])
             facts["no_effect"] = len(self._idle_keys(name))
-        return found
+        return adapters
 
     def _idle_keys(self, name: str) -> tuple[tuple[str, str], ...]:
         """Return (key, reason) of what the adapter's file holds without effect, where the bridge loaded it."""
@@ -240,16 +240,16 @@ class View:
             keys = [key for key in self.map if is_under(path, key)]
             if not own or not keys or any(shared[id(tensor)] > 1 for tensor in own):
                 continue
-            asked = self.map[max(keys, key=len)]
+            mapped = self.map[max(keys, key=len)]
             have = offloaded_to(module) or own[0].device
-            should_be_away = asked == DISK or (asked == CPU and bool(main))
+            should_be_away = mapped == DISK or (mapped == CPU and bool(main))
             if should_be_away == isinstance(have, str) and (
-                should_be_away or not _differ(own[0].device, _device(asked))
+                should_be_away or not _differ(own[0].device, _device(mapped))
             ):
                 continue
             other = [key for key in self.map if key and path.startswith(key) and not is_under(path, key)]
             why = f"; the key {other[0]} begins like it" if other else ""
-            yield Finding("not-where-the-map-says", path, f"on {have}, the map says {asked}{why}")
+            yield Finding("not-where-the-map-says", path, f"on {have}, the map says {mapped}{why}")
 
     def _unquantized(self) -> Iterator[Finding]:
         if self.said_quantized() == "not quantized":
@@ -277,10 +277,10 @@ class View:
         quantizer = getattr(self.base, "hf_quantizer", None)
         kept = list(getattr(quantizer, "modules_to_not_convert", None) or ())
         settings = getattr(getattr(self.base, "config", None), "quantization_config", None)
-        asked = settings.get("llm_int8_skip_modules") if isinstance(settings, dict) else getattr(
+        skipped = settings.get("llm_int8_skip_modules") if isinstance(settings, dict) else getattr(
             settings, "llm_int8_skip_modules", None
         )  # fmt: skip
-        names = {*kept, *(asked or ()), "lm_head"}
+        names = {*kept, *(skipped or ()), "lm_head"}
         return any(path.endswith(name) or is_under(path, name) or f".{name}." in f".{path}." for name in names)
 
     def _keys(self) -> Iterator[Finding]:

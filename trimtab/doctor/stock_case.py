@@ -85,10 +85,10 @@ class _Run:
             **({"targets": TARGETS[self.case.adapter]} if self.case.needs_adapter else {}),
             **({"then": self.case.then} if self.case.then else {}),
         }
-        asked = arguments["device_map"]
+        requested = arguments["device_map"]
         self.facts(
-            configuration=_readable(self.configuration, self.clean), map_asked=asked,
-            map_keys_without_module=[] if isinstance(asked, str) else [key for key in asked if key not in known],
+            configuration=_readable(self.configuration, self.clean), map_asked=requested,
+            map_keys_without_module=[] if isinstance(requested, str) else [key for key in requested if key not in known],
         )  # fmt: skip
         model = case_model.load_base(self.folder, arguments, self.card)
         self.before = case_model.offloaded(model, self.card)
@@ -171,8 +171,8 @@ class _Run:
 
         device = "cpu" if self.case.base_map == "cpu" else self.card.device
         inputs = case_inputs.read_inputs(Path(self.request["inputs"]), device)
-        found = self.request["reference"]
-        references = case_answers.References(Path(found) if found else None)
+        reference = self.request["reference"]
+        references = case_answers.References(Path(reference) if reference else None)
         to = case_answers.ADAPTER if self.case.needs_adapter else case_answers.BASE
         modes: dict[str, Any] = {}
         for mode, tensors in inputs.items():

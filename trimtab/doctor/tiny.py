@@ -190,10 +190,10 @@ def inputs(config: Any, kind: str) -> dict[str, Any]:
     elif kind != "text":
         raise ValueError(f"{config.model_type} takes no {kind}")
     ids = torch.cat([text[:3], torch.tensor(placeholders, dtype=torch.long), text[3:]]).unsqueeze(0)
-    found = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
+    tensors = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | media
     if media:
-        found["mm_token_type_ids"] = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
-    return found
+        tensors["mm_token_type_ids"] = (ids == IMAGE).long() + 3 * (ids == AUDIO).long()
+    return tensors
 
 
 def _patches(generator: Any, vision: Any) -> dict[str, Any]:

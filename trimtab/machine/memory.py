@@ -44,12 +44,12 @@ def cgroup_available_bytes(
     Every group up to the root counts. The page cache is counted as use by the kernel but given back under pressure:
     after a checkpoint was read it would otherwise look as if the weights' size were taken already.
     """
-    found = []
+    limits = []
     for folder, (limit_name, used_name, cache_keys) in _cgroup_folders(membership, root):
         limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
         if limit is not None and used is not None and limit < 2**60:
-            found.append(max(limit - used + _stat_bytes(folder / "memory.stat", cache_keys), 0))
-    return min(found, default=None)
+            limits.append(max(limit - used + _stat_bytes(folder / "memory.stat", cache_keys), 0))
+    return min(limits, default=None)
 
 
 def _cgroup_folders(membership: Path, root: Path) -> Iterator[tuple[Path, tuple[str, str, tuple[str, str]]]]:

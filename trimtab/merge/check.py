@@ -77,9 +77,9 @@ def _is_equal(out: Out, rows: Rows, sources: Sources) -> bool:
 def _packed_is_same(out: Out, sources: Sources, written: Checkpoint, files: dict[Path, PositionedFile]) -> bool:
     for name, at, data in _repacked(out, sources):
         entry = written.tensors[name]
-        found = memoryview(bytearray(len(data)))
-        files[entry.file].read_into(found, entry.start + at)
-        if found != data:
+        read_back = memoryview(bytearray(len(data)))
+        files[entry.file].read_into(read_back, entry.start + at)
+        if read_back != data:
             return False
     return True
 

@@ -152,14 +152,14 @@ def _sum(change: Change, base: Tensor, start: int, stop: int) -> tuple[Tensor, T
 
 def _value(change: Change, factor: Tensor | None, base: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return (result of one adapter at weight 1, what float32 may lose, size of its terms)."""
-    found, terms = _sum(change, base, start, stop)
+    total, terms = _sum(change, base, start, stop)
     # A sum of n products in float32 is off by n roundings of its terms at most.
     steps = FACTOR_STEPS + (change.left.shape[-1] if change.left is not None else 0)
     if change.magnitude is None:
-        return found, steps * FLOAT32_STEP * terms, terms
+        return total, steps * FLOAT32_STEP * terms, terms
     if factor is None:
-        factor = (change.magnitude[start:stop].double() / torch.linalg.norm(found, dim=1)).view(-1, 1)
-    return factor * found, factor.abs() * (steps + NORM_STEPS) * FLOAT32_STEP * terms, factor.abs() * terms
+        factor = (change.magnitude[start:stop].double() / torch.linalg.norm(total, dim=1)).view(-1, 1)
+    return factor * total, factor.abs() * (steps + NORM_STEPS) * FLOAT32_STEP * terms, factor.abs() * terms
 
 
 def _laid_back(out: Out, sources: Sources) -> tuple[Tensor, Tensor]:

@@ -107,14 +107,14 @@ class Change:
 
     def value(self, base: Tensor, start: int, stop: int) -> Tensor:
         """Return rows start to stop as this adapter alone, at weight 1, makes them of the base's (float32)."""
-        found = self._sum(base, start, stop)
+        total = self._sum(base, start, stop)
         if self.magnitude is None:
-            return found
+            return total
         if self.is_table:
             assert self._factor is not None
-            return self._factor * found
-        norm = torch.linalg.norm(found, dim=1)
-        return (self.magnitude[start:stop] / norm).view(-1, 1) * found
+            return self._factor * total
+        norm = torch.linalg.norm(total, dim=1)
+        return (self.magnitude[start:stop] / norm).view(-1, 1) * total
 
     def difference(self, base: Tensor, start: int, stop: int) -> Tensor:
         """Return weight x (the adapter's rows - the base's), float32."""

@@ -78,7 +78,7 @@ class Stacks:
         yield from self.by_leaf.values()
 
 
-def read_with_stacks(path: str, found: Probe, tensors: Mapping[str, TensorEntry]) -> tuple[AdapterFile, Stacks]:
+def read_with_stacks(path: str, probe: Probe, tensors: Mapping[str, TensorEntry]) -> tuple[AdapterFile, Stacks]:
     """Return the adapter without its keys for experts, and what those do.
 
     tensors: of the base's files. Errors: AdapterError, also for every key of a stack that does not fit.
@@ -87,8 +87,8 @@ def read_with_stacks(path: str, found: Probe, tensors: Mapping[str, TensorEntry]
     names = tuple(file.config.get("target_parameters") or ())
     if file.config.get("target_modules") is None and not names:
         return file, Stacks({}, {})
-    stacked, rest = _take_stacks(file, names, found) if names else ({}, file.tensors)
-    by_leaf, rest = _take_experts(file, rest, found, tensors)
+    stacked, rest = _take_stacks(file, names, probe) if names else ({}, file.tensors)
+    by_leaf, rest = _take_experts(file, rest, probe, tensors)
     config = {key: value for key, value in file.config.items() if key != "target_parameters"}
     return replace(file, config=config, tensors=rest), Stacks(stacked, by_leaf)
 
@@ -102,16 +102,16 @@ def _read(path: str) -> AdapterFile:
     folder = Path(path)
     config = read_json(folder / CONFIG_NAME)
     assert not config_problems({**config, "target_parameters": None})
-    found = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
-    check_values(found)
-    return found
+    adapter = AdapterFile(folder, config, dict(read_header(folder / TENSORS_NAME).tensors), folder / TENSORS_NAME)
+    check_values(adapter)
+    return adapter
 
 
 # One pair a stack -----------------------------------------------------------------------------------------------------
 
 
 def _take_stacks(
-    file: AdapterFile, names: tuple[str, ...], found: Probe
+    file: AdapterFile, names: tuple[str, ...], probe: Probe
 ) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
     rest = dict(file.tensors)
     modules: dict[str, dict[tuple[int, str], TensorEntry]] = {}
@@ -124,7 +124,7 @@ def _take_stacks(
     pairs: dict[str, StackPair] = {}
     problems: list[str] = []
     for path, entries in modules.items():
-        _pair_up(file, path, entries, names, found, pairs, problems)
+        _pair_up(file, path, entries, names, probe, pairs, problems)
     if not modules:
         problems.append(f"target_parameters={list(names)}, for which the file has no key")
     if problems:
@@ -140,11 +140,11 @@ def _is_named(stem: str, names: tuple[str, ...]) -> Iterator[bool]:
 
 
 def _pair_up(
-    file: AdapterFile, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], found: Probe,
+    file: AdapterFile, path: str, entries: Mapping[tuple[int, str], TensorEntry], names: tuple[str, ...], probe: Probe,
     pairs: dict[str, StackPair], problems: list[str],
 ) -> None:  # fmt: skip
     own = own_path(path)
-    modules = dict(found.model.named_modules())
+    modules = dict(probe.model.named_modules())
     spelled = next((new for rule in REWRITES if (new := rule.apply(path)) in modules), None)
     if spelled is None:
         problems.append(f"{path}: the model has no module of this name for target_parameters")
@@ -190,11 +190,11 @@ def _stack_pair(
 
 
 def _take_experts(
-    file: AdapterFile, keys: Mapping[str, TensorEntry], found: Probe, tensors: Mapping[str, TensorEntry]
+    file: AdapterFile, keys: Mapping[str, TensorEntry], probe: Probe, tensors: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, StackPair], dict[str, TensorEntry]]:
     """Take the pairs that name one expert's linear layer as the files do; any other key is left for the other rules."""
     leaves = {
-        leaf for path, expression in found.sources.items() if not expression.is_leaf for leaf in expression.leaves
+        leaf for path, expression in probe.sources.items() if not expression.is_leaf for leaf in expression.leaves
     }
     rest, pairs = dict(keys), {}
     for key, A in keys.items():
@@ -231,13 +231,13 @@ def slices(expression: Expression, shapes: Mapping[str, tuple[int, ...]]) -> dic
     name = name_of(expression)
     dim = expression.kwargs.get("dim", expression.args[1] if len(expression.args) > 1 else 0)
     if name == "stack" and dim == 0 and all(piece.is_leaf for piece in expression.args[0]):
-        found = {}
+        parts = {}
         for place, piece in enumerate(expression.args[0]):
             shape = shapes[piece.leaf]
             if len(shape) != 2:
                 return None
-            found[piece.leaf] = Slice(place, (0, shape[0]), (0, shape[1]))
-        return found
+            parts[piece.leaf] = Slice(place, (0, shape[0]), (0, shape[1]))
+        return parts
     if name not in ("cat", "concat", "concatenate") or dim not in (1, 2):
         return None
     joined: dict[str, Slice] = {}

@@ -56,8 +56,8 @@ def without_casts(expression: Expression, fetch: Fetch) -> Tensor:
     if name_of(expression) == "to":
         return without_casts(expression.args[0], fetch)
     result = expression.func(*made(expression.args), **{key: made(value) for key, value in expression.kwargs.items()})
-    found: Tensor = result if expression.output is None else result[expression.output]
-    return found
+    tensor: Tensor = result if expression.output is None else result[expression.output]
+    return tensor
 
 
 def lay_back(expression: Expression, leaf: str, parameter: Tensor, into: Tensor, shapes: Mapping[str, Any]) -> None:

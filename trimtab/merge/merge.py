@@ -131,19 +131,19 @@ def _prepare(request: MergeRequest, checkpoint: Checkpoint, stack: ExitStack) ->
 
     recipes.check_has_weights(checkpoint)
     dtype = request.dtype or layouts.config_dtype(checkpoint.config)
-    found = hf.probe(checkpoint, dtype)
-    anatomy = hf.anatomy_of(found, checkpoint, quant="none")
-    adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, found, stack)
+    probe = hf.probe(checkpoint, dtype)
+    anatomy = hf.anatomy_of(probe, checkpoint, quant="none")
+    adapters = recipes.open_adapters(request.adapters, checkpoint, anatomy, probe, stack)
     hashes = tuple(_hash_adapter(spec.file.folder) for spec in adapters.specs)
     _check_taking_out(checkpoint, request, adapters.specs, hashes)
     sources = Sources(checkpoint, adapters, stack)
-    recipe = recipes.make_recipe(adapters, checkpoint, found, sources.rows)
+    recipe = recipes.make_recipe(adapters, checkpoint, probe, sources.rows)
     to_pack: set[str] = set()
     if request.requantize is not None:
-        quantized = hf.anatomy_of(found, _unpacked(checkpoint), quant=request.requantize)
-        to_pack = layouts.leaves_to_pack(quantized, found, checkpoint)
+        quantized = hf.anatomy_of(probe, _unpacked(checkpoint), quant=request.requantize)
+        to_pack = layouts.leaves_to_pack(quantized, probe, checkpoint)
     shards = layouts.plan_shards(
-        checkpoint, found, recipe, dtype=request.dtype, pack=request.requantize, to_pack=to_pack
+        checkpoint, probe, recipe, dtype=request.dtype, pack=request.requantize, to_pack=to_pack
     )  # fmt: skip
     replaced: dict[str, bytes] = {}
     config = layouts.new_config(checkpoint, dtype=request.dtype, pack=request.requantize, untie=bool(recipe.untied))
@@ -195,11 +195,11 @@ def _check_taking_out(
 
 def _key(request: MergeRequest, checkpoint: Checkpoint, hashes: tuple[dict[str, str], ...]) -> str:
     """Return what makes a second run the same merge: the same files, weights, options and versions."""
-    asked = request.to_json()
-    for part, own in zip(asked["adapters"], hashes, strict=True):
+    values = request.to_json()
+    for part, own in zip(values["adapters"], hashes, strict=True):
         part["path"] = own
     content = {
-        "request": asked, "folder": os.path.realpath(checkpoint.folder), "stamps": checkpoint.stamps,
+        "request": values, "folder": os.path.realpath(checkpoint.folder), "stamps": checkpoint.stamps,
         "versions": versions(),
     }  # fmt: skip
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -219,7 +219,7 @@ def versions() -> dict[str, str]:
 
 def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[str, Path | bytes]:
     """Return what else lies in the base's folder, by its place: everything that is no weight file."""
-    found: dict[str, Path | bytes] = {}
+    files: dict[str, Path | bytes] = {}
     indexes = {stamp[0] for stamp in checkpoint.stamps}
     for folder, inside, names in os.walk(checkpoint.folder):
         inside[:] = sorted(name for name in inside if not name.startswith("."))
@@ -230,10 +230,10 @@ def _small_files(checkpoint: Checkpoint, replaced: Mapping[str, bytes]) -> dict[
             if name.startswith(".") or is_weight or path in checkpoint.files or place == RECORD_NAME:
                 continue
             if path.is_file():
-                found[place] = replaced.get(place, path)
+                files[place] = replaced.get(place, path)
     for place, content in replaced.items():
-        found[place] = content
-    return found
+        files[place] = content
+    return files
 
 
 def _size(source: Path | bytes) -> int:
@@ -313,8 +313,8 @@ def _write_shards(
                     future.cancel()
     finally:
         use_threads(cores)
-    found = [futures[shard.name].result() for shard in work.shards]
-    problems = [problem for written in found for problem in written.problems]
+    files = [futures[shard.name].result() for shard in work.shards]
+    problems = [problem for written in files for problem in written.problems]
     if problems:
         specs = work.sources.adapters.specs
         if not specs:
@@ -322,7 +322,7 @@ def _write_shards(
         raise AdapterError(specs[0].file.folder, problems)
     return tuple(
         MergedFile(shard.name, shard.layout.file_bytes, new.sha256, new.base_sha256, shard.name in finished)
-        for shard, new in zip(work.shards, found, strict=True)
+        for shard, new in zip(work.shards, files, strict=True)
     )
 
 
@@ -354,10 +354,10 @@ def _with_history(checkpoint: Checkpoint, record: dict[str, Any]) -> dict[str, A
 
 def _record_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     try:
-        found = json.loads((checkpoint.folder / RECORD_NAME).read_text(encoding="utf-8"))
+        record = json.loads((checkpoint.folder / RECORD_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return record if isinstance(record, dict) else None
 
 
 # Afterwards -----------------------------------------------------------------------------------------------------------
@@ -371,8 +371,8 @@ def _check_loads(folder: Path, work: Work) -> None:
     checkpoint = read_checkpoint(folder)
     if not work.untied and _reads_as(checkpoint) == _reads_as(work.sources.checkpoint):
         return  # the loader was asked about the base, and would be asked the same again
-    found = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
-    still = [path for path in work.untied if path in found.ties]
+    probe = hf.probe(checkpoint, layouts.config_dtype(checkpoint.config))
+    still = [path for path in work.untied if path in probe.ties]
     if still:
         raise CheckpointError(
             f"transformers ties {', '.join(still)} whatever the config says, so a change of one of the two cannot be written",
@@ -413,14 +413,14 @@ def _report(
 def _checked(report: MergeReport, work: Work, folder: Path, *, started: float) -> MergeReport:
     from trimtab.merge.check import check_files
 
-    found = check_files(work, read_checkpoint(folder))
-    report = replace(report, check=found, check_seconds=time.monotonic() - started)
-    if not found.passed:
-        names = [tensor.problem for tensor in found.changed if not tensor.is_applied]
-        names += [f"{name} is not the base's" for name in found.not_equal]
+    checked = check_files(work, read_checkpoint(folder))
+    report = replace(report, check=checked, check_seconds=time.monotonic() - started)
+    if not checked.passed:
+        names = [tensor.problem for tensor in checked.changed if not tensor.is_applied]
+        names += [f"{name} is not the base's" for name in checked.not_equal]
         error: TrimtabError = ParityError(
             f"{len(names)} tensors of the merged model are wrong: {', '.join(names[:20])}", position=0,
-            max_abs=found.error_ulps, mean_abs=0.0, tolerance=0.5,
+            max_abs=checked.error_ulps, mean_abs=0.0, tolerance=0.5,
         )  # fmt: skip
         raise error
     return report

@@ -108,10 +108,10 @@ class Workplace:
 
     def _read_state(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.folder / STATE_NAME).read_text(encoding="utf-8"))
+            state = json.loads((self.folder / STATE_NAME).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return state if isinstance(state, dict) else {}
 
     def _clear(self) -> None:
         for child in self.folder.iterdir():

@@ -91,30 +91,30 @@ class Adapters:
     def change(self, ask: Ask) -> Change:
         """Return the change that an ask stands for, its tensors read; saved rows are read when they are used."""
         part = self.parts[ask.place]
-        found = Change(part.name, part.weight)
+        change = Change(part.name, part.weight)
         if ask.saved is not None:
-            found.saved = self.rows(ask.place, ask.saved)
+            change.saved = self.rows(ask.place, ask.saved)
         if ask.stack is not None:
-            found.scale = ask.stack.scale
-            found.left, found.right = ask.stack.factors(lambda entry: self.tensor(ask.place, entry), ask.part)
+            change.scale = ask.stack.scale
+            change.left, change.right = ask.stack.factors(lambda entry: self.tensor(ask.place, entry), ask.part)
         if ask.lora is None:
-            return found
-        found.scale = ask.lora.scale
+            return change
+        change.scale = ask.lora.scale
         tensors = ask.lora.tensors
         if ask.is_bias:
-            found.add = self.tensor(ask.place, tensors["B_bias"])
-            return found
+            change.add = self.tensor(ask.place, tensors["B_bias"])
+            return change
         A, B = (self.tensor(ask.place, tensors[role]) for role in ("A", "B"))
-        found.is_table = ask.lora.kind == "embedding"
+        change.is_table = ask.lora.kind == "embedding"
         # PEFT adds (B A)^T to a table: its rows are A's columns.
-        found.left, found.right = (A.T, B.T) if found.is_table else (B, A)
+        change.left, change.right = (A.T, B.T) if change.is_table else (B, A)
         if "magnitude" in tensors:
-            found.magnitude = self.tensor(ask.place, tensors["magnitude"])
-        return found
+            change.magnitude = self.tensor(ask.place, tensors["magnitude"])
+        return change
 
 
 def open_adapters(
-    parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, found: Probe, stack: ExitStack
+    parts: Sequence[Part], checkpoint: Checkpoint, anatomy: Anatomy, probe: Probe, stack: ExitStack
 ) -> Adapters:
     """Return the adapters, matched to the model and open; `stack` closes them.
 
@@ -124,7 +124,7 @@ def open_adapters(
     problems: list[tuple[Path, str]] = []
     for part in parts:
         try:
-            file, pairs = experts.read_with_stacks(part.path, found, checkpoint.tensors)
+            file, pairs = experts.read_with_stacks(part.path, probe, checkpoint.tensors)
             check_vocabulary(part.path, checkpoint.folder)
             # An adapter on experts alone leaves nothing for the other rules.
             spec = match_adapter(file, anatomy) if file.tensors else AdapterSpec(file, (), (), "")
@@ -136,7 +136,7 @@ def open_adapters(
         specs.append(spec)
         stacks.append(pairs)
         files.append(opened)
-        problems += [(file.folder, problem) for problem in _without_bias(spec, found)]
+        problems += [(file.folder, problem) for problem in _without_bias(spec, probe)]
     if problems:
         folders = list(dict.fromkeys(folder for folder, _ in problems))
         lines = [text if len(folders) == 1 else f"{folder}: {text}" for folder, text in problems]
@@ -144,9 +144,9 @@ def open_adapters(
     return Adapters(tuple(parts), tuple(specs), tuple(stacks), tuple(files))
 
 
-def _without_bias(spec: AdapterSpec, found: Probe) -> Iterator[str]:
+def _without_bias(spec: AdapterSpec, probe: Probe) -> Iterator[str]:
     for target in spec.targets:
-        if target.has_bias and f"{target.module_path}.bias" not in found.sources:
+        if target.has_bias and f"{target.module_path}.bias" not in probe.sources:
             yield (
                 f"{target.adapter_path}: lora_bias needs a bias to be added to, and {target.module_path} has none; it can "
                 "be used unmerged only"
@@ -156,33 +156,33 @@ def _without_bias(spec: AdapterSpec, found: Probe) -> Iterator[str]:
 # Following parameters back to files -----------------------------------------------------------------------------------
 
 
-def make_recipe(adapters: Adapters, checkpoint: Checkpoint, found: Probe, base: Callable[[str], Rows]) -> Recipe:
+def make_recipe(adapters: Adapters, checkpoint: Checkpoint, probe: Probe, base: Callable[[str], Rows]) -> Recipe:
     """Return what changes in which file tensor.
 
     base: the rows of a file tensor. Errors: AdapterError with every parameter whose way back to the files is not known.
     """
-    asks = _without_copies(_asks(adapters), adapters, found, base)
+    asks = _without_copies(_asks(adapters), adapters, probe, base)
     recipe = Recipe()
     problems: list[str] = []
-    users = _users(found)
+    users = _users(probe)
     partners: dict[str, list[str]] = {}
-    for path, owner in found.ties.items():
+    for path, owner in probe.ties.items():
         partners.setdefault(owner, []).append(path)
     untied: list[str] = []
     done: set[str] = set()
     for path in asks:
-        owner = found.ties.get(path, path)
+        owner = probe.ties.get(path, path)
         if owner in done:
             continue
         done.add(owner)
-        if _by_expert(path, asks[path], recipe, found, checkpoint):
+        if _by_expert(path, asks[path], recipe, probe, checkpoint):
             continue
         group = [owner, *partners.get(owner, ())]
         leave = _leaving(adapters, group, asks)
         for member in group:
-            _place(member, owner, member in leave, asks.get(member, ()), recipe, found, checkpoint, problems)
+            _place(member, owner, member in leave, asks.get(member, ()), recipe, probe, checkpoint, problems)
         untied += leave
-        _check_shared(owner, group, asks, found, users, problems)
+        _check_shared(owner, group, asks, probe, users, problems)
     for place, stacks in enumerate(adapters.stacks):
         for leaf, pair in stacks.by_leaf.items():
             _add(recipe, leaf, Ask(place, stack=pair))
@@ -194,11 +194,11 @@ def make_recipe(adapters: Adapters, checkpoint: Checkpoint, found: Probe, base: 
     return recipe
 
 
-def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, found: Probe, checkpoint: Checkpoint) -> bool:
+def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, checkpoint: Checkpoint) -> bool:
     """Return whether a stack of experts could be taken apart: each file tensor then changes by its own rows."""
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
-    expression = found.sources[path]
-    if expression.is_leaf or path in found.ties or not all(ask.stack is not None for ask in asks):
+    expression = probe.sources[path]
+    if expression.is_leaf or path in probe.ties or not all(ask.stack is not None for ask in asks):
         return False
     parts = experts.slices(expression, shapes)
     if parts is None:
@@ -238,14 +238,14 @@ def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
 
 
 def _without_copies(
-    asks: dict[str, tuple[Ask, ...]], adapters: Adapters, found: Probe, base: Callable[[str], Rows]
+    asks: dict[str, tuple[Ask, ...]], adapters: Adapters, probe: Probe, base: Callable[[str], Rows]
 ) -> dict[str, tuple[Ask, ...]]:
     """Return the asks without full weights that are the base's own: PEFT writes embeddings and heads beside LoRA."""
     kept: dict[str, tuple[Ask, ...]] = {}
     for path, found_asks in asks.items():
         left = []
         for ask in found_asks:
-            expression = found.sources[path]
+            expression = probe.sources[path]
             if ask.saved is not None and is_cast(expression):
                 saved, own = adapters.rows(ask.place, ask.saved), base(expression.leaves[0])
                 pieces = row_pieces(ask.saved.shape)
@@ -269,10 +269,10 @@ def _leaving(adapters: Adapters, group: Sequence[str], asks: Mapping[str, tuple[
 
 
 def _place(
-    member: str, owner: str, leaves: bool, asks: tuple[Ask, ...], recipe: Recipe, found: Probe, checkpoint: Checkpoint,
+    member: str, owner: str, leaves: bool, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, checkpoint: Checkpoint,
     problems: list[str],
 ) -> None:  # fmt: skip
-    expression = found.sources[owner]
+    expression = probe.sources[owner]
     edit = Edit(member, expression, asks)
     if member == owner:
         if asks:
@@ -290,24 +290,24 @@ def _place(
         recipe.added[member] = checkpoint.tensors[expression.leaves[0]].file.name
 
 
-def _users(found: Probe) -> dict[str, list[str]]:
+def _users(probe: Probe) -> dict[str, list[str]]:
     users: dict[str, list[str]] = {}
-    for path, expression in found.sources.items():
+    for path, expression in probe.sources.items():
         for leaf in expression.leaves:
             users.setdefault(leaf, []).append(path)
     return users
 
 
 def _check_shared(
-    owner: str, group: Sequence[str], asks: Mapping[str, tuple[Ask, ...]], found: Probe, users: Mapping[str, list[str]],
+    owner: str, group: Sequence[str], asks: Mapping[str, tuple[Ask, ...]], probe: Probe, users: Mapping[str, list[str]],
     problems: list[str],
 ) -> None:  # fmt: skip
     """Add a problem if a file tensor also makes a parameter outside the group which would change with it."""
     if owner not in asks:
         return
-    for leaf in found.sources[owner].leaves:
+    for leaf in probe.sources[owner].leaves:
         others = [path for path in users[leaf] if path not in group]
-        if others and not all(_cuts(found.sources[path]) for path in (owner, *others)):
+        if others and not all(_cuts(probe.sources[path]) for path in (owner, *others)):
             problems.append(f"{owner} is made of {leaf}, of which {', '.join(others[:3])} is made as well")
 
 

@@ -75,32 +75,32 @@ def packed_tensors(name: str, shape: tuple[int, ...], dtype: str, *, nested: boo
     """Return the file tensors of one NF4 weight, as bitsandbytes writes them."""
     numel = shape[0] * shape[1]
     blocks = -(-numel // BLOCKSIZE)
-    found = [
+    tensors = [
         NewTensor(name, "uint8", (-(-numel // 2), 1)),
         NewTensor(f"{name}.absmax", "uint8" if nested else "float32", (blocks,)),
         NewTensor(f"{name}.quant_map", "float32", (16,)),
     ]
     if nested:
-        found += [
+        tensors += [
             NewTensor(f"{name}.nested_absmax", "float32", (-(-blocks // NESTED_BLOCKSIZE),)),
             NewTensor(f"{name}.nested_quant_map", "float32", (256,)),
         ]
     size = len(state_json(shape, dtype, offset=0.0 if nested else None))
-    return [*found, NewTensor(f"{name}.{STATE}nf4", "uint8", (size,))]
+    return [*tensors, NewTensor(f"{name}.{STATE}nf4", "uint8", (size,))]
 
 
 # The shards -----------------------------------------------------------------------------------------------------------
 
 
 def plan_shards(
-    checkpoint: Checkpoint, found: Probe, recipe: Recipe, *, dtype: str | None, pack: str | None, to_pack: set[str]
+    checkpoint: Checkpoint, probe: Probe, recipe: Recipe, *, dtype: str | None, pack: str | None, to_pack: set[str]
 ) -> tuple[Shard, ...]:
     """Return the weight files to write, one for each of the base, with its name.
 
     dtype: of all floating-point tensors, None to keep each one's. to_pack: file tensors that are written packed.
     """
     plain, packed = split_packed(checkpoint)
-    dtypes = _Dtypes(checkpoint, found, dtype, packed)
+    dtypes = _Dtypes(checkpoint, probe, dtype, packed)
     shards = []
     for file in checkpoint.files:
         header = read_header(file)
@@ -144,12 +144,12 @@ class _Dtypes:
     """Which dtype each tensor is written in."""
 
     def __init__(
-        self, checkpoint: Checkpoint, found: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]
+        self, checkpoint: Checkpoint, probe: Probe, dtype: str | None, packed: Mapping[str, PackedEntry]
     ) -> None:
         self.asked, self.packed = dtype, packed
         self.model: dict[str, str] = {}
-        tensors = dict(found.model.named_parameters(remove_duplicate=False)) | dict(found.model.named_buffers())
-        for path, expression in found.sources.items():
+        tensors = dict(probe.model.named_parameters(remove_duplicate=False)) | dict(probe.model.named_buffers())
+        for path, expression in probe.sources.items():
             for leaf in expression.leaves:
                 self.model.setdefault(leaf, str(tensors[path].dtype).removeprefix("torch."))
         self.base = config_dtype(checkpoint.config)
@@ -173,7 +173,7 @@ def config_dtype(config: Mapping[str, Any]) -> str:
     return "bfloat16"
 
 
-def leaves_to_pack(anatomy: Anatomy, found: Probe, checkpoint: Checkpoint) -> set[str]:
+def leaves_to_pack(anatomy: Anatomy, probe: Probe, checkpoint: Checkpoint) -> set[str]:
     """Return the file tensors that stock would quantize when it loads the model.
 
     Errors: CheckpointError for a linear layer that stock makes of several file tensors: packed ones cannot be joined.
@@ -182,7 +182,7 @@ def leaves_to_pack(anatomy: Anatomy, found: Probe, checkpoint: Checkpoint) -> se
     for row in anatomy.rows:
         if not row.quantized or row.weight is None:
             continue
-        expression = found.sources[row.weight.tensor_path]
+        expression = probe.sources[row.weight.tensor_path]
         if is_cast(expression):
             leaves.add(expression.leaves[0])
         else:

@@ -79,8 +79,8 @@ class Sources:
         return self.whole if is_whole else nullcontext()
 
     def shape(self, leaf: str) -> tuple[int, ...]:
-        found: tuple[int, ...] = (self.packed if leaf in self.packed else self.checkpoint.tensors)[leaf].shape
-        return found
+        shape: tuple[int, ...] = (self.packed if leaf in self.packed else self.checkpoint.tensors)[leaf].shape
+        return shape
 
 
 class MergedRows:

@@ -32,8 +32,8 @@ class PackedRows:
         self._file = open_file(self._weight)
 
         def whole(part: str) -> Tensor:
-            found = entry.parts[part]
-            return EntryRows(open_file(found), found).all()
+            tensor = entry.parts[part]
+            return EntryRows(open_file(tensor), tensor).all()
 
         if entry.kind == "int8":
             self._scale = whole("SCB").float()

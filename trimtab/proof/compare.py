@@ -161,14 +161,14 @@ class NoiseFloor:
 
 def _largest(pairs: Sequence[Noise]) -> list[dict[str, Any]]:
     """Return for every two orders their largest pair."""
-    found: dict[tuple[str, str], Noise] = {}
+    noises: dict[tuple[str, str], Noise] = {}
     for pair in pairs:
-        known = found.get((pair.first, pair.second))
+        known = noises.get((pair.first, pair.second))
         if known is None or pair.max_abs > known.max_abs:
-            found[pair.first, pair.second] = pair
+            noises[pair.first, pair.second] = pair
     return [
         {"first": p.first, "second": p.second, "prompt": p.prompt_id, "max_abs": _plain(p.max_abs),
-         "kl_max": _plain(p.kl_max)} for p in found.values()
+         "kl_max": _plain(p.kl_max)} for p in noises.values()
     ]  # fmt: skip
 
 
@@ -225,9 +225,9 @@ def _kl(a: Tensor, b: Tensor) -> Tensor:
     log_p, log_q = torch.log_softmax(a, -1), torch.log_softmax(b, -1)
     p = log_p.exp()
     terms = torch.where(p == 0, torch.zeros((), dtype=a.dtype, device=a.device), p * (log_p - log_q))
-    found = terms.sum(-1)
+    per_position = terms.sum(-1)
     # The sum of rounded terms of two nearly equal distributions can come out a little below zero.
-    return torch.where(found.isnan(), torch.full_like(found, math.inf), found.clamp_min(0.0))
+    return torch.where(per_position.isnan(), torch.full_like(per_position, math.inf), per_position.clamp_min(0.0))
 
 
 def drawn_noise(
@@ -246,21 +246,21 @@ def noise_between(prompt_id: str, runs: Mapping[str, Tensor], device: torch.devi
 
     runs: order of summation -> logits [S, V].
     """
-    found = []
+    noises = []
     for (first, a), (second, b) in combinations(runs.items(), 2):
         apart = difference(a.to(device), b.to(device))
-        found.append(Noise(prompt_id, first, second, apart.max_abs, apart.mean_abs, apart.kl_mean, apart.kl_max))
-    return tuple(found)
+        noises.append(Noise(prompt_id, first, second, apart.max_abs, apart.mean_abs, apart.kl_mean, apart.kl_max))
+    return tuple(noises)
 
 
 def relative_by_layer(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, ...]:
     """Return ||a - b|| / ||a|| of every layer's hidden states ([S, D] each), in float64."""
-    found = []
+    relative = []
     for a, b in zip(first, second, strict=True):
         length = float(a.double().norm())
         apart = float((a.double() - b.double()).norm())
-        found.append(apart / length if length else (math.inf if apart else 0.0))
-    return tuple(found)
+        relative.append(apart / length if length else (math.inf if apart else 0.0))
+    return tuple(relative)
 
 
 def _plain(value: Any) -> Any:

@@ -50,7 +50,7 @@ def limits(
     if freedom < 2:
         return {}
     each = rate / (len(known) * len(MEASURES))
-    found: dict[str, dict[str, float]] = {prompt: {} for prompt in known}
+    by_prompt: dict[str, dict[str, float]] = {prompt: {} for prompt in known}
     for measure, power in MEASURES.items():
         logs = {p: [math.log(max(row[measure], _SMALLEST)) for row in rows] for p, rows in known.items()}
         means = {p: math.fsum(values) / len(values) for p, values in logs.items()}
@@ -59,8 +59,8 @@ def limits(
             middle = max(means[prompt], math.log(max((least or {}).get(prompt, {}).get(measure, 0.0), _SMALLEST)))
             spread = math.sqrt(variance * (1 + 1 / len(values)))
             reach = middle + student_quantile(each, freedom) * spread + power * math.log(margin)
-            found[prompt][measure] = math.exp(min(reach, 700.0))
-    return {prompt: Limits(**values) for prompt, values in found.items()}
+            by_prompt[prompt][measure] = math.exp(min(reach, 700.0))
+    return {prompt: Limits(**values) for prompt, values in by_prompt.items()}
 
 
 def student_quantile(rate: float, freedom: int) -> float:

@@ -47,18 +47,18 @@ def extended(inputs: Mapping[str, Tensor], continuation: Sequence[int]) -> dict[
     if not continuation:
         return dict(inputs)
     length = inputs["input_ids"].shape[1]
-    found = {}
+    longer = {}
     for name, tensor in inputs.items():
         if tuple(tensor.shape) != (1, length) or tensor.is_floating_point():
-            found[name] = tensor
+            longer[name] = tensor
             continue
         more = torch.zeros(1, len(continuation), dtype=tensor.dtype, device=tensor.device)
         if name == "input_ids":
             more = torch.tensor([list(continuation)], dtype=tensor.dtype, device=tensor.device)
         elif name == "attention_mask":
             more = torch.ones_like(more)
-        found[name] = torch.cat([tensor, more], dim=1)
-    return found
+        longer[name] = torch.cat([tensor, more], dim=1)
+    return longer
 
 
 def wanted(item: Mapping[str, Any], said: Sequence[Sequence[int]]) -> list[int] | None:
@@ -221,8 +221,8 @@ def padded_batch(rows: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     On the right, so that no token's position changes; with a causal mask nothing that counts sees what was filled in.
     """
     longest = max(row["input_ids"].shape[1] for row in rows)
-    found = {}
+    tensors = {}
     for name in rows[0]:
         filled = [torch.nn.functional.pad(row[name], (0, longest - row[name].shape[1])) for row in rows]
-        found[name] = torch.cat(filled)
-    return found
+        tensors[name] = torch.cat(filled)
+    return tensors

@@ -53,19 +53,19 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
     """
     from trimtab.runtime import chat
 
-    asked = _Asked(model, dtype)
+    stand_in = _Asked(model, dtype)
     rows, problems = [], []
     for place, prompt in enumerate(prompts):
         try:
             images, audios = ([medium] if medium else [] for medium in (prompt.image, prompt.audio))
-            found = chat.prepare(asked, list(prompt.token_ids) or prompt.text, images=images, audios=audios)
+            inputs = chat.prepare(stand_in, list(prompt.token_ids) or prompt.text, images=images, audios=audios)
         except RequestError as exc:
             problems.append(f"{prompt.id}: {exc}")
             continue
         file = out / f"inputs-{place}.safetensors"
-        save_file({name: tensor.contiguous() for name, tensor in found.tensors.items()}, str(file))
+        save_file({name: tensor.contiguous() for name, tensor in inputs.tensors.items()}, str(file))
         rows.append(
-            {"id": prompt.id, "file": str(file), "prompt_tokens": found.prompt_tokens, "has_media": found.has_media}
+            {"id": prompt.id, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media}
         )
     if problems:
         raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")

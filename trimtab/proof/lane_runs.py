@@ -50,11 +50,11 @@ class LaneRunner:
                 shutil.rmtree(out, ignore_errors=True)
 
     def _items(self, adapter: str | None) -> list[Item]:
-        found = []
+        items = []
         for row in self.rows:
             known = self.yardstick.get(row["id"])
-            found.append(Item(**row, adapter=adapter, continuation=tuple(known["continuation"]) if known else None))
-        return found
+            items.append(Item(**row, adapter=adapter, continuation=tuple(known["continuation"]) if known else None))
+        return items
 
     # Stock lanes ------------------------------------------------------------------------------------------------------
 
@@ -82,9 +82,9 @@ class LaneRunner:
         self.versions = next((line["versions"] for line in lines if "versions" in line), self.versions)
         merge = next((line for line in lines if line["event"] == "merge"), None)
         error = next((line for line in lines if line["event"] == "upstream"), None)
-        said = {who: [line for line in lines if line["event"] == "said" and line["who"] == who] for who in WHO}
-        complete = error is None and all(len(said[who]) == len(self.rows) for who in WHO)
-        prompts = self._compared(lane, said) if complete else ()
+        answers = {who: [line for line in lines if line["event"] == "said" and line["who"] == who] for who in WHO}
+        complete = error is None and all(len(answers[who]) == len(self.rows) for who in WHO)
+        prompts = self._compared(lane, answers) if complete else ()
         measured = [line["memory"] for line in lines if "memory" in line]
         last = list(stages)[-1] if stages else "import"
         return LaneRun(
@@ -126,12 +126,12 @@ class LaneRunner:
 
     def _yardstick(self, lane: Lane, out: Path) -> LaneRun:
         try:
-            said, ran = self._loaded(lane, out)
+            answers, ran = self._loaded(lane, out)
         except TrimtabError as exc:
             return _failed(lane, exc, "base")
-        self.yardstick = {line["id"]: line for line in said["adapter"]}
+        self.yardstick = {line["id"]: line for line in answers["adapter"]}
         prompts = []
-        for adapter, base in zip(said["adapter"], said["base"], strict=True):
+        for adapter, base in zip(answers["adapter"], answers["base"], strict=True):
             differs = adapter["token_ids"] != base["token_ids"]
             prompts.append(
                 LanePrompt(
@@ -155,17 +155,17 @@ class LaneRunner:
             lines, outcome = run_module(OWN_MERGE, request, lane.name, isolated=self.isolated)
             merge = next(line for line in lines if line["event"] == "merge")
             stage = "adapter"
-            said, loaded = self._loaded(lane, out)
+            answers, loaded = self._loaded(lane, out)
             stage = "merged"
             quant = "none" if lane.requantize is None else "auto"
             ran = run_route(
-                self._route("merged", merged_folder, quant=quant, adapter=False), self._follow(said["adapter"]),
+                self._route("merged", merged_folder, quant=quant, adapter=False), self._follow(answers["adapter"]),
                 out / "answers", new_tokens=self.new_tokens, isolated=self.isolated,
             )  # fmt: skip
             rows = survival_of_files(self.folder, merged_folder, self.adapter)
         except TrimtabError as exc:
             return _failed(lane, exc, stage)
-        prompts = self._compared(lane, said | {"merged": [vars(one) for one in ran.said]})
+        prompts = self._compared(lane, answers | {"merged": [vars(one) for one in ran.said]})
         memory = dict(merge["memory"])
         if outcome is None:
             memory["host_peak_bytes"] = 0
@@ -173,21 +173,21 @@ class LaneRunner:
         seconds = (outcome.seconds if outcome else 0.0) + loaded.seconds + ran.seconds
         return _run_of(lane, lane_verdict(lane, prompts), prompts, rows, memory, stages, merge["seconds"], seconds)
 
-    def _follow(self, said: Sequence[Line]) -> list[Item]:
+    def _follow(self, answers: Sequence[Line]) -> list[Item]:
         return [
             Item(**row, adapter=None, continuation=tuple(line["continuation"]))
-            for row, line in zip(self.rows, said, strict=True)
+            for row, line in zip(self.rows, answers, strict=True)
         ]
 
     # What was said ----------------------------------------------------------------------------------------------------
 
-    def _compared(self, lane: Lane, said: Mapping[str, Sequence[Line]]) -> tuple[LanePrompt, ...]:
-        found = []
-        for adapter, base, merged in zip(said["adapter"], said["base"], said["merged"], strict=True):
+    def _compared(self, lane: Lane, answers: Mapping[str, Sequence[Line]]) -> tuple[LanePrompt, ...]:
+        rows = []
+        for adapter, base, merged in zip(answers["adapter"], answers["base"], answers["merged"], strict=True):
             tokens = {who: list(line["token_ids"]) for who, line in zip(WHO, (adapter, base, merged), strict=True)}
             is_adapter, is_base = tokens["merged"] == tokens["adapter"], tokens["merged"] == tokens["base"]
             known = self.yardstick.get(adapter["id"])
-            found.append(
+            rows.append(
                 LanePrompt(
                     id=adapter["id"],
                     classification=classify(lane, adapter_is_merged=is_adapter, base_is_merged=is_base),
@@ -197,7 +197,7 @@ class LaneRunner:
                     texts={who: line["text"] for who, line in zip(WHO, (adapter, base, merged), strict=True)},
                 )
             )  # fmt: skip
-        return tuple(found)
+        return tuple(rows)
 
 
 def _kl(first: Mapping[str, Any], second: Mapping[str, Any]) -> float:

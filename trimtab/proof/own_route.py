@@ -46,11 +46,11 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
         if request.get("batched"):
             _run_batched(model, items, request, tell)
             return
-        said: list[list[int]] = []
+        answers: list[list[int]] = []
         for place, item in enumerate(items):
-            said.append(_run_item(model, place, item, forced.wanted(item, said), request, tell))
+            answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, tell))
         # Last: the larger batches are no part of the route whose memory was just told.
-        for item, continuation in list(zip(items, said, strict=True))[
+        for item, continuation in list(zip(items, answers, strict=True))[
             : request["noise_items"] if request["noise"] else 0
         ]:
             _tell_noise(model, item, continuation, request, tell)
@@ -58,15 +58,15 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
 
 def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
     """Return adapter -> module path -> `sketch` of every LoRA change that a model has loaded."""
-    found: dict[str, dict[str, list[float]]] = {}
+    changes: dict[str, dict[str, list[float]]] = {}
     for module in model.hf_model.modules():
         for name, adapter in module.__dict__.get("adapters", {}).items():
             A, B = getattr(adapter, "A", None), getattr(adapter, "B", None)
             if A is None or B is None or A.dim() != 2:
                 continue
             A = A.T if isinstance(adapter, EmbeddingAdapter) else A
-            found.setdefault(name, {})[module.module_path] = sketch(A, B, adapter.scale)
-    return found
+            changes.setdefault(name, {})[module.module_path] = sketch(A, B, adapter.scale)
+    return changes
 
 
 def _head(plan: Plan) -> str:
@@ -119,15 +119,15 @@ def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: s
         pass
     batch.join(prompt)
     row = batch.active[0]
-    found = []
+    logits = []
     for token in continuation:
         row.token_ids[-1] = token
         batch.tell_tokens()
-        found.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
+        logits.append(batch.logits()[0].to(before.device, before.dtype, copy=True))
         row.token_ids.append(token)
     batch.leave(row)
     model.route.set(None)
-    return torch.cat([before[0], torch.stack(found)]) if found else before[0]
+    return torch.cat([before[0], torch.stack(logits)]) if logits else before[0]
 
 
 @contextmanager

@@ -71,38 +71,38 @@ def read_prompts(path: str | Path) -> tuple[Prompt, ...]:
     except UnicodeDecodeError as exc:
         raise RequestError("is not UTF-8 text", field="prompts", value=str(path)) from exc
     problems: list[str] = []
-    found: list[Prompt] = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
             prompt, wrong = _read_line(line, file.parent)
             problems += [f"line {number}: {problem}" for problem in wrong]
             if prompt is not None:
-                found.append(prompt)
-    problems += _doubles(found)
-    if not found and not problems:
+                prompts.append(prompt)
+    problems += _doubles(prompts)
+    if not prompts and not problems:
         problems.append("holds no prompt")
     _refuse(problems, str(path))
-    return tuple(found)
+    return tuple(prompts)
 
 
 def checked(prompts: Sequence[Prompt | Mapping[str, Any] | str]) -> tuple[Prompt, ...]:
     """Return prompts given in Python: Prompts, mappings with the keys of a line, or texts (named p1, p2, ...)."""
     problems: list[str] = []
-    found: list[Prompt] = []
+    kept: list[Prompt] = []
     for number, given in enumerate(prompts, 1):
         if isinstance(given, Prompt):
-            found.append(given)
+            kept.append(given)
             continue
         values = {"id": f"p{number}", "text": given} if isinstance(given, str) else given
         prompt, wrong = _read_values(values, Path.cwd())
         problems += [f"prompt {number}: {problem}" for problem in wrong]
         if prompt is not None:
-            found.append(prompt)
-    problems += _doubles(found)
-    if not found and not problems:
+            kept.append(prompt)
+    problems += _doubles(kept)
+    if not kept and not problems:
         problems.append("holds no prompt")
     _refuse(problems, None)
-    return tuple(found)
+    return tuple(kept)
 
 
 def check_modalities(prompts: Sequence[Prompt], config: Mapping[str, Any]) -> None:
@@ -133,12 +133,12 @@ def built_in(model: Path, config: Mapping[str, Any], media_folder: Path) -> tupl
 
 def demo_prompts(per_kind: int = DEMO_PER_KIND) -> tuple[Prompt, ...]:
     """Return the first questions of each kind to the demo model, with their right answers."""
-    found: dict[str, list[Prompt]] = {}
+    by_kind: dict[str, list[Prompt]] = {}
     for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         media: dict[str, Any] = {name: str(DEMO / row[name]) for name in ("image", "audio") if name in row}
-        found.setdefault(row["kind"], []).append(Prompt(row["id"], row["prompt"], **media, expected=row["answers"]))
-    return tuple(prompt for kind in ("text", "image", "audio") for prompt in found.get(kind, [])[:per_kind])
+        by_kind.setdefault(row["kind"], []).append(Prompt(row["id"], row["prompt"], **media, expected=row["answers"]))
+    return tuple(prompt for kind in ("text", "image", "audio") for prompt in by_kind.get(kind, [])[:per_kind])
 
 
 def _read_line(line: str, folder: Path) -> tuple[Prompt | None, list[str]]:
@@ -193,13 +193,13 @@ def _refuse(problems: Sequence[str], value: str | None) -> None:
 def _token_prompts(config: Mapping[str, Any]) -> tuple[Prompt, ...]:
     text = config.get("text_config") or config
     size = int(text.get("vocab_size") or 256)
-    found = []
+    prompts = []
     for number, name in enumerate(TEXTS):
         # The first ids are special ones; the last of a multimodal vocabulary stand for pictures and sounds.
         draw = random.Random(number)
         low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
-        found.append(Prompt(name, token_ids=tuple(draw.randrange(low, high) for _ in range(TOKEN_COUNT))))
-    return tuple(found)
+        prompts.append(Prompt(name, token_ids=tuple(draw.randrange(low, high) for _ in range(TOKEN_COUNT))))
+    return tuple(prompts)
 
 
 def _draw_picture(file: Path) -> Path:

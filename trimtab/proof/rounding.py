@@ -147,12 +147,12 @@ def packed_once(whole: Tensor, form: str, generator: torch.Generator | None) -> 
         best = choose_scales(blocks.cpu()).to(blocks.device).unsqueeze(1)
         largest = torch.where(best == 0, largest, best)
     if form == "int8":
-        found = torch.round(blocks / largest * 127).clamp(-127, 127) / 127 * largest
+        rounded = torch.round(blocks / largest * 127).clamp(-127, 127) / 127 * largest
     else:
         table = levels()[0] if form == "nf4" else quantize(torch.ones(64, 64), form).codes["code"].float().sort()[0]
         table = table.to(blocks.device)
-        found = table[nearest(blocks / largest, table)] * largest
-    return found.view(-1)[: flat.numel()].view(whole.shape).double()
+        rounded = table[nearest(blocks / largest, table)] * largest
+    return rounded.view(-1)[: flat.numel()].view(whole.shape).double()
 
 
 def _rounded_table(table: Any, adapter: EmbeddingAdapter, generator: torch.Generator | None) -> EmbeddingAdapter:

@@ -145,20 +145,20 @@ def run_route(
     lines, outcome = run_module(
         module, request, route.label, isolated=isolated, python=route.python, timeout_s=timeout_s
     )
-    said, pairs, skipped = [], [], []
+    answers, pairs, skipped = [], [], []
     memory = {"host_peak_bytes": outcome.peak_host_bytes if outcome else 0, "gpu_peak_bytes": 0}
     for line in lines:
         if line["event"] == "item":
             memory["gpu_peak_bytes"] = max(memory["gpu_peak_bytes"], line["memory"]["gpu_peak_bytes"])
             if outcome is not None and line["memory"].get("host_peak_bytes"):
                 memory["host_peak_bytes"] = line["memory"]["host_peak_bytes"]  # noise is measured after it
-            said.append(_said(line))
+            answers.append(_said(line))
         elif line["event"] == "noise":
             pairs += [Noise(**pair) for pair in line["pairs"]]
             skipped += line["skipped"]
     loaded = next((line for line in lines if line["event"] == "loaded"), {})
     return Ran(
-        route=route, said=tuple(said), noise=NoiseFloor(tuple(pairs), tuple(skipped)), memory=memory,
+        route=route, said=tuple(answers), noise=NoiseFloor(tuple(pairs), tuple(skipped)), memory=memory,
         seconds=outcome.seconds if outcome else 0.0, loaded=loaded,
     )  # fmt: skip
 
@@ -218,10 +218,10 @@ def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:
 def rebuilt(line: Mapping[str, Any]) -> TrimtabError:
     """Return an error of ours as it was raised in the other process: kind, message and fields."""
     kind = getattr(errors, line["kind"])
-    found: TrimtabError = kind.__new__(kind)
-    Exception.__init__(found, line["message"])
-    found.__dict__.update({name: tuple(v) if isinstance(v, list) else v for name, v in line["fields"].items()})
-    return found
+    error: TrimtabError = kind.__new__(kind)
+    Exception.__init__(error, line["message"])
+    error.__dict__.update({name: tuple(v) if isinstance(v, list) else v for name, v in line["fields"].items()})
+    return error
 
 
 def _died(outcome: Outcome, label: str, timeout_s: float) -> DeviceError:

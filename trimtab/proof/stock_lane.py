@@ -44,15 +44,15 @@ def _run(request: Mapping[str, Any], tell: Tell) -> None:
         model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
     _stage(tell, "adapter", device, notes=notes, warnings=dict(loading))
     tokenizer = stock_route.read_tokenizer(request["folder"])
-    said = _answers(
+    answers = _answers(
         model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], tell
     )
-    _answers(model, tokenizer, "base", None, request, said, tell)
+    _answers(model, tokenizer, "base", None, request, answers, tell)
     _stage(tell, "merge", device)
     merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", tell)
     tell({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
     _stage(tell, "merged", device)
-    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, said, tell, plain=True)
+    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, answers, tell, plain=True)
 
 
 def _stage(tell: Tell, stage: str, device: torch.device, **more: Any) -> None:
@@ -63,13 +63,13 @@ def _answers(
     model: Any, tokenizer: Any, who: str, adapter: str | None, request: Mapping[str, Any],
     continuations: Sequence[Sequence[int] | None], tell: Tell, *, plain: bool = False,
 ) -> list[list[int]]:  # fmt: skip
-    said = []
+    answers = []
     for place, (item, given) in enumerate(zip(request["items"], continuations, strict=True)):
         with stock_route.using(model, adapter, not plain):
             line = stock_route.run_item(model, tokenizer, place, item, given, request, name=who)
-        said.append(line["continuation"])
+        answers.append(line["continuation"])
         tell({"event": "said", "who": who, "place": place, **line})
-    return said
+    return answers
 
 
 def _rounding(counts: Mapping[str, int]) -> int:
@@ -114,8 +114,8 @@ def dense(module: Any) -> Tensor:
         return weight.data
     import bitsandbytes.functional
 
-    found: Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
-    return found
+    weight_dense: Tensor = bitsandbytes.functional.dequantize_4bit(weight.data, state)
+    return weight_dense
 
 
 def delta_of(module: Any, weight: Tensor) -> Tensor | None:

@@ -50,13 +50,13 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
              "versions": versions(), "changes": stock_changes(model)}
         )  # fmt: skip
         tokenizer = read_tokenizer(route["folder"])
-        said: list[list[int]] = []
+        answers: list[list[int]] = []
         for place, item in enumerate(request["items"]):
             with using(model, item["adapter"], bool(route["adapters"])):
-                line = run_item(model, tokenizer, place, item, forced.wanted(item, said), request)
-            said.append(line["continuation"])
+                line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
+            answers.append(line["continuation"])
             tell({"event": "item", "place": place, **line})
-        for item, continuation in list(zip(request["items"], said, strict=True))[
+        for item, continuation in list(zip(request["items"], answers, strict=True))[
             : request["noise_items"] if request["noise"] else 0
         ]:
             with using(model, item["adapter"], bool(route["adapters"])):
@@ -118,7 +118,7 @@ def with_adapters(model: Any, adapters: Mapping[str, str], work: Path) -> tuple[
 
 def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
     """Return adapter -> module path -> `sketch` of every LoRA change that PEFT has loaded, by the base's own paths."""
-    found: dict[str, dict[str, list[float]]] = {}
+    changes: dict[str, dict[str, list[float]]] = {}
     for path, module in model.named_modules():
         scaling = getattr(module, "scaling", None)
         if not isinstance(scaling, dict):
@@ -134,8 +134,8 @@ def stock_changes(model: Any) -> dict[str, dict[str, list[float]]]:
                 left, right = (getattr(part[name], "weight", part[name]) for part in (B, A))
                 if left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0]:
                     own_path = path.removeprefix("base_model.model.").removesuffix(".linear")
-                    found.setdefault(name, {})[own_path] = sketch(right, left, scale)
-    return found
+                    changes.setdefault(name, {})[own_path] = sketch(right, left, scale)
+    return changes
 
 
 def loadable_adapter(model: Any, folder: Path, copy: Path) -> tuple[Path, str]:
@@ -167,8 +167,8 @@ def _adapted_paths(file: Path) -> set[str]:
     from safetensors import safe_open
 
     with safe_open(str(file), framework="pt") as opened:
-        found = (_KEY.match(key) for key in opened.keys())  # noqa: SIM118 - it has no iterator
-        return {match.group(1) for match in found if match}
+        matches = (_KEY.match(key) for key in opened.keys())  # noqa: SIM118 - it has no iterator
+        return {match.group(1) for match in matches if match}
 
 
 @contextmanager
@@ -261,8 +261,8 @@ def host_peak_bytes() -> int:
     """Return the largest resident size of this process so far, 0 where the standard library cannot tell."""
     status = Path("/proc/self/status")
     if status.is_file():  # not ru_maxrss there: a process started by a large one inherits the large one's peak
-        found = re.search(r"^VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"), re.MULTILINE)
-        return int(found.group(1)) * 1024 if found else 0
+        match = re.search(r"^VmHWM:\s+(\d+)", status.read_text(encoding="utf-8"), re.MULTILINE)
+        return int(match.group(1)) * 1024 if match else 0
     try:
         import resource
     except ImportError:
@@ -303,11 +303,11 @@ def raised(exc: BaseException) -> dict[str, Any]:
 
 
 def _library_frames(exc: BaseException, last: int = 4) -> list[str]:
-    found = []
+    frames = []
     for frame in traceback.extract_tb(exc.__traceback__):
         path = frame.filename.replace("\\", "/")
         for name in LIBRARIES:
             if f"/{name}/" in path:
-                found.append(f"{name}/{path.rpartition(f'/{name}/')[2]}:{frame.lineno} {frame.name}")
+                frames.append(f"{name}/{path.rpartition(f'/{name}/')[2]}:{frame.lineno} {frame.name}")
                 break
-    return found[-last:]
+    return frames[-last:]

@@ -35,8 +35,8 @@ class _Weights:
         expression = self.probe.sources.get(path)
         if expression is None:
             raise CheckpointError("is in no file of it", path=self.checkpoint.folder, tensor_name=tensor_path)
-        found: Tensor = expression.replay(self._fetch)
-        return found
+        weight: Tensor = expression.replay(self._fetch)
+        return weight
 
     def form(self, tensor_path: str) -> str:
         """Return how the files hold a weight: the dtype of its tensors, or the packed form."""
@@ -88,13 +88,13 @@ def read_merge(
     rows, tests = [], []
     for done, target in enumerate(changes, 1):
         path, tensors = f"{target.module_path}.weight", _read(target)
-        weight, found = ours.weight(path), theirs.weight(path)
-        rows.append(survival(target.module_path, weight, found, target_delta(target, weight, tensors)))
+        weight, merged_weight = ours.weight(path), theirs.weight(path)
+        rows.append(survival(target.module_path, weight, merged_weight, target_delta(target, weight, tensors)))
         # PEFT saves an embedding beside its LoRA: the change is on what was saved.
         weight = saved.get(target.module_path, {}).get("weight", weight).float()
         delta = target_delta(target, weight, tensors)
         terms = None if "magnitude" in tensors else _terms(target, tensors)
-        grid, values = theirs.grid(path) or (None, found)
+        grid, values = theirs.grid(path) or (None, merged_weight)
         form = theirs.form(path)
         tests.append(module_weight(target.module_path, weight, values, delta, form, terms=terms, grid=grid))
         if progress is not None:
@@ -123,8 +123,8 @@ def _read(target: AdapterTarget) -> dict[str, Tensor]:
 def _terms(target: AdapterTarget, tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the size of the terms that a change is the sum of: scale x |B| |A|."""
     A, B = tensors["A"].float().abs(), tensors["B"].float().abs()
-    found = (A.T @ B.T) if target.kind == "embedding" else B @ A
-    return found.mul_(abs(target.scale))
+    product = (A.T @ B.T) if target.kind == "embedding" else B @ A
+    return product.mul_(abs(target.scale))
 
 
 def target_delta(target: AdapterTarget, weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -181,7 +181,7 @@ def _parity(
     first, second = reference.said[at], subject.said[at]
     a, hidden_a = forced.read_run(first.file)
     b, hidden_b = forced.read_run(second.file)
-    found = compare.difference(a, b)
+    difference = compare.difference(a, b)
     base_kl, base_ids = None, None
     if case.merged is not None:
         base = reference.said[count + at]
@@ -192,8 +192,8 @@ def _parity(
     if hidden_a is not None and hidden_b is not None and hidden_a.shape == hidden_b.shape:
         by_layer = compare.relative_by_layer(list(hidden_a), list(hidden_b))
     row = PromptParity(
-        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(found, item.id), difference=found,
-        prompt_tokens=item.prompt_tokens, reference_text=first.text, subject_text=second.text,
+        id=item.id, kind=prompt.kind, adapter=item.adapter, verdict=reference.noise.verdict(difference, item.id),
+        difference=difference, prompt_tokens=item.prompt_tokens, reference_text=first.text, subject_text=second.text,
         same_text=None if second.token_ids is None else first.token_ids == second.token_ids,
         expected_text=(prompt.expected or {}).get(item.adapter or "base"), base_kl=base_kl,
         base_is_noise=None if base_kl is None or limit is None else base_kl <= limit.kl_mean,
@@ -249,28 +249,30 @@ def _other_changes(changes: LoadedChanges | None) -> list[str]:
 def _findings(
     case: Case, rows: Sequence[PromptParity], reference: Ran, subject: Ran, weights: MergedWeights | None
 ) -> tuple[str, ...]:
-    found = []
+    findings = []
     worst = compare.worst(row.verdict for row in rows)
     if case.against == "base" and worst == compare.SAME:
-        found.append(f"adapter inactive: {case.adapter} changes no answer")
+        findings.append(f"adapter inactive: {case.adapter} changes no answer")
     elif case.against == "base" and worst != compare.DIFFERS:
-        found.append(f"cannot tell whether {case.adapter} is active: it changes no answer by more than the noise")
+        findings.append(f"cannot tell whether {case.adapter} is active: it changes no answer by more than the noise")
     if not reference.noise.is_measured:
-        found.append(f"the noise of {reference.route.label} could not be measured: a difference cannot be judged")
+        findings.append(f"the noise of {reference.route.label} could not be measured: a difference cannot be judged")
     if case.merged is not None:
         if all(row.base_kl == 0 for row in rows):
-            found.append(f"adapter inactive: {case.adapter} changes nothing, so this comparison proves nothing")
+            findings.append(f"adapter inactive: {case.adapter} changes nothing, so this comparison proves nothing")
         elif all(row.base_is_merged and not row.base_is_adapter for row in rows):
-            found.append("every merged answer is the base's: the adapter is not in the merged model")
+            findings.append("every merged answer is the base's: the adapter is not in the merged model")
     if weights is not None and weights.verdict == compare.DIFFERS:
-        found += _wrong_weights(weights)
+        findings += _wrong_weights(weights)
     for ran in (reference, subject):
         ids = [said.id for said in ran.said if not said.repeats]
         if ids:
-            found.append(f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits")
-        found += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
-    found += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
-    return tuple(found)
+            findings.append(
+                f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits"
+            )
+        findings += [f"{ran.route.label}: {note}" for note in ran.loaded.get("notes") or ()]
+    findings += [f"an order of summation could not be tried: {text}" for text in reference.noise.skipped[:5]]
+    return tuple(findings)
 
 
 def _wrong_weights(weights: MergedWeights) -> list[str]:
@@ -293,9 +295,9 @@ def _with_lanes(
 
     if case.adapter is None:
         raise RequestError("the merge lanes need an adapter", field="adapter", hint="Give one with adapters=")
-    found = run_lanes(
+    lanes = run_lanes(
         request.model, Path(case.adapters[case.adapter]), rows, work / "lanes", device=request.device,
         dtype=request.dtype, new_tokens=new_tokens, python=str(python) if python is not None else None,
         isolated=isolated, say=speak,
     )  # fmt: skip
-    return replace(report, lanes=found)
+    return replace(report, lanes=lanes)

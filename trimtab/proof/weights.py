@@ -122,8 +122,8 @@ class MergedWeights:
     @property
     def wrong(self) -> tuple[ModuleWeight, ...]:
         """The modules that are not base plus change, the worst first."""
-        found = [row for row in self.modules if row.beyond or self._is_off(row.sums, row.is_coarse)]
-        return tuple(sorted(found, key=lambda row: -abs(row.sums.off)))
+        rows = [row for row in self.modules if row.beyond or self._is_off(row.sums, row.is_coarse)]
+        return tuple(sorted(rows, key=lambda row: -abs(row.sums.off)))
 
     def _is_off(self, sums: Sums, is_coarse: bool) -> bool:
         return sums.size > self.limit and abs(sums.off) > (LEAST_OFF_COARSE if is_coarse else LEAST_OFF)
@@ -262,8 +262,8 @@ class _Packed(_Test):
 
 def saved_weight(path: str, saved: Tensor, merged: Tensor, form: str) -> ModuleWeight:
     """Return whether a saved module's tensor is in the merged file, rounded to its dtype."""
-    exact, found = saved.double(), merged.double()
-    off = ~((found - exact).abs() <= ulp(exact, getattr(torch, form)))
+    exact, written = saved.double(), merged.double()
+    off = ~((written - exact).abs() <= ulp(exact, getattr(torch, form)))
     return ModuleWeight(path, form, int(off.sum()), Sums())
 
 

@@ -32,12 +32,12 @@ def yes(value: bool | None) -> str:
 
 def prompt_row(row: PromptParity) -> tuple[str, ...]:
     """Return one prompt's cells under HEAD."""
-    found = row.difference
-    first = "-" if found.first_position is None else str(found.first_position)
+    difference = row.difference
+    first = "-" if difference.first_position is None else str(difference.first_position)
     name = row.id if row.adapter is None else f"{row.id} ({row.adapter})"
     return (
-        name, row.kind, row.verdict, first, number(found.max_abs), number(found.mean_abs), number(found.kl_mean),
-        number(found.kl_max), f"{100 * found.top1_agreement:.1f} %",
+        name, row.kind, row.verdict, first, number(difference.max_abs), number(difference.mean_abs), number(difference.kl_mean),
+        number(difference.kl_max), f"{100 * difference.top1_agreement:.1f} %",
         "-" if row.same_text is None else "same" if row.same_text else "differs",
     )  # fmt: skip
 

@@ -53,7 +53,7 @@ class Piece:
 class Answer:
     """A whole answer.
 
-    text: without stop texts. token_ids: of the answer, its end token included. finish_reason: "stop" or "length".
+    text: without stop texts. token_ids: of the answer, its end token included. finish_reason: "stop", "length" or "cancelled".
     prompt_tokens: length of the prompt. cached_tokens: tokens of the prompt whose keys and values came from the prefix
     cache. ttft_s: seconds to the first token; decode_s: seconds of the other tokens; tokens_per_s: their rate. logprobs:
     one for each token, empty if not requested.

@@ -84,34 +84,34 @@ class BenchRequest:
         return self.load.request if isinstance(self.load, Plan) else self.load
 
 
-def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
+def bench(request: BenchRequest, *, say: Say | None = None) -> Report:
     """Return what was measured.
 
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError before a run is made. Once planned, what goes
     wrong on a side is its `failure`.
     """
     speak = say or (lambda text: None)
-    if asked.against == "stock":
+    if request.against == "stock":
         packages.check_installed(packages.STOCK, field="against", value="stock")
     with tempfile.TemporaryDirectory(prefix="trimtab-bench-", ignore_cleanup_errors=True) as folder:
         work = Path(folder)
         speak("planning and preparing the prompts")
-        prepared = _prepared(asked, work)
+        prepared = _prepared(request, work)
         plan = Plan.from_json(prepared["plan"])
-        if asked.against == "eager" and asked.decode == "auto" and plan.execution_device == "cpu":
+        if request.against == "eager" and request.decode == "auto" and plan.execution_device == "cpu":
             raise RequestError(
                 "both sides would run the same steps: there is no GPU to capture them on",
                 field="--against", value="eager", allowed=("stock",),
             )  # fmt: skip
-        rows: dict[str, list[dict[str, Any]]] = {OURS: [], asked.against: []}
+        rows: dict[str, list[dict[str, Any]]] = {OURS: [], request.against: []}
         failures: dict[str, tuple[TrimtabError, int]] = {}
-        for run in range(asked.runs):
+        for run in range(request.runs):
             for name in rows:
                 if name in failures:
                     continue
-                speak(f"run {run + 1} of {asked.runs}: {name}")
+                speak(f"run {run + 1} of {request.runs}: {name}")
                 try:
-                    rows[name].append(_run(name, run, asked, plan, prepared, work))
+                    rows[name].append(_run(name, run, request, plan, prepared, work))
                 except TrimtabError as exc:
                     failures[name] = (exc, run)
                     speak(f"{name} failed: {exc}")
@@ -120,38 +120,38 @@ def bench(asked: BenchRequest, *, say: Say | None = None) -> Report:
     sides = [_side(name, made, prepared, bandwidth, plan, failures.get(name)) for name, made in rows.items()]
     shown = tuple({key: value for key, value in item.items() if key != "file"} for item in prepared["items"])
     return Report(
-        plan=plan, adapter=asked.adapter, decode=asked.decode, prompts=shown, new_tokens=asked.new_tokens,
-        runs=asked.runs, ours=sides[0], other=sides[1], bandwidth=bandwidth, environment=read_environment(),
+        plan=plan, adapter=request.adapter, decode=request.decode, prompts=shown, new_tokens=request.new_tokens,
+        runs=request.runs, ours=sides[0], other=sides[1], bandwidth=bandwidth, environment=read_environment(),
     )  # fmt: skip
 
 
-def _prepared(asked: BenchRequest, work: Path) -> dict[str, Any]:
+def _prepared(wanted: BenchRequest, work: Path) -> dict[str, Any]:
     request = {
-        "plan": asked.load.to_json() if isinstance(asked.load, Plan) else None, "request": asked.request.to_json(),
-        "adapter": asked.adapter, "prompts": [prompt.to_json() for prompt in asked.prompts or ()],
-        "images": list(asked.images), "audios": list(asked.audios), "prompt_tokens": asked.prompt_tokens,
-        "new_tokens": asked.new_tokens, "out": str(work),
+        "plan": wanted.load.to_json() if isinstance(wanted.load, Plan) else None, "request": wanted.request.to_json(),
+        "adapter": wanted.adapter, "prompts": [prompt.to_json() for prompt in wanted.prompts or ()],
+        "images": list(wanted.images), "audios": list(wanted.audios), "prompt_tokens": wanted.prompt_tokens,
+        "new_tokens": wanted.new_tokens, "out": str(work),
     }  # fmt: skip
     lines, _ = run_module(PREPARE, request, "planning", isolated=True, timeout_s=TIMEOUT_S)
     return next(line for line in lines if line["event"] == "prepared")
 
 
 def _run(
-    name: str, run: int, asked: BenchRequest, plan: Plan, prepared: Mapping[str, Any], work: Path
+    name: str, run: int, request: BenchRequest, plan: Plan, prepared: Mapping[str, Any], work: Path
 ) -> dict[str, Any]:  # fmt: skip
     out = work / f"{name}-{run}"
     out.mkdir()
     shared = {
-        "adapter": asked.adapter, "items": prepared["items"], "new_tokens": asked.new_tokens,
-        "warm_tokens": min(WARM_TOKENS, asked.new_tokens), "out": str(out),
+        "adapter": request.adapter, "items": prepared["items"], "new_tokens": request.new_tokens,
+        "warm_tokens": min(WARM_TOKENS, request.new_tokens), "out": str(out),
     }  # fmt: skip
     if name == "stock":
         module, own = STOCK, {
             "folder": prepared["folder"], "quant": plan.request.quant, "dtype": plan.request.dtype,
-            "device": plan.execution_device, "adapters": dict(plan.request.adapters), "own_cpu_path": asked.stock_cpu_path,
+            "device": plan.execution_device, "adapters": dict(plan.request.adapters), "own_cpu_path": request.stock_cpu_path,
         }  # fmt: skip
     else:
-        module, own = OWN, {"plan": prepared["plan"], "decode": asked.decode if name == OURS else "eager"}
+        module, own = OWN, {"plan": prepared["plan"], "decode": request.decode if name == OURS else "eager"}
     lines, outcome = run_module(module, shared | own, name, isolated=True, timeout_s=TIMEOUT_S)
     row: dict[str, Any] = {"engine": name, "run": run}
     row |= {key: value for key, value in next(x for x in lines if x["event"] == "ran").items() if key != "event"}
@@ -167,11 +167,11 @@ def _run(
 
 def _bandwidth(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     names = {"device_Bps": "device memory", "host_Bps": "host memory", "link_Bps": "host to device"}
-    found = {
+    spreads = {
         words: figures.spread([row["bandwidth"][name] for row in rows if row["bandwidth"][name]])
         for name, words in names.items()
     }
-    return {words: rate for words, rate in found.items() if rate is not None}
+    return {words: rate for words, rate in spreads.items() if rate is not None}
 
 
 def _side(

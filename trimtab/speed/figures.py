@@ -56,21 +56,21 @@ def run_figures(row: Mapping[str, Any]) -> dict[str, float]:
     gaps_ms, cpu_ms: as `Clock.told`). First tokens are a median over the prompts, gaps of all prompts together.
     """
     gaps = [gap for answer in row["answers"] for gap in answer["gaps_ms"]]
-    found = {"load_s": row["load_s"], "first_token_ms": median(answer["first_ms"] for answer in row["answers"])}
+    values = {"load_s": row["load_s"], "first_token_ms": median(answer["first_ms"] for answer in row["answers"])}
     if sum(gaps) > 0:
-        found["decode_tok_s"] = 1000 * len(gaps) / sum(gaps)
-        found |= {"between_p50_ms": percentile(gaps, 0.5), "between_p99_ms": percentile(gaps, 0.99)}
-        found["cpu_ms"] = sum(answer["cpu_ms"] for answer in row["answers"]) / len(gaps)
+        values["decode_tok_s"] = 1000 * len(gaps) / sum(gaps)
+        values |= {"between_p50_ms": percentile(gaps, 0.5), "between_p99_ms": percentile(gaps, 0.99)}
+        values["cpu_ms"] = sum(answer["cpu_ms"] for answer in row["answers"]) / len(gaps)
     for name in ("device", "host"):
         if row.get(f"{name}_peak_bytes"):
-            found[f"{name}_peak_gib"] = row[f"{name}_peak_bytes"] / 2**30
-    return found
+            values[f"{name}_peak_gib"] = row[f"{name}_peak_bytes"] / 2**30
+    return values
 
 
 def spreads(rows: Sequence[Mapping[str, Any]]) -> dict[str, Spread]:
     """Return the spread of every figure over the runs of one engine; a figure that no run has is left out."""
-    found = {name: spread([row["figures"][name] for row in rows if name in row["figures"]]) for name, _, _ in FIGURES}
-    return {name: value for name, value in found.items() if value is not None}
+    by_name = {name: spread([row["figures"][name] for row in rows if name in row["figures"]]) for name, _, _ in FIGURES}
+    return {name: value for name, value in by_name.items() if value is not None}
 
 
 def ratios(ours: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], name: str) -> Spread | None:
@@ -92,19 +92,19 @@ def differences(rows: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
     """Return, a prompt, whether the first runs of two engines gave the same tokens, and where they part if not."""
     if not rows or not others:
         return []
-    found = []
+    parted = []
     for one, other in zip(rows[0]["answers"], others[0]["answers"], strict=True):
         place = first_difference(one["token_ids"], other["token_ids"])
-        found.append(
+        parted.append(
             {"id": one["id"], "tokens": len(one["token_ids"]), "equal": place is None, "first_difference": place}
         )
-    return found
+    return parted
 
 
 def unsteady(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the prompts that later runs of the same engine answered with other tokens than the first."""
-    told: Callable[[Mapping[str, Any]], dict[str, list[int]]] = lambda row: {  # noqa: E731
+    tokens_of: Callable[[Mapping[str, Any]], dict[str, list[int]]] = lambda row: {  # noqa: E731
         answer["id"]: list(answer["token_ids"]) for answer in row["answers"]
     }
-    first = told(rows[0]) if rows else {}
-    return sorted({name for row in rows[1:] for name, ids in told(row).items() if ids != first[name]})
+    first = tokens_of(rows[0]) if rows else {}
+    return sorted({name for row in rows[1:] for name, ids in tokens_of(row).items() if ids != first[name]})

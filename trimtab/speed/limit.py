@@ -129,11 +129,11 @@ def _reads(
 ) -> tuple[Read, ...]:  # fmt: skip
     targets = [target for target in adapter.targets if target.part in STEP_PARTS] if adapter is not None else []
     saved = _saved(targets, "bfloat16" if adapter is None else adapter.model_dtype)
-    found: dict[tuple[str, str], int] = {}
+    by_kind: dict[tuple[str, str], int] = {}
 
     def add(what: str, ways: tuple[str, ...], nbytes: float) -> None:
         for way in ways:
-            found[what, way] = found.get((what, way), 0) + round(nbytes)
+            by_kind[what, way] = by_kind.get((what, way), 0) + round(nbytes)
 
     quant, tied = quant_of(anatomy, quant), tied_paths(anatomy)
     for row in anatomy.rows:
@@ -151,7 +151,7 @@ def _reads(
     add("adapter", ("device",), sum(_target_bytes(target) for target in targets))
     size = DTYPE_BYTES[anatomy.dtype]
     add("keys and values", ("device",), sum(_cache_values(layer, context_tokens) for layer in anatomy.kv_layers) * size)
-    return tuple(Read(what=what, way=way, nbytes=nbytes) for (what, way), nbytes in found.items() if nbytes)
+    return tuple(Read(what=what, way=way, nbytes=nbytes) for (what, way), nbytes in by_kind.items() if nbytes)
 
 
 def _ways(tier: str, home: str, on_cpu: bool) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def draw(report: Report, path: str | os.PathLike[str]) -> None:
 def layout(report: Report) -> tuple[list[Shape], float]:
     """Return the shapes of the picture and its height in pixels."""
     request = report.plan.request
-    found: list[Shape] = [
+    shapes: list[Shape] = [
         Label(MARGIN, 40, f"{report.plan.model_class} on {report.plan.execution_device}", 20, INK, bold=True),
         Label(
             MARGIN, 62,
@@ -52,13 +52,13 @@ def layout(report: Report) -> tuple[list[Shape], float]:
         if side.failure is not None:
             words = str(side.failure).splitlines()[0]
             words = words if len(words) <= 110 else words[:107] + "..."
-            found.append(Label(MARGIN, top, f"{side.name} failed: {words}", 13, LINE))
+            shapes.append(Label(MARGIN, top, f"{side.name} failed: {words}", 13, LINE))
             top += 24
     for name, unit, _ in figures.FIGURES:
         if any(name in side.spreads for side in sides):
             drawn, top = _panel(name, unit, sides, top)
-            found += drawn
-    return found, top
+            shapes += drawn
+    return shapes, top
 
 
 def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[list[Shape], float]:
@@ -68,17 +68,17 @@ def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[l
     # A limit far beyond every bar would make them all invisible: it is said, and drawn at the end of the panel.
     reach = max([largest, *(limit for limit in limits.values() if limit <= 20 * largest)])
     scale = BAR_WIDTH / (reach or 1.0)
-    found: list[Shape] = [Label(MARGIN, top + 12, f"{figures.NAMES[name]}, {unit}", 15, INK, bold=True)]
+    shapes: list[Shape] = [Label(MARGIN, top + 12, f"{figures.NAMES[name]}, {unit}", 15, INK, bold=True)]
     at = top + 24
     for side in sides:
-        found.append(Label(LEFT - 10, at + BAR_HEIGHT / 2 + 4, side.name, 13, INK, anchor="end"))
-        found.append(Box(LEFT, at, BAR_WIDTH, BAR_HEIGHT, OVER))
+        shapes.append(Label(LEFT - 10, at + BAR_HEIGHT / 2 + 4, side.name, 13, INK, anchor="end"))
+        shapes.append(Box(LEFT, at, BAR_WIDTH, BAR_HEIGHT, OVER))
         spread = spreads.get(side.name)
         words = "not measured"
         if spread is not None:
             least, most = LEFT + spread.least * scale, LEFT + spread.most * scale
             middle = at + BAR_HEIGHT / 2
-            found += [
+            shapes += [
                 Box(LEFT, at, spread.median * scale, BAR_HEIGHT, COLORS[side.name]),
                 Box(least, middle - WHISKER, max(most - least, WHISKER), 2 * WHISKER, PAPER),
                 Box(least, middle - WHISKER / 2, max(most - least, WHISKER), WHISKER, INK),
@@ -87,8 +87,8 @@ def _panel(name: str, unit: str, sides: tuple[Side, ...], top: float) -> tuple[l
         limit = limits.get(side.name)
         if limit is not None:
             line = LEFT + min(limit * scale, BAR_WIDTH)
-            found.append(Stroke(line, at - 3, at + BAR_HEIGHT + 3, LINE))
+            shapes.append(Stroke(line, at - 3, at + BAR_HEIGHT + 3, LINE))
             words += f", limit {number(limit)}{' (not drawn to scale)' if limit * scale > BAR_WIDTH + 1 else ''}"
-        found.append(Label(LEFT + BAR_WIDTH + 10, at + BAR_HEIGHT / 2 + 4, words, 12, QUIET))
+        shapes.append(Label(LEFT + BAR_WIDTH + 10, at + BAR_HEIGHT / 2 + 4, words, 12, QUIET))
         at += BAR_HEIGHT + BAR_GAP
-    return found, at - BAR_GAP + PANEL_GAP
+    return shapes, at - BAR_GAP + PANEL_GAP

@@ -53,31 +53,31 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
     media = _media(request, given)
     plan = Plan.from_json(request["plan"]) if request.get("plan") else _plan(request["request"], media)
     checkpoint = read_checkpoint(plan.request.model)
-    asked = _Asked(checkpoint, plan)
+    stand_in = _Asked(checkpoint, plan)
     if given:
         questions = [(prompt.id, list(prompt.token_ids) or prompt.text) for prompt in given]
     elif media[0][0] or media[0][1]:
         questions = [("media", MEDIA_QUESTION)]
     else:
-        questions = [("text", _tokens(asked, request["prompt_tokens"] or PROMPT_TOKENS))]
-    items = _items(asked, questions, media, int(request["new_tokens"]), Path(request["out"]))
+        questions = [("text", _tokens(stand_in, request["prompt_tokens"] or PROMPT_TOKENS))]
+    items = _items(stand_in, questions, media, int(request["new_tokens"]), Path(request["out"]))
     context = sum(item["prompt_tokens"] for item in items) / len(items) + request["new_tokens"] / 2
     tell(
         {"event": "prepared", "plan": plan.to_json(), "folder": str(checkpoint.folder), "items": items,
-         "context_tokens": context, "reads": _reads(plan, checkpoint, asked, request["adapter"], context)}
+         "context_tokens": context, "reads": _reads(plan, checkpoint, stand_in, request["adapter"], context)}
     )  # fmt: skip
 
 
 def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[list[str], list[str]]]:
     """Return (pictures, sounds) of each prompt, all of them readable."""
     if not given:
-        found = [(list(request["images"]), list(request["audios"]))]
+        pairs = [(list(request["images"]), list(request["audios"]))]
     else:
-        found = [([p.image] if p.image else [], [p.audio] if p.audio else []) for p in given]
-    for images, _ in found:
+        pairs = [([p.image] if p.image else [], [p.audio] if p.audio else []) for p in given]
+    for images, _ in pairs:
         for image in images:
             read_image(image)
-    return found
+    return pairs
 
 
 def _plan(values: Mapping[str, Any], media: Sequence[tuple[list[str], list[str]]]) -> Plan:
@@ -109,39 +109,39 @@ class _Asked:
         return self.hf_model.config.get_text_config()
 
 
-def _tokens(asked: _Asked, count: int) -> list[int]:
+def _tokens(stand_in: _Asked, count: int) -> list[int]:
     """Return a prompt of exactly so many tokens: of a text where there is a tokenizer, drawn where there is none."""
-    if any((asked.processor_folder / name).is_file() for name in TOKENIZERS):
+    if any((stand_in.processor_folder / name).is_file() for name in TOKENIZERS):
         try:
-            tokenizer = getattr(asked.processor, "tokenizer", asked.processor)
+            tokenizer = getattr(stand_in.processor, "tokenizer", stand_in.processor)
         except CheckpointError:
             tokenizer = None
         if tokenizer is not None:
             once = len(tokenizer(TEXT)["input_ids"])
             return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
     # The first ids are special ones; the last of a multimodal vocabulary stand for pictures and sounds.
-    size = int(asked.text_config.vocab_size)
+    size = int(stand_in.text_config.vocab_size)
     draw = random.Random(SEED)
     low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
     return [draw.randrange(low, high) for _ in range(count)]
 
 
 def _items(
-    asked: _Asked, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
+    stand_in: _Asked, questions: Sequence[tuple[str, Any]], media: Sequence[tuple[list[str], list[str]]], new_tokens: int,
     out: Path,
 ) -> list[dict[str, Any]]:  # fmt: skip
     items, problems = [], []
     for place, ((name, question), (images, audios)) in enumerate(zip(questions, media, strict=True)):
         try:
-            found = chat.prepare(asked, question, images=images, audios=audios)
-            chat.check_fits(asked, found, new_tokens)
+            inputs = chat.prepare(stand_in, question, images=images, audios=audios)
+            chat.check_fits(stand_in, inputs, new_tokens)
         except RequestError as exc:
             problems.append(f"{name}: {exc}")
             continue
         file = out / f"inputs-{place}.safetensors"
-        save_file({key: tensor.contiguous() for key, tensor in found.tensors.items()}, str(file))
+        save_file({key: tensor.contiguous() for key, tensor in inputs.tensors.items()}, str(file))
         items.append({
-            "id": name, "file": str(file), "prompt_tokens": found.prompt_tokens, "has_media": found.has_media,
+            "id": name, "file": str(file), "prompt_tokens": inputs.prompt_tokens, "has_media": inputs.has_media,
         })  # fmt: skip
     if problems:
         raise RequestError("\n  - ".join([f"{len(problems)} refused", *problems]), field="prompts")
@@ -149,19 +149,19 @@ def _items(
 
 
 def _reads(
-    plan: Plan, checkpoint: Checkpoint, asked: _Asked, adapter: str | None, context: float
+    plan: Plan, checkpoint: Checkpoint, stand_in: _Asked, adapter: str | None, context: float
 ) -> dict[str, list[dict[str, Any]]]:
     anatomy = _anatomy(plan, checkpoint, plan.request.head)
     # The stock stack knows no 8-bit head.
     theirs = anatomy if plan.request.head == "full" else _anatomy(plan, checkpoint, "full")
     spec = None if adapter is None else match_adapter(read_adapter(plan.request.adapters[adapter]), anatomy)
-    values = (getattr(asked.text_config, name, None) for name in EXPERTS_PER_TOKEN)
+    values = (getattr(stand_in.text_config, name, None) for name in EXPERTS_PER_TOKEN)
     experts = next((int(value) for value in values if isinstance(value, int)), None)
-    found = {
+    by_engine = {
         name: reads(plan, held, context_tokens=context, adapter=spec, experts_per_token=experts)
         for name, reads, held in (("trimtab", limit.plan_reads, anatomy), ("stock", limit.resident_reads, theirs))
     }
-    return {name: [asdict(read) for read in reads] for name, reads in found.items()}
+    return {name: [asdict(read) for read in reads] for name, reads in by_engine.items()}
 
 
 def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:

@@ -40,10 +40,10 @@ class Side:
     @property
     def fallbacks(self) -> list[dict[str, str]]:
         """What ran the slower way in any run, each once."""
-        found: list[dict[str, str]] = []
+        rows: list[dict[str, str]] = []
         for row in self.rows:
-            found += [fallback for fallback in row["fallbacks"] if fallback not in found]
-        return found
+            rows += [fallback for fallback in row["fallbacks"] if fallback not in rows]
+        return rows
 
     @property
     def notes(self) -> list[str]:
@@ -165,10 +165,10 @@ def _line(report: Report, name: str, unit: str) -> tuple[str, ...]:
     return (figures.NAMES[name], *cells, _spread_text(report.ratio(name), ""))
 
 
-def _spread_text(found: Spread | None, unit: str) -> str:
-    if found is None:
+def _spread_text(spread: Spread | None, unit: str) -> str:
+    if spread is None:
         return "-"
-    return f"{number(found.median)} {unit}".rstrip() + f" ({number(found.least)}..{number(found.most)})"
+    return f"{number(spread.median)} {unit}".rstrip() + f" ({number(spread.least)}..{number(spread.most)})"
 
 
 def number(value: float) -> str:
@@ -200,14 +200,14 @@ def _notes(report: Report) -> list[str]:
         if side.failure is not None:
             at = f"in run {(side.failed_run or 0) + 1}"
             lines.append(f"failed    {side.name}, {at}: {type(side.failure).__name__}: {side.failure}")
-    for found in report.differences():
-        same = "the same tokens" if found["equal"] else f"tokens differ from position {found['first_difference']} on"
-        lines.append(f"tokens    {found['id']}: {same}, of {found['tokens']}")
+    for row in report.differences():
+        same = "the same tokens" if row["equal"] else f"tokens differ from position {row['first_difference']} on"
+        lines.append(f"tokens    {row['id']}: {same}, of {row['tokens']}")
     for side in (report.ours, report.other):
         changed = figures.unsteady(side.rows)
         if changed:
             lines.append(f"unsteady  {side.name} gave other tokens for {', '.join(changed)} in a later run")
-        lines += [f"slower    {side.name}: {found['what']}: {found['why']}" for found in side.fallbacks]
+        lines += [f"slower    {side.name}: {row['what']}: {row['why']}" for row in side.fallbacks]
         lines += [f"note      {side.name}: {note}" for note in side.notes]
         if side.limit is not None and (side is report.ours or side.reads != report.ours.reads):
             lines.append(

@@ -190,8 +190,8 @@ def _modes(run: Run) -> str:
     """Return how each mode ended; an answer is compared with the same model's, all on one device with stock PEFT."""
     words = {True: "right", False: "another answer", None: "ok"}
     modes = run.record.get("modes") or {}
-    said = {name: words[mode.get("equals_reference")] if mode.get("ok") else "failed" for name, mode in modes.items()}
-    return ", ".join(f"{name} {word}" for name, word in said.items()) or "none reached"
+    states = {name: words[mode.get("equals_reference")] if mode.get("ok") else "failed" for name, mode in modes.items()}
+    return ", ".join(f"{name} {word}" for name, word in states.items()) or "none reached"
 
 
 def _peak(run: Run) -> str:
@@ -271,10 +271,10 @@ def _scanned(run: Run) -> list[str]:
     kinds: dict[str, int] = {}
     for one in run.record.get("scan") or ():
         kinds[one["kind"]] = kinds.get(one["kind"], 0) + int(one.get("count") or 1)
-    said = [("The model had these linears", linears), ("A scan of the live model counted", kinds)]
+    tables = [("The model had these linears", linears), ("A scan of the live model counted", kinds)]
     return [
         f"{what}: {', '.join(f'{count} {inline(name)}' for name, count in counts.items())}."
-        for what, counts in said
+        for what, counts in tables
         if counts
     ]
 

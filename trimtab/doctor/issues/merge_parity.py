@@ -38,8 +38,8 @@ def read_lanes(path: str) -> dict[str, Any]:
         raise RequestError(f"cannot be read ({exc.strerror})", field="--lanes", value=path) from exc
     except ValueError as exc:
         raise CheckpointError(f"is not JSON ({exc})", path=path) from exc
-    found = values.get("lanes") if isinstance(values, dict) else None
-    lanes = found if isinstance(found, dict) else values
+    kept = values.get("lanes") if isinstance(values, dict) else None
+    lanes = kept if isinstance(kept, dict) else values
     if not isinstance(lanes, dict) or not isinstance(lanes.get("lanes"), list):
         raise CheckpointError("has no merge lanes: save a report of trimtab verify --lanes", path=path)
     return dict(lanes)

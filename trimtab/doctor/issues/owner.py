@@ -44,8 +44,8 @@ def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
 
 def layers_of(run: Run) -> tuple[str, str]:
     """Return the libraries of the innermost and of the outermost frame in the stack's four packages; "" without one."""
-    found = [str(frame.get("library")) for frame in run.frames if frame.get("library") in LAYERS]
-    return (found[-1], found[0]) if found else ("", "")
+    libraries = [str(frame.get("library")) for frame in run.frames if frame.get("library") in LAYERS]
+    return (libraries[-1], libraries[0]) if libraries else ("", "")
 
 
 def fixed_here(bug: Bug, run: Run) -> bool:

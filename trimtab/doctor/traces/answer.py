@@ -139,12 +139,12 @@ def _fix(bug: Bug | None, versions: Mapping[str, str]) -> str:
     fixes = [(one.package, one.fixed_in) for one in bug.affected if one.fixed_in]
     if not fixes:
         return f"no release known to have a fix; {bug.versions}"
-    said = " or ".join(f"{package} {version}" for package, version in fixes)
+    releases = " or ".join(f"{package} {version}" for package, version in fixes)
     sides = [
         f"{package} {versions[package]} {'has it' if release(versions[package]) >= release(version) else 'has not'}"
         for package, version in fixes if package in versions
     ]  # fmt: skip
-    return f"{said} has the fix; {', '.join(sides) if sides else bug.versions}"
+    return f"{releases} has the fix; {', '.join(sides) if sides else bug.versions}"
 
 
 def _ask(finding: Finding, bug: Bug | None, versions: Mapping[str, str]) -> tuple[str, ...]:

@@ -65,9 +65,9 @@ def _of_trace(trace: Trace, paste: Paste) -> Finding:
     frames = (*trace.frames, *paste.mentions) if not trace.frames else trace.frames
     first = trace.message.split("\n")[0]
     for message in dict.fromkeys((first, trace.message)):
-        found = match(trace.kind, message, frames, settings=trace.around, code=trace.around)
-        if found is not None:
-            return Finding(trace, found)
+        signature = match(trace.kind, message, frames, settings=trace.around, code=trace.around)
+        if signature is not None:
+            return Finding(trace, signature)
     return Finding(trace, None, _asks(trace.kind, trace.message))
 
 

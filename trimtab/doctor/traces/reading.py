@@ -193,9 +193,9 @@ def _frame_at(text: str, place: int) -> str:
     """Return the frame whose file's ".py" stands there, as "file:function"; "" if no form of a frame follows it."""
     after, before = text[place : place + _AFTER_CHARS], text[max(0, place - _PATH_CHARS) : place]
     for pattern, ends in ((_AFTER_PYTHON, r"[\"'`\n]"), (_AFTER_NUMBER, r"[\s\[\"'`(]"), (_AFTER_NAME, r"[\s\[]")):
-        found = pattern.match(after)
-        if found:
-            return f"{in_library(re.split(ends, before)[-1] + '.py')}:{_name(found['function'])}"
+        match = pattern.match(after)
+        if match:
+            return f"{in_library(re.split(ends, before)[-1] + '.py')}:{_name(match['function'])}"
     return ""
 
 
@@ -232,14 +232,14 @@ def in_library(path: str) -> str:
     installed = re.split(r"(?:site|dist)-packages/", path)
     if len(installed) > 1:
         path = re.sub(r"^[\w.-]+\.egg/", "", installed[-1])
-    found = list(re.finditer(rf"(?:^|[/.])(?P<package>{'|'.join(LIBRARIES)})/", path))
-    return path[found[-1].start("package") :] if found else path
+    matches = list(re.finditer(rf"(?:^|[/.])(?P<package>{'|'.join(LIBRARIES)})/", path))
+    return path[matches[-1].start("package") :] if matches else path
 
 
 def _versions(text: str) -> dict[str, str]:
     """Return the packages' versions that the text says, the first of each."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for match in _VERSION.finditer(text):
         package = match["package"].lower()
-        found.setdefault(_SPELLINGS.get(package, package), match["version"].rstrip("."))
-    return found
+        versions.setdefault(_SPELLINGS.get(package, package), match["version"].rstrip("."))
+    return versions

@@ -108,12 +108,12 @@ def _map(device_map: Mapping[str, Any]) -> list[str]:
 def _adapter(adapter: str) -> list[str]:
     from trimtab.checkpoint.adapter import describe, read_adapter
 
-    found = describe(read_adapter(adapter), None)
-    rows = [f"- {name}: {_short(value)}" for name, value in found["config"].items()]
-    rows.append(f"- target_modules: {_short(found['target_modules'])}")
-    rows.append(f"- {found['tensors']} tensors, {gib(found['bytes'])}, by part: {_short(found['parts'])}")
-    if found["peft_version"]:
-        rows.append(f"- written by PEFT {found['peft_version']}")
+    described = describe(read_adapter(adapter), None)
+    rows = [f"- {name}: {_short(value)}" for name, value in described["config"].items()]
+    rows.append(f"- target_modules: {_short(described['target_modules'])}")
+    rows.append(f"- {described['tensors']} tensors, {gib(described['bytes'])}, by part: {_short(described['parts'])}")
+    if described["peft_version"]:
+        rows.append(f"- written by PEFT {described['peft_version']}")
     return rows
 
 

@@ -301,9 +301,9 @@ def _where(signature: Signature, frames: Sequence[str], code: str) -> str:
     """Return the frame, or the source line in its place, in words; "" for neither."""
     outside = [frame for frame in frames if not frame.startswith("torch/")]
     looked_at = outside[-1:] if signature.innermost else list(frames)
-    found = re.search(signature.frame, "\n".join(looked_at), re.MULTILINE)
-    if found:
-        last = found.group(0).splitlines()[-1]
+    match = re.search(signature.frame, "\n".join(looked_at), re.MULTILINE)
+    if match:
+        last = match.group(0).splitlines()[-1]
         whole = next((frame for frame in reversed(looked_at) if last in frame), last)
         return f"frame {whole.rstrip(':')}"
     if not signature.beside_frames and any(not frame.endswith(":") for frame in outside):

@@ -41,8 +41,8 @@ def probe(kit: Kit) -> Seen:
         return Seen(NOT_APPLICABLE, "this CPU has no AVX512-BF16, so bitsandbytes repacks nothing")
 
     def error() -> float:
-        found = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float().reshape(true.shape)
-        return float((found - true).norm() / true.norm())
+        unpacked = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float().reshape(true.shape)
+        return float((unpacked - true).norm() / true.norm())
 
     fresh = error()
     with torch.no_grad():

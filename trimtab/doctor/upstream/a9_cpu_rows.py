@@ -35,7 +35,7 @@ def probe(kit: Kit) -> Seen:
         return Seen(NOT_APPLICABLE, "this CPU has no AVX512-BF16, so bitsandbytes repacks nothing")
     try:
         with torch.no_grad():
-            found = layer(torch.ones(1, 64, dtype=torch.bfloat16))
+            output = layer(torch.ones(1, 64, dtype=torch.bfloat16))
     except AssertionError as exc:
         return Seen(PRESENT, f"64 inputs, 40 outputs: AssertionError: {exc}")
-    return Seen(FIXED, f"an output of shape {list(found.shape)}")
+    return Seen(FIXED, f"an output of shape {list(output.shape)}")

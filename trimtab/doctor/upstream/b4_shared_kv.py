@@ -36,8 +36,8 @@ def probe(kit: Kit) -> Seen:
     adapter = kit.adapter(base, targets=EVERYWHERE)
     model = kit.peft(kit.load(base, device_map=TOWERS_OFF), adapter, device_map=behind_peft(TOWERS_OFF))
     try:
-        found = kit.forward(model)
+        logits = kit.forward(model)
     except KeyError as error:
         return Seen(PRESENT, failure(error))
-    apart = float((found - kit.forward(kit.peft(kit.load(base), adapter))).abs().max())
+    apart = float((logits - kit.forward(kit.peft(kit.load(base), adapter))).abs().max())
     return Seen(FIXED if apart == 0 else PRESENT, f"logits differ by {apart:.3g} from the unsplit model's")

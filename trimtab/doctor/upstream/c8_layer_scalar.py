@@ -43,8 +43,8 @@ def probe(kit: Kit) -> Seen:
     total_bytes = compute_module_sizes(model)[""]
     for percent in (45, 50, 55, 60):
         memory = {"cpu": total_bytes * percent // 100, "disk": 10 * total_bytes}
-        found = infer_auto_device_map(model, max_memory=memory)
-        lost = [name for name in model.state_dict() if not any(f"{name}.".startswith(f"{key}.") for key in found)]
+        device_map = infer_auto_device_map(model, max_memory=memory)
+        lost = [name for name in model.state_dict() if not any(f"{name}.".startswith(f"{key}.") for key in device_map)]
         if lost:
             return Seen(PRESENT, f"a map for {percent} % of the model's bytes gives no device to {lost[0]}")
     return Seen(FIXED, "the maps for 45 to 60 % of the model's bytes name every tensor")

@@ -39,14 +39,14 @@ def probe(kit: Kit) -> Seen:
     installed = [row for row in BACKENDS if kit.version(row[0]) is not None]
     if not installed:
         return Seen(NOT_APPLICABLE, f"none of {', '.join(row[0] for row in BACKENDS)} is installed")
-    found = []
+    limits = []
     for name, quantizer, layer in installed:
         place = installed_source(f"transformers.quantizers.{quantizer}", "in device_map.values()")
         if place is not None:
-            found.append(f"{name} checks maps for cpu and disk ({place[0]}:{place[1]})")
+            limits.append(f"{name} checks maps for cpu and disk ({place[0]}:{place[1]})")
         module = f"peft.tuners.lora.{layer}"
         if layer and installed_source(module, "class ") and not installed_source(module, "def merge("):
-            found.append(f"PEFT cannot merge into {name}")
+            limits.append(f"PEFT cannot merge into {name}")
     return (
-        Seen(PRESENT, "; ".join(found)) if found else Seen(FIXED, "none of the known limits was found in the sources")
+        Seen(PRESENT, "; ".join(limits)) if limits else Seen(FIXED, "none of the known limits was found in the sources")
     )

@@ -34,24 +34,22 @@ BUG = Bug(
 def probe(kit: Kit) -> Seen:
     """Save a tied model with table and head on the CPU, then run it with both on disk."""
     path = kit.checkpoint("qwen3")
-    found = []
+    seen = []
     model = kit.load(path, device_map=_map("cpu"))
     try:
         model.save_pretrained(str(kit.folder / "g1"))
     except RuntimeError as error:
         if "share memory" not in str(error):
             raise
-        found.append(f"saving with both on the CPU: {failure(error)}")
+        seen.append(f"saving with both on the CPU: {failure(error)}")
     try:
         kit.forward(kit.load(path, device_map=_map("disk")))
     except KeyError as error:
         if "lm_head.weight" not in str(error):
             raise
-        found.append(f"running with both on disk: {failure(error)}")
+        seen.append(f"running with both on disk: {failure(error)}")
     return (
-        Seen(PRESENT, "; ".join(found))
-        if found
-        else Seen(FIXED, "a tied pair was saved from the CPU and run from disk")
+        Seen(PRESENT, "; ".join(seen)) if seen else Seen(FIXED, "a tied pair was saved from the CPU and run from disk")
     )
 
 

@@ -143,19 +143,19 @@ def open_channel(client: Client, model: str, channels: Sequence[Channel], questi
         reply = client.post(channel.path, body)
         _check_admitted(reply, client)
         name = f"{channel.name}, {f'{channel.top} logprobs' if channel.top else 'texts'}"
-        said = channel.read(reply.value) if reply.status == 200 else None
-        if said is None:
+        answer = channel.read(reply.value) if reply.status == 200 else None
+        if answer is None:
             refusals.append(f"{name}: status {reply.status} {reply.words}".strip())
             if reply.status in (404, 405, 501):
                 closed.add((channel.path, -1))
             continue
-        if channel.top and said.positions is None:
+        if channel.top and answer.positions is None:
             refusals.append(f"{name}: answers without logprobs")
             closed |= {(channel.path, TOP), (channel.path, TOP_SMALL)}
             continue
-        if said.prompt_tokens in (None, len(question.ids)):
+        if answer.prompt_tokens in (None, len(question.ids)):
             return Opened(channel, tuple(refusals), ())
-        note = f"the server counts {said.prompt_tokens} tokens in a prompt of {len(question.ids)}"
+        note = f"the server counts {answer.prompt_tokens} tokens in a prompt of {len(question.ids)}"
         refusals.append(f"{name}: {note}")
         uncounted = uncounted or Opened(channel, (), (f"{note}: its tokenizer or template differs",))
     if uncounted is not None:

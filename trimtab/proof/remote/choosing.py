@@ -60,8 +60,8 @@ def candidates(
             if given is not None:
                 raise
     # Questions that are the same would count twice for one observation.
-    found = {(one.ids, one.image, one.audio): one for one in reversed([*questions, *_generated(reference)])}
-    return list(reversed(found.values()))
+    distinct = {(one.ids, one.image, one.audio): one for one in reversed([*questions, *_generated(reference)])}
+    return list(reversed(distinct.values()))
 
 
 def _demo_prompts() -> list[Prompt]:
@@ -123,10 +123,10 @@ def choose(reference: Reference, questions: Sequence[Question], new_tokens: int)
     """Return the questions that tell most, texts first, then per tower. Ordered within each kind."""
     rated = [Chosen(question, _kl(reference, question, new_tokens)) for question in questions]
     rated.sort(key=lambda one: -one.kl)
-    found = [one for one in rated if one.question.kind == "text"][:TEXTS]
+    chosen = [one for one in rated if one.question.kind == "text"][:TEXTS]
     for kind in ("image", "audio"):
-        found += [one for one in rated if kind in one.question.kind][:PER_TOWER]
-    return [one for one in found if one.kl >= LEAST_KL]
+        chosen += [one for one in rated if kind in one.question.kind][:PER_TOWER]
+    return [one for one in chosen if one.kl >= LEAST_KL]
 
 
 def _kl(reference: Reference, question: Question, new_tokens: int) -> float:

@@ -51,7 +51,7 @@ class TokenTable:
 
     def positions(self, said: Said) -> list[tuple[int, dict[int, float]]]:
         """Return (chosen id, id -> logprob) for each place of an answer, up to the first token that is not known."""
-        found = []
+        positions = []
         # Some servers decode each token alone, and their tokenizers then drop the space before a word.
         told = "".join(position.chosen.text for position in said.positions or ())
         is_stripped = " " not in told.strip() and " " in said.text.strip()
@@ -62,8 +62,8 @@ class TokenTable:
             known = ((self.find(token, is_stripped=is_stripped), token.logprob) for token in position.top)
             top = {number: logprob for number, logprob in known if number is not None}
             top.setdefault(chosen, position.chosen.logprob)
-            found.append((chosen, top))
-        return found
+            positions.append((chosen, top))
+        return positions
 
 
 def _add(table: dict[Any, int | None], key: Any, number: int) -> None:

@@ -127,11 +127,11 @@ def sign_test(successes: int, failures: int) -> float:
     return sum(comb(count, k) for k in range(successes, count + 1)) / 2**count
 
 
-def weigh(asked: Sequence[Asked], name: str, what: str, *, is_part: bool, floor: float) -> Weighed:
+def weigh(questions: Sequence[Asked], name: str, what: str, *, is_part: bool, floor: float) -> Weighed:
     """Return one fault beside the right adapter. floor: how far the nearest of all hypotheses is from the answers."""
-    largest = max((one.size[name] for one in asked), default=0.0)
+    largest = max((one.size[name] for one in questions), default=0.0)
     least = min(TELLING * largest, max(TELLING_ABOVE_NOISE * largest, TWICE * floor))
-    telling = [one for one in asked if one.size[name] >= max(least, SMALLEST)]
+    telling = [one for one in questions if one.size[name] >= max(least, SMALLEST)]
     gaps = [one.distance[name] - one.distance[RIGHT] for one in telling]
     return Weighed(
         name, what, is_part, _mean([one.size[name] for one in telling]), _mean([one.distance[name] for one in telling]),
@@ -141,7 +141,7 @@ def weigh(asked: Sequence[Asked], name: str, what: str, *, is_part: bool, floor:
 
 
 def judge(
-    asked: Sequence[Asked],
+    questions: Sequence[Asked],
     faults: Sequence[tuple[str, str, bool]],
     *,
     is_same_as_base: bool = False,
@@ -150,29 +150,29 @@ def judge(
     """Return the verdict. faults: name, words and is_part of each, "ignored" first. is_same_as_base: whether the server gave
     exactly its own base's answers to every question. has_logprobs: False where texts alone were compared.
     """
-    floor = min(_mean([one.distance[name] for one in asked]) for name in (RIGHT, *(name for name, _, _ in faults)))
-    weighed = tuple(weigh(asked, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)
+    floor = min(_mean([one.distance[name] for one in questions]) for name in (RIGHT, *(name for name, _, _ in faults)))
+    weighed = tuple(weigh(questions, name, what, is_part=is_part, floor=floor) for name, what, is_part in faults)
     count = len(weighed) + 1  # and whether the answers are nobody's
     seen = [one for one in weighed if one.is_seen(count)]
     if seen:
         # Of several that fit, the one that explains the whole set of questions best.
-        best = min(seen, key=lambda one: _mean([row.distance[one.name] for row in asked]))
+        best = min(seen, key=lambda one: _mean([row.distance[one.name] for row in questions]))
         rate = min(1.0, count * best.alarm)
         word: Word = IGNORED if best.name == faults[0][0] else WRONG
         reason = (
             f"{best.nearer} of {best.nearer + best.farther} answers are nearer to this fault than to the right adapter"
         )
         if word == IGNORED and is_same_as_base:
-            reason = f"all {len(asked)} answers are exactly those of the server's own base"
+            reason = f"all {len(questions)} answers are exactly those of the server's own base"
         return _made(word, best.name, reason, 1 - rate, rate, weighed, count, best.distance)
-    noise = _mean([one.distance[RIGHT] for one in asked])
-    unlike = count * _chance_of_unlike(asked, faults[0][0])
+    noise = _mean([one.distance[RIGHT] for one in questions])
+    unlike = count * _chance_of_unlike(questions, faults[0][0])
     if unlike <= FALSE_ALARM:
         reason = "the answers are neither the adapter's nor those of any known fault, while the base's are right"
         return _made(WRONG, "", reason, 1 - unlike, unlike, weighed, count, noise)
     possible = [one.name for one in weighed if not one.is_excluded(count)]
     other = next((one.size for one in weighed if one.name == OTHER_VALUES), 0.0)
-    if OTHER_VALUES not in possible and not (has_logprobs and _has_same_values(asked, other)):
+    if OTHER_VALUES not in possible and not (has_logprobs and _has_same_values(questions, other)):
         possible.append(OTHER_VALUES)
     is_near = noise <= 2 * NOT_RIGHT * max((one.size for one in weighed if one.name == faults[0][0]), default=0.0)
     is_whole_open = any(one.name in possible and not one.is_part for one in weighed)
@@ -198,20 +198,20 @@ def nothing_to_tell(reason: str, faults: Sequence[tuple[str, str, bool]] = ()) -
     return Verdict(CANNOT_TELL, "", reason, None, FALSE_ALARM, 0.0, 0.0, (), (), names, False)
 
 
-def _chance_of_unlike(asked: Sequence[Asked], ignored: str) -> float:
+def _chance_of_unlike(questions: Sequence[Asked], ignored: str) -> float:
     """Return the chance that a right server's answers are so often far from right although its base is ours; 1 if they are not."""
-    known = [one for one in asked if one.base_noise is not None]
+    known = [one for one in questions if one.base_noise is not None]
     far = [
         one.distance[RIGHT] > max(TIMES_NOISE * (one.base_noise or 0.0), NOT_RIGHT * one.size[ignored]) for one in known
     ]
     return sign_test(sum(far), len(far) - sum(far)) if far else 1.0
 
 
-def _has_same_values(asked: Sequence[Asked], other: float) -> bool:
+def _has_same_values(questions: Sequence[Asked], other: float) -> bool:
     """Return whether an older version would be farther from right than the answers are. other: how far other values move them."""
-    known = [one.base_noise for one in asked if one.base_noise is not None]
+    known = [one.base_noise for one in questions if one.base_noise is not None]
     limit = max(SAME_VALUES, TWICE_BASE * _mean(known), SHARE_OF_OTHER * other)
-    return _mean([one.distance[RIGHT] for one in asked]) <= limit
+    return _mean([one.distance[RIGHT] for one in questions]) <= limit
 
 
 def _made(

@@ -315,17 +315,17 @@ def _answers(
 ) -> list[tuple[Question, Said]]:
     bodies = [(question, body) for question in questions if (body := channel.body(model, question, new_tokens))]
     replies = work.client.post_each(channel.path, [body for _, body in bodies])
-    found = []
+    answers = []
     for (question, _), reply in zip(bodies, replies, strict=True):
         said = channel.read(reply.value) if reply.status == 200 else None
         if said is not None:
-            found.append((question, said))
-    if bodies and not found:
+            answers.append((question, said))
+    if bodies and not answers:
         raise RequestError(
             f"answers no request for {model!r}: status {replies[0].status} {replies[0].words}", field="against",
             value=work.client.url, hint="Check remote_model and remote_base",
         )  # fmt: skip
-    return found
+    return answers
 
 
 def _row(reference: Reference, table: TokenTable, channel: Channel, question: Question, said: Said) -> Row | None:
@@ -373,15 +373,15 @@ def _weigh(work: _Work, reference: Reference, precision: str) -> Verdict:
         except (AdapterError, DoesNotFitError) as exc:
             work.not_tried.append(f"{fault.name}: {str(exc).splitlines()[0]}")
     work.faults = kept
-    asked = [_asked(work, measured, precision, place) for place in range(len(work.rows))]
-    asked = _without_other_bases(work, asked)
+    questions = [_asked(work, measured, precision, place) for place in range(len(work.rows))]
+    questions = _without_other_bases(work, questions)
     words = [(fault.name, fault.what, fault.is_part) for fault in kept]
     same = bool(work.base_rows) and all(
         row.question.id in work.base_rows and is_identical(row, work.base_rows[row.question.id]) for row in work.rows
     )
-    if not asked:
+    if not questions:
         return nothing_to_tell("the server's base is not that of the checkpoint", words)
-    return judge(asked, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
+    return judge(questions, words, is_same_as_base=same, has_logprobs=any(row.tops for row in work.rows))
 
 
 def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked:
@@ -397,15 +397,15 @@ def _asked(work: _Work, measured: Measured, precision: str, place: int) -> Asked
     return Asked(row.question.id, row.question.kind, distances, sizes, noise)
 
 
-def _without_other_bases(work: _Work, asked: list[Asked]) -> list[Asked]:
+def _without_other_bases(work: _Work, questions: list[Asked]) -> list[Asked]:
     """Return the questions of the kinds on which the server's base is ours, with a note for the others.
 
     What differs there is a template, a tokenizer, how pictures are prepared or another base: no fault of the adapter's. An adapter
     that is ignored shows all the same: then adapter and base agree with each other.
     """
     kept: list[Asked] = []
-    for kind in dict.fromkeys(one.kind for one in asked):
-        group = [one for one in asked if one.kind == kind]
+    for kind in dict.fromkeys(one.kind for one in questions):
+        group = [one for one in questions if one.kind == kind]
         known = [one for one in group if one.base_noise is not None]
         noise = sum(one.base_noise or 0.0 for one in known) / len(known) if known else 0.0
         effect = sum(one.size[work.faults[0].name] for one in group) / len(group)
