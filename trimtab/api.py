@@ -246,9 +246,9 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
 
 
 def plan_options(request: LoadRequest, budget_bytes: int, *, inputs: PlanInputs | None = None) -> list[Option]:
-    """Return what changes of one thing each would give: bytes and predicted tokens a second. budget_bytes: of the device.
+    """Return what changes of one thing each would give: bytes and predicted tokens per second. budget_bytes: of the device.
 
-    inputs: of the plan as it was asked for. The model is read once for all options.
+    inputs: of the plan as it was requested. The model is read once for all options.
     """
     return options_of(
         request, partial(plan_request, inputs=inputs or PlanInputs(), is_advised=False), budget_bytes=budget_bytes

@@ -28,7 +28,7 @@ STEP_MODES = ("auto", "eager", "graph", "fused")
 DECODE_MODES = (*STEP_MODES, "repacked")
 DTYPES = ("bfloat16", "float16", "float32")
 
-# The longest side of a picture, and the longest side over the shortest: more is no picture, and costs time and memory before a
+# The longest side of an image, and the longest side over the shortest: more is no picture, and costs time and memory before a
 # model's processor shrinks it.
 PICTURE_SIDE, PICTURE_ASPECT = 16_384, 200
 # Seconds of the longest sound.
@@ -90,7 +90,7 @@ def check_choice(value: str, allowed: tuple[str, ...], *, field_name: str) -> No
 
 
 def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: str, value: Any = None) -> None:
-    """Raise RequestError unless a picture of this size is worth decoding."""
+    """Raise RequestError unless an image of this size is worth decoding."""
     shown = f"has {width} x {height} pixels"
     if max(width, height) > PICTURE_SIDE:
         raise RequestError(f"{shown}, the limit per side is {PICTURE_SIDE}", field=field_name, value=value)

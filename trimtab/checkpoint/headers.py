@@ -3,7 +3,7 @@
 Format: 8 bytes little-endian header length N, N bytes of JSON `{"name": {"dtype", "shape", "data_offsets"}, ...}`, then
 the data. Source: safetensors README, "Format". Strict where a lie would cost memory or give wrong weights: names once,
 sizes exact, no overlap, no hole, the file exactly as long as it says. What it does not know: types of less than one
-byte a value, complex numbers and the float8 variants of other vendors, which no model here is loaded from.
+byte per value, complex numbers and the float8 variants of other vendors, which no model here is loaded from.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 4-bit: `X.weight` packed [n, 1], beside it `X.weight.absmax`, `.quant_map`, with double quantization `.nested_absmax`
 and `.nested_quant_map`, and `.quant_state.bitsandbytes__nf4` (or `__fp4`), a small JSON. int8: `X.weight`, `X.SCB` and
 `X.weight_format`. Source: bitsandbytes 0.49.2 to 0.50.2, functional.py QuantState.as_dict; modules.py Linear8bitLt.
-What is read of the weights: that JSON and the format byte, a few hundred bytes a tensor.
+What is read of the weights: that JSON and the format byte, a few hundred bytes per tensor.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ Completions = Callable[[str], "tuple[list[str], bool]"]
 
 
 def line_reader(stream: TextIO) -> Reader:
-    """Return a reader of one message a line; a message in triple quotes spans lines."""
+    """Return a reader of one message per line; a message in triple quotes spans lines."""
 
     def read(prompt: str) -> str:
         text = _line(stream)

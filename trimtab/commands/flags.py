@@ -256,7 +256,7 @@ def check_folder_of(path: str | None, flag: str) -> None:
 
 
 def check_media(images: Sequence[str], audios: Sequence[str]) -> float:
-    """Return how many seconds the sounds last. Errors: RequestError for a file that is no image or no sound."""
+    """Return how many seconds the audio clips last. Errors: RequestError for a file that is no image or no sound."""
     from trimtab.runtime.media import SAMPLE_RATE, read_audio, read_image
 
     for path in images:

@@ -220,7 +220,7 @@ def _split_plan(whole: trimtab.Plan, options: Mapping[str, Any], placed: LoadReq
     split = trimtab.plan(FOLDER / "base", gpu_memory=tight_bytes, **options)
     if "stream" in split.tiers().values():
         return split
-    # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are asked for.
+    # A model can be smaller than what loading sets aside for one block that leaves: then the tiers are requested.
     return trimtab.plan(FOLDER / "base", place={"*": "stream", "table": "gather"}, **options)
 
 

@@ -217,7 +217,7 @@ def _then(case: Case) -> list[str]:
 
 
 def _map(device_map: Any) -> str:
-    """Return a map as Python text in which 0 is the name of the device that plays the GPU; one entry a line if it is long."""
+    """Return a map as Python text in which 0 is the name of the device that plays the GPU; one entry per line if it is long."""
     if isinstance(device_map, str):
         return repr(device_map)
     entries = [f"{key!r}: {'gpu' if place == 0 else repr(place)}" for key, place in device_map.items()]

@@ -128,7 +128,7 @@ def write_drafts(
     overwrite: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Drafts:
-    """Write one Markdown file a failure and NOT_TO_FILE.md; return what was written. The folder appears whole or not at all.
+    """Write one Markdown file per failure and NOT_TO_FILE.md; return what was written. The folder appears whole or not at all.
 
     runs: records of the matrix, of one or more interpreters. environment: an Environment or its JSON. verdicts: of the
     catalogue's probes in the runs' interpreter; other_verdicts: those of others, by what to call them. python: the

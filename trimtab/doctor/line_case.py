@@ -1,7 +1,7 @@
 """A case on trimtab: the same placement, quantization, adapter and prompts, through plan and load.
 
 Runs in a process of its own, with this interpreter. The user's map goes to the plan as it is; on a machine without a GPU,
-where the execution device is the CPU, its entries are asked for by tier. A refusal by one of our own errors is an answer.
+where the execution device is the CPU, its entries are requested by tier. A refusal by one of our own errors is an answer.
 """
 
 from __future__ import annotations

@@ -254,7 +254,7 @@ def save_runs(path: str | Path, environment: Any, runs: Sequence[Mapping[str, An
 
 
 def saving(path: str | Path, environment: Any) -> Callable[[Record], None]:
-    """Return an `on_record` that writes the runs file anew after every record.
+    """Return an `on_record` that writes the runs file again after every record.
 
     It is written without a run first, so that a place that cannot be written to is known before the first case.
     Errors: RequestError.

@@ -3,7 +3,7 @@
 `preflight` reads config and headers alone. It says which modules stay unquantized and what that costs, which keys of the
 map name nothing, what PEFT's second plan would make of the map (its arithmetic in full), what becomes of the adapter's
 keys, which entries of the catalogue (`upstream/`) lie ahead, and ends with the calls that work on this machine. What is
-not known before a run: what other programs take meanwhile, and failures that nobody has reported.
+not known before a run: what other programs take at the same time, and failures that nobody has reported.
 """
 
 from __future__ import annotations

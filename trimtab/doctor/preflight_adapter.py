@@ -1,7 +1,7 @@
 """An adapter in the stock stack: the targets that it refuses, the keys that it drops, the layers that it never fills.
 
 PEFT decides from `target_modules` alone which modules get a LoRA layer, then fills what the file has keys for: keys of
-other modules are dropped without a word, modules without keys stay at zero after a warning. Not asked: `exclude_modules`,
+other modules are dropped silently, modules without keys stay at zero after a warning. Not asked: `exclude_modules`,
 `layers_to_transform` and `target_parameters`. Source: PEFT 0.19.1 and 0.21.2, tuners/tuners_utils.py,
 check_target_module_exists; utils/save_and_load.py. Imports no torch.
 """

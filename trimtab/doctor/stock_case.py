@@ -147,7 +147,7 @@ class _Run:
         shared = [path for path in self.before if path in after]
         kept = all(self.before[path] == after[path] for path in shared)
         if self.case.call == "dispatch":
-            kept = True  # the new map is what was asked for
+            kept = True  # the new map is what was requested
         self.facts(
             map_after=case_model.map_json(getattr(model, "hf_device_map", None)), placement_kept=kept,
             offloaded={"before": sum(self.before.values()), "after": sum(after.values()), "of": len(shared)},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 WIDTH, HEAD, VOCABULARY = 64, 32, 320
-# The last ids of the vocabulary are placeholders: picture, sound, begin and end of a picture, film.
+# The last ids of the vocabulary are placeholders: picture, sound, begin and end of an image, film.
 IMAGE, AUDIO, BEGIN, END, VIDEO = 319, 318, 317, 316, 315
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 

@@ -31,7 +31,7 @@ class RefusedError(OSError):
 def own_folder(name: str) -> Path:
     """Return a folder of the user's cache that only the user can write, made if it is missing.
 
-    Errors: RefusedError, which is logged once a process, if others can write it; OSError if it cannot be made.
+    Errors: RefusedError, which is logged once per process, if others can write it; OSError if it cannot be made.
     """
     folder = user_cache_path("trimtab") / name
     folder.parent.mkdir(parents=True, exist_ok=True)

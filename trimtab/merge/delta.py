@@ -40,7 +40,7 @@ def row_pieces(shape: Sequence[int], values: int = PIECE_VALUES) -> Iterator[tup
 
 
 class EntryRows:
-    """Rows of a tensor in a file, in its own dtype, read when they are asked for."""
+    """Rows of a tensor in a file, in its own dtype, read when they are requested."""
 
     def __init__(self, file: PositionedFile, entry: TensorEntry) -> None:
         self.file, self.entry = file, entry

@@ -289,7 +289,7 @@ def _write_shards(
         path = place.folder / shard.name
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write_shard(shard, path, work.sources, tick)
-        with noting:  # a lock of its own: it waits for the disk, and the others count on meanwhile
+        with noting:  # a lock of its own: it waits for the disk, and the others count on at the same time
             if not written.problems:
                 place.note(shard.name, {"sha256": written.sha256, "base_sha256": written.base_sha256})
         return written

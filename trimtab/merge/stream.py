@@ -2,7 +2,7 @@
 
 A plain file goes front to back: unchanged bytes in large pieces, changed tensors row by row, both hashes on the way, so
 that every byte is read once and written once. Any other file is written tensor by tensor at its place; the base is hashed
-meanwhile, the new file afterwards. What is written goes on to the disk from time to time, so that little is left to do at
+at the same time, the new file afterwards. What is written goes on to the disk from time to time, so that little is left to do at
 the end.
 """
 

@@ -24,7 +24,7 @@ OpenFile = Callable[[TensorEntry], PositionedFile]
 
 
 class PackedRows:
-    """Rows of a packed weight, float32. The scales are held, the packed values are read when they are asked for."""
+    """Rows of a packed weight, float32. The scales are held, the packed values are read when they are requested."""
 
     def __init__(self, entry: PackedEntry, open_file: OpenFile) -> None:
         self.entry, self.shape = entry, entry.shape

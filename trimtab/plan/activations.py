@@ -22,7 +22,7 @@ from trimtab.request import LoadRequest
 
 # The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
 PREFILL_CHUNK_TOKENS = 1024
-# Tokens of a chat template around pictures and sounds.
+# Tokens of a chat template around images and audio.
 TEMPLATE_TOKENS = 64
 
 FLOAT32_BYTES = 4
@@ -121,7 +121,7 @@ class Use:
 def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> Use:
-    """Return what the request asks for, with pictures and sounds only where the model has a tower for them."""
+    """Return what the request asks for, with images and audio only where the model has a tower for them."""
     patches, soft = patches_of(anatomy.model_type)
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0

@@ -101,7 +101,7 @@ def allocator_reserve_bytes(peak_bytes: int) -> int:
 class Rates:
     """How fast the machine moves and computes, measured (`runtime/devices.py`) or assumed.
 
-    *_Bps: bytes a second: pinned and pageable host memory to the execution device, its own memory read, host memory
+    *_Bps: bytes per second: pinned and pageable host memory to the execution device, its own memory read, host memory
     copied, the spill disk read, packed weights that a one-row matrix product on the CPU gets through. *_flops: multiply
     and add operations a second of a product with many rows. launch_s: one kernel; transfer_s: one copy started and
     waited for; disk_access_s: one small read. The defaults are an old consumer machine (PCIe 3 x16, SATA SSD, T4-class
@@ -158,7 +158,7 @@ def seconds(
     tier: str, home: str, weights: Weights, work: Work, rates: Rates, *, pinned: bool, on_cpu: bool,
     step_launch_s: float | None = None,
 ) -> tuple[float, float]:  # fmt: skip
-    """Return (seconds a request, seconds a decoding step) that a block costs in a tier.
+    """Return (seconds per request, seconds a decoding step) that a block costs in a tier.
 
     A copied block costs the longer of its copy and its computation; a gathered table costs the rows asked for.
     step_launch_s: of one kernel of a decoding step, where that is not the rates' own (a captured step).

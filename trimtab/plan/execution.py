@@ -86,7 +86,7 @@ class Phase:
     """How prompts, or decode steps, run.
 
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
-    before its first token or of one step. is_asked: whether the mode was asked for by name: then it is never exchanged. chunks:
+    before its first token or of one step. is_asked: whether the mode was requested by name: then it is never exchanged. chunks:
     the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
     unless the mode is eager; () where a prompt has a cache of its own.
     """
@@ -112,7 +112,7 @@ class Execution:
 
     @property
     def tokens_per_s(self) -> float:
-        """Predicted decode steps a second."""
+        """Predicted decode steps per second."""
         return 1 / self.step.seconds if self.step.seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ _SIZES = 9
 
 
 def narrow_table(plan: Plan) -> str:
-    """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line a row."""
+    """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line per row."""
     request, execution = plan.request, plan.execution
     lines = _wrapped(
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "

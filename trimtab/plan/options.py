@@ -95,7 +95,7 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     error: DoesNotFitError | None = None
     plans: list[Plan] = []
     for mode in FASTEST_FIRST if asked is None else (asked,):
-        # On a CPU the plain counterpart of our own kernels can be asked for, to compare with.
+        # On a CPU the plain counterpart of our own kernels can be requested, to compare with.
         on_cpu = machine.on_cpu and not (asked == mode == "fused")
         quant = quant_of(anatomy, request.quant)
         why = unsupported_reason(mode, anatomy, quant=quant, on_cpu=on_cpu, capability=machine.capability)

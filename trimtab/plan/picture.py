@@ -239,7 +239,7 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
 
 
 def check_path(path: str | os.PathLike[str], *, field: str = "picture") -> None:
-    """Raise RequestError unless a picture can have this ending."""
+    """Raise RequestError unless an image can have this ending."""
     if Path(path).suffix.lower() not in (".svg", ".png"):
         raise RequestError("a chart is .svg or .png", field=field, value=str(path), allowed=(".svg", ".png"))
 

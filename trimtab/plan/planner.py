@@ -2,7 +2,7 @@
 
 Everything stays on the execution device while that fits. When it does not, gathered tables leave first (fetching rows
 costs next to nothing), then blocks in the order of the seconds that each freed byte costs: towers and connectors run
-once a picture or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to
+once per image or sound, decoder layers at every token. Host memory takes what leaves; what it has no room for goes to
 disk, and the rows of a table then stay in the checkpoint file. `search.py` finds the cheapest such placement within
 every budget.
 

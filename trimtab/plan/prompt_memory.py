@@ -83,7 +83,7 @@ def choose_chunks(sizes: Sequence[int], bytes_of: Callable[[Sequence[int]], int]
     """Return the sizes of chunks that fit into `left` bytes: the largest that does, and of the smaller ones as many as do.
 
     sizes: ascending, what the request has use for. The largest counts most: a prompt of several chunks reads every weight as
-    often, while padding costs only arithmetic. Empty where no size of LEAST_LARGEST or more fits, unless none is asked for.
+    often, while padding costs only arithmetic. Empty where no size of LEAST_LARGEST or more fits, unless none is requested.
     """
     least = min(LEAST_LARGEST, max(sizes, default=0))
     largest = next((size for size in reversed(sizes) if size >= least and bytes_of((size,)) <= left), None)

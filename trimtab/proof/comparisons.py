@@ -102,7 +102,7 @@ def _check_planned(request: LoadRequest, given: Sequence[Prompt]) -> None:
 
 
 def _of(route: Route, label: str, **changes: Any) -> Route:
-    """Return a route planned anew from another's request, with changes."""
+    """Return a route planned again from another's request, with changes."""
     request = route.plan.request if route.plan is not None else route.request
     assert request is not None
     return Route(label=label, request=replace(request, **changes))

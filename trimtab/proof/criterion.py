@@ -1,7 +1,7 @@
 """The criterion for a difference above the noise, with a stated false-alarm rate.
 
 The largest of a few runs is no limit: a further run of the same kind exceeds the largest of N with probability 1/(N + 1).
-The limit here is a prediction bound. The reference answers DRAWS times more with its roundings drawn anew; the logarithm
+The limit here is a prediction bound. The reference answers DRAWS times more with its roundings drawn again; the logarithm
 of each measure of those runs is taken as normal, with a mean for each prompt and one variance for all; a further run of the
 same kind exceeds the bound with probability FALSE_ALARM_RATE for all prompts and measures together (Bonferroni). On top
 comes MARGIN, for noise of a true route that is not of that kind. Imports nothing but the standard library.

@@ -90,7 +90,7 @@ def other_orders(
     """Yield (what is changed, a call that gives the logits [S, V]) for every way to sum the same products in another order.
 
     The row repeated in a batch changes how matrix products are cut up; so do the tokens in two pieces with a cache (text
-    only: a picture has to be in one piece with its tokens), and on a CPU another number of threads. batches: False where
+    only: an image has to be in one piece with its tokens), and on a CPU another number of threads. batches: False where
     batching is what is being tested.
     """
     length = inputs["input_ids"].shape[1]
@@ -141,7 +141,7 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def rounded_layers(hf_model: Any, seed: int) -> Iterator[None]:
-    """Let every layer round its output anew: each value moves by a uniform number of up to one step of its dtype.
+    """Let every layer round its output again: each value moves by a uniform number of up to one step of its dtype.
 
     That is the noise of a route which rounds as often and as finely, but not to the same values. What only looks up rows
     (an embedding) rounds nothing and is left as it is.

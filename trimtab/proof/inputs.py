@@ -46,7 +46,7 @@ class _Asked:
 
 
 def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> list[dict[str, Any]]:
-    """Write the inputs of every prompt into `out` and return one row a prompt: id, file, prompt_tokens, has_media.
+    """Write the inputs of every prompt into `out` and return one row per prompt: id, file, prompt_tokens, has_media.
 
     Errors: RequestError, with all of them, for prompts that the model's processor refuses; CheckpointError if the
     folder has no processor for them.

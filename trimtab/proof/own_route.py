@@ -30,7 +30,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
 
     request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
     out (folder), new_tokens, noise, rounding, packed (modules that a merged model has in 4 bits), hidden, batched.
-    Tells a line a step: loaded, item (with the file of its logits), noise, memory.
+    Tells a line per step: loaded, item (with the file of its logits), noise, memory.
     """
     route = request["route"]
     started = time.monotonic()
@@ -108,7 +108,7 @@ def _run_item(
 
 
 def _stepped(model: Any, inputs: Inputs, continuation: Sequence[int], adapter: str | None) -> torch.Tensor:
-    """Return logits [S, V] of a prompt in one pass and of a continuation in one step a token."""
+    """Return logits [S, V] of a prompt in one pass and of a continuation in one step per token."""
     with _using(model, adapter):
         before, _ = forced.forward(model.hf_model, dict(inputs.tensors))
     model.forget_batch()

@@ -195,7 +195,7 @@ def _token_prompts(config: Mapping[str, Any]) -> tuple[Prompt, ...]:
     size = int(text.get("vocab_size") or 256)
     prompts = []
     for number, name in enumerate(TEXTS):
-        # The first ids are special ones; the last of a multimodal vocabulary stand for pictures and sounds.
+        # The first ids are special ones; the last of a multimodal vocabulary stand for images and audio.
         draw = random.Random(number)
         low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)
         prompts.append(Prompt(name, token_ids=tuple(draw.randrange(low, high) for _ in range(TOKEN_COUNT))))

@@ -28,7 +28,7 @@ FORMATS = (".json", ".md", ".html")
 class PromptParity:
     """One prompt, compared. The three booleans of a merge: base_is_adapter, same_text (adapter == merged), base_is_merged.
 
-    same_text: whether the greedy tokens are equal, None where they are not asked for (batches). base_kl: how far the
+    same_text: whether the greedy tokens are equal, None where they are not requested (batches). base_kl: how far the
     adapter itself moves the base (KL in nats, mean of positions), to hold the difference's KL against. base_is_noise:
     whether that is no more than the noise, so that the prompt cannot tell a merged model from the base.
     """

@@ -114,7 +114,7 @@ class Ran:
 def prepare(
     model: str | Path, dtype: str, prompts: Sequence[Any], out: Path, *, isolated: bool = True
 ) -> list[dict[str, Any]]:
-    """Return one row a prompt (see `inputs.prepare`), made in a process of its own."""
+    """Return one row per prompt (see `inputs.prepare`), made in a process of its own."""
     request = {"model": str(model), "dtype": dtype, "prompts": [p.to_json() for p in prompts], "out": str(out)}
     lines, _ = run_module(PREPARE, request, "the prompts", isolated=isolated)
     rows: list[dict[str, Any]] = next(line["rows"] for line in lines if line["event"] == "prepared")

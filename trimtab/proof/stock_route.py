@@ -273,7 +273,7 @@ def host_peak_bytes() -> int:
 
 @contextmanager
 def recorded_warnings() -> Iterator[Counter[str]]:
-    """Count the first lines of the warnings that are given meanwhile."""
+    """Count the first lines of the warnings that are given at the same time."""
     counts: Counter[str] = Counter()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

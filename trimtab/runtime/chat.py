@@ -58,7 +58,7 @@ def prepare(
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
-    A text with pictures and sounds becomes one user message: pictures, text, sounds, the order that Gemma 4's processor
+    A text with images and audio becomes one user message: pictures, text, audio clips, the order that Gemma 4's processor
     documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
     characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
     tools: what the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the tensors
@@ -88,7 +88,7 @@ def prepare(
 
 
 def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return chat messages with their pictures and sounds decoded: Pillow images, samples at 16 kHz. Needs no tokenizer.
+    """Return chat messages with their images and audio decoded: Pillow images, samples at 16 kHz. Needs no tokenizer.
 
     Errors: as `prepare` for media.
     """

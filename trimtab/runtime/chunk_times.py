@@ -1,7 +1,7 @@
 """Device times of prompt chunks, known after they have run, without waiting.
 
 A chunk whose graph had to be captured, or that ran kernel by kernel where others are captured, says nothing about the next one
-of its size, and one with pictures or sounds has its towers in it: the caller leaves them out.
+of its size, and one with images or audio has its towers in it: the caller leaves them out.
 """
 
 from __future__ import annotations

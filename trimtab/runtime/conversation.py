@@ -4,7 +4,7 @@
     for piece in chat.stream("What is on this image?", image="xray.png"): ...
     chat.send("And on the left?").text
 
-Images and sounds are read when a message is sent, and are part of every later prompt. Once the conversation is longer than the
+Images and audio clips are read when a message is sent, and are part of every later prompt. Once the conversation is longer than the
 planned context, `when_full` decides: "error" refuses the message, "drop" leaves the oldest turns out of the prompt.
 """
 

@@ -4,7 +4,7 @@
 
 Towers are reached where every family has them: `get_image_features` and `get_audio_features` of its base model, which are covered
 while one prompt goes through. Pictures are kept one by one, and those of a prompt that are missing go through the tower in one
-pass; the sounds of a prompt, which families pad to the longest, are kept together. What is kept is known by the content of the
+pass; the audio clips of a prompt, which families pad to the longest, are kept together. What is kept is known by the content of the
 picture (or sounds), by the shape that the processor gave it, and by the scope: the client, and the adapter's content if it changes
 a tower. It lies in the pages of the prefix cache, counts with them, and goes by age with them.
 
@@ -37,7 +37,7 @@ FUNCTIONS = ("get_image_features", "get_audio_features")
 
 @dataclass
 class EncoderCounts:
-    """Pictures and groups of sounds: looked for, found, and passes of towers."""
+    """Pictures and groups of audio clips: looked for, found, and passes of towers."""
 
     lookups: int = 0
     hits: int = 0
@@ -64,7 +64,7 @@ def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) ->
 
 @dataclass
 class _Tower:
-    """Stands for one function of one prompt. digests: of its pictures or sounds, in order."""
+    """Stands for one function of one prompt. digests: of its images or audio, in order."""
 
     compute: Callable[..., Any]
     cache: PrefixCache

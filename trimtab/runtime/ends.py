@@ -160,7 +160,7 @@ def per_layer(
 
 
 def with_likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores [..., V] and the likeliest token of each row [...], -1 where the largest score is not finite.
+    """Return the logits [..., V] and the most likely token of each row [...], -1 where the largest score is not finite.
 
     `finite.check_logits` refuses the same rows.
     """
@@ -173,7 +173,7 @@ def likeliest(
     logits: Tensor, softcap: float | None, following: Tensor | None = None, module: nvrtc.Module | None = None, *,
     out: tuple[Tensor, Tensor] | None = None, dependent: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the scores [n, V] in float32 and the likeliest token of each row [n] int64, -1 where the largest score is NaN
+    """Return the logits [n, V] in float32 and the most likely token of each row [n] int64, -1 where the largest score is NaN
     or infinite.
 
     logits: [n, V], rows may be strided. softcap: scores become softcap * tanh(logits / softcap), rounded after each of the
@@ -267,7 +267,7 @@ def check(
 ) -> str | None:
     """Return what is wrong with the kernels on this device, or None. Random inputs; outputs are poisoned first.
 
-    All are compared with their torch path: rows of tables bit for bit, sums and tanh as the small kernels are. The likeliest
+    All are compared with their torch path: rows of tables bit for bit, sums and tanh as the small kernels are. The most likely
     token must be the one of the kernel's own scores.
     """
     for n in rows:

@@ -3,7 +3,7 @@
 One pass over a prompt of tokens from all over the vocabulary, the first one that texts begin with: there models have their
 largest activations ("Massive activations", arXiv 2402.17762). Measured is what every layer of the decoder gives, and its MLP.
 
-What is not measured: pictures, sounds, and other prompts. The headroom is for them.
+What is not measured: pictures, audio clips, and other prompts. The headroom is for them.
 """
 
 from __future__ import annotations

@@ -313,7 +313,7 @@ def turn_and_attend(
 
     places: positions modulo L, which one launch works out itself. In one, a block turns the queries that it needs; the one whose
     share of the cache has a row's new place writes it. With mode "shared", an earlier layer of the step may have written the row's
-    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 meanwhile.
+    place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time.
     """
     _, kv_heads, _, dim = keys.shape
     size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]

@@ -252,7 +252,7 @@ class Generation:
             batch.leave(drawn.row)
 
     def _chunk(self) -> int | None:
-        """Return the prompt's piece size, None for one piece: a picture or sound has to be in one with its tokens."""
+        """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
         chunk = getattr(self._model, "prefill_tokens", None)
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
 

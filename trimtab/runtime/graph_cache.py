@@ -39,7 +39,7 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
         if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.stream(side):
-            # Other threads (a reader of the disk) may use the device meanwhile.
+            # Other threads (a reader of the disk) may use the device at the same time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = run()

@@ -1,7 +1,7 @@
 """A decode step of all rows: transformers' modules, or a few kernels launched as one CUDA graph.
 
     steps = Steps(batch, mode="auto")
-    logits, greedy = steps.run()      # [count, V] float32 and the likeliest token of each row, on the device
+    logits, greedy = steps.run()      # [count, V] float32 and the most likely token of each row, on the device
 
 A step of thousands of small kernels takes as long as Python needs to launch them. A graph launches them all at once; it
 repeats the very addresses and numbers it was captured with, so whatever changes from step to step is read from tensors
@@ -51,7 +51,7 @@ class Steps:
 
     "eager": transformers' modules as they are, one kernel after the other. "graph": the same modules, captured, on a GPU
     with fewer operations for norms (`short_ops`) and adapters (`slots`). "fused": few kernels of our own, captured; on a
-    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by
+    CPU their plain counterpart. Errors: RequestError for an unknown mode; DeviceError if a mode that was requested by
     name cannot be had.
     """
 
@@ -60,7 +60,7 @@ class Steps:
     capture_s: float = 0.0
     captures: int = 0
     graph_bytes: int = 0  # that the driver took while graphs were captured beforehand
-    wrote_tokens: bool = False  # whether the last step put each row's likeliest token where the next one reads it
+    wrote_tokens: bool = False  # whether the last step put each row's most likely token where the next one reads it
 
     def __post_init__(self) -> None:
         self.model = self.batch.model
@@ -104,7 +104,7 @@ class Steps:
         return self.wrote_tokens and not self._tables and not self._capturing.streams_decoder
 
     def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the logits [count, V] float32 of one step of the active rows, and each row's likeliest token [count],
+        """Return the logits [count, V] float32 of one step of the active rows, and each row's most likely token [count],
         -1 where the scores are not numbers. Both are overwritten by the next step.
 
         Keys and values are written; positions are the caller's to advance. ahead: the rows' last tokens are not in their

@@ -126,8 +126,8 @@ def _scale(table: Table) -> float:
 
 
 class FusedStep:
-    """A step of the rows of a cache: `step(count)` gives the scores [count, V] float32 of tokens[:count] at the cache's
-    positions, and the likeliest token of each row [count] int64, -1 where its scores are not numbers.
+    """A step of the rows of a cache: `step(count)` gives the logits [count, V] float32 of tokens[:count] at the cache's
+    positions, and the most likely token of each row [count] int64, -1 where its scores are not numbers.
 
     tokens: [rows, 1], read where they are. Keys and values of the step are written into the cache.
     """
@@ -179,7 +179,7 @@ class FusedStep:
     # The step ----------------------------------------------------------------------------------------------------------
 
     def __call__(self, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """next_tokens [count] int64: the likeliest tokens are written there too, 0 where there is none."""
+        """next_tokens [count] int64: the most likely tokens are written there too, 0 where there is none."""
         positions = self.cache.positions[:count]
         if (slots := self._layers[0].self_attn.q_proj.route.slots) is not None:
             slots.empty(count)
@@ -349,7 +349,7 @@ class FusedStep:
         ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one].
-        norm: what makes that input of x. ahead: weights to bring near meanwhile."""
+        norm: what makes that input of x. ahead: weights to bring near at the same time."""
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)

@@ -142,7 +142,7 @@ class Sampler:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it takes the likeliest token as it is."""
+        """Whether it takes the most likely token as it is."""
         return not self._processors and self._generator is None
 
     def draw(self, token_ids: Sequence[int], logits: Tensor) -> int:

@@ -52,7 +52,7 @@ class Chunk:
 @dataclass(frozen=True)
 class Form:
     """What of a chunk is part of the program. places: of a full layer's cache that attention reads, 0 in a first chunk.
-    has_embeddings: the tokens' embeddings are given (pictures and sounds are among them), and `deep` later layers' parts.
+    has_embeddings: the tokens' embeddings are given (images and audio are among them), and `deep` later layers' parts.
     has_own_mask: which of the chunk's tokens see each other is given, not causal. rows: prompts side by side, each of up to `size`
     tokens (packed_prefill.py); by_table: their adapters are looked up."""
 
@@ -235,7 +235,7 @@ class Buffers:
 
 @dataclass(frozen=True)
 class Media:
-    """What a prompt with pictures or sounds is made of once its towers have run, of all its S tokens.
+    """What a prompt with images or audio is made of once its towers have run, of all its S tokens.
 
     Shapes: embeddings [1, S, D]; deep [n][1, S, D], added behind the first n layers; positions [3, S] on the CPU or None;
     masks: kind of layer -> [S, S], only where tokens look ahead. reach: by token, the last one that it looks at.
@@ -276,7 +276,7 @@ def covered(forwards: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
 
 
 def media_of(hf_model: Any, tensors: Mapping[str, Any]) -> Media:
-    """Return what the model's own code gives its decoder for a prompt with pictures or sounds: the towers run, the decoder does
+    """Return what the model's own code gives its decoder for a prompt with images or audio: the towers run, the decoder does
     not. Errors: RuntimeError for inputs of a form that is not known."""
 
     def stop(*args: Any, **kwargs: Any) -> Any:
@@ -405,7 +405,7 @@ class ChunkForward:
         )
 
     def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
-        """Bring the tokens of a chunk, and what stands for pictures and sounds among them, to where its pass reads them."""
+        """Bring the tokens of a chunk, and what stands for images and audio among them, to where its pass reads them."""
         buffers = self._by_size.get(chunk.size)
         if buffers is None:
             buffers = Buffers(chunk.size, self._axes, self.cache.context_tokens, self.device)

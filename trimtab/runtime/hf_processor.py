@@ -1,6 +1,6 @@
 """A checkpoint's processor: transformers' own, also where its video part is unavailable.
 
-Multimodal processors carry a video processor that needs torchvision even for a picture. Where torchvision is missing the
+Multimodal processors carry a video processor that needs torchvision even for an image. Where torchvision is missing the
 processor is put together from its other parts, and asking it for a video is refused.
 """
 
@@ -44,7 +44,7 @@ def load_processor(folder: Path) -> Any:
 
 
 class _NotAmbiguous(logging.Filter):
-    """Leaves out what transformers says of a picture one or three pixels wide: which axis has the channels.
+    """Leaves out what transformers says of an image one or three pixels wide: which axis has the channels.
 
     It takes the first one, which is right: every picture is handed over as RGB, and made [3, H, W] before it looks. There is no way
     to say so: Gemma 4's processor does not pass `input_data_format` on (transformers 5.23.0, image_processing_pil_gemma4.py,
@@ -94,7 +94,7 @@ def check_named_ids(tokenizer: Any, folder: Path) -> None:
     """Raise CheckpointError if token ids that the model's files name are ordinary words of the tokenizer.
 
     A tokenizer of another model can have exactly as many tokens. Judged are the ids that end an answer, where all of them are
-    words, and those that stand for a picture or a sound; ids that the files leave to a class's default are not.
+    words, and those that stand for an image or an audio clip; ids that the files leave to a class's default are not.
     """
     config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     generation = folder / "generation_config.json"

@@ -294,12 +294,12 @@ def has_three_axes(hf_model: Any) -> bool:
 
 
 def placeholder_ids(hf_model: Any) -> frozenset[int]:
-    """Return the token ids that stand for a picture, frame or sound of the prompt."""
+    """Return the token ids that stand for an image, frame or sound of the prompt."""
     return frozenset().union(*media_ids(hf_model))
 
 
 def media_ids(hf_model: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the token ids that stand for pictures and frames, and those that stand for sounds."""
+    """Return the token ids that stand for pictures and frames, and those that stand for audio clips."""
 
     def named(*kinds: str) -> frozenset[int]:
         names = (f"{what}_token_{word}" for what in kinds for word in ("id", "index"))

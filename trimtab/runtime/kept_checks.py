@@ -56,7 +56,7 @@ class KeptChecks:
         self._entries[repr(what)] = self._added[repr(what)] = entry
 
     def save(self) -> None:
-        """Write what was added beside what other processes have written meanwhile."""
+        """Write what was added beside what other processes have written at the same time."""
         if self._key is None or not self._added:
             return
         whole = {**_read(self._key), **self._added}

@@ -155,7 +155,7 @@ class Kernels:
         """Return the products that our kernels compute, for every number of rows."""
         found = []
         for one in groups:
-            # A streamed layer's weight is there until the next is asked for.
+            # A streamed layer's weight is there until the next is requested.
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
             if not matvec.why_not(packed[0][0], dtype, self.matvec.device):

@@ -22,7 +22,7 @@ _ONE_IMPORT = threading.Lock()
 def late_compile(package: str) -> Iterator[None]:
     """While the block imports a package, functions of its own that it gives to torch.compile are compiled at their first call.
 
-    Whatever else is given to torch.compile meanwhile, on another thread say, is compiled as ever.
+    Whatever else is given to torch.compile at the same time, on another thread say, is compiled as ever.
     """
     with _ONE_IMPORT:
         real = torch.compile

@@ -202,7 +202,7 @@ class _Filler:
                                 yield Wanted(entry, device)
 
     def _in_order(self, row: ModuleRow) -> list[TensorRow]:
-        """Return a module's tensors in the order in which they are asked for: what a tier can move before the rest."""
+        """Return a module's tensors in the order in which they are requested: what a tier can move before the rest."""
         return sorted(row.tensors, key=lambda tensor: not self._moves(row, tensor))
 
     def _moves(self, row: ModuleRow, tensor: TensorRow) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Transient memory of a DoRA norm or a comparison: large weights are taken in pieces of this many values.
 _PIECE_VALUES = 16 * 2**20
-# Towers see pictures and sounds, not rows: the first dimension of their input is another count.
+# Towers see images and audio, not rows: the first dimension of their input is another count.
 TOWERS = ("vision", "audio", "connector")
 
 
@@ -70,7 +70,7 @@ class Route:
     def set_rows(self, rows: Sequence[str | None], *, towers: Mapping[str, Sequence[str | None]] | None = None) -> None:
         """Use rows[i] for batch row i (None: the base).
 
-        towers: the same for the pictures ("vision", "connector") or sounds ("audio") of the batch, in the order the
+        towers: the same for the pictures ("vision", "connector") or audio clips ("audio") of the batch, in the order the
         tower gets them; needed only where rows differ and an adapter changes that part. Errors: RequestError.
         """
         towers = towers or {}
@@ -112,7 +112,7 @@ class Route:
             self.none()
 
     def active(self) -> tuple[str | None, ...]:
-        """Return the adapters in use: one entry for all rows, or one a row."""
+        """Return the adapters in use: one entry for all rows, or one per row."""
         return (self.name,) if self.rows is None else self.rows
 
     def groups(self, part: str, count: int, device: torch.device) -> list[tuple[str, Tensor]]:

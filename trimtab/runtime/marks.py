@@ -17,14 +17,14 @@ def picture_digest(picture: Any) -> bytes:
 
 
 def sound_digest(samples: np.ndarray) -> bytes:
-    """Return the digest of a sound's samples."""
+    """Return the digest of an audio clip's samples."""
     return scope_of("sound", repr((samples.shape, str(samples.dtype))), np.ascontiguousarray(samples).tobytes())
 
 
 def marks_of(token_ids: Sequence[int], kinds: Sequence[tuple[Set[int], Sequence[bytes]]]) -> tuple[Mark, ...]:
     """Return the marks of a prompt, in order. kinds: (placeholder ids, digests in the order of the prompt) of pictures, of sounds.
 
-    Where runs of placeholders and media do not match one to one (rows of a picture with a separator between them), each run
+    Where runs of placeholders and media do not match one to one (rows of an image with a separator between them), each run
     stands for all of them. Empty where media have no placeholders: then nothing says what the tokens stand for.
     """
     marks: list[Mark] = []

@@ -401,7 +401,7 @@ def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
 
 
 def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[Cut]:
-    """Return the cuts of this product that fit the module's device, the likeliest to be fast first."""
+    """Return the cuts of this product that fit the module's device, the most likely to be fast first."""
     rows, columns = [packed.shape[0] for packed in weights], weights[0].shape[1]
     facts = {"multiprocessors": module.multiprocessors, "shared_bytes": module.shared_bytes}
     return cuts.cuts(rows, columns, n, pair=pair, **facts)
@@ -430,10 +430,10 @@ def matvec4(
 ) -> None:  # fmt: skip
     """Write the outputs of 1 to 3 layers over the same input: x [n, D_in] -> out [n, D_out of all], in x's dtype.
 
-    bias: one a layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
+    bias: one per layer ([D_out], x's dtype) or nothing. lora: each row's adapter; its `low` is written. gate: out is then
     [n, D_out of one]. norm: x is the layer before's output; only with a cut that may be normed (`takes_norm`).
-    dependent: start before the kernel in front ends (9.0 and newer) and load weights meanwhile; None: as the module's
-    `overlap` says. ahead: up to four tensors that a later kernel reads, to be brought into L2 meanwhile (9.0 and newer).
+    dependent: start before the kernel in front ends (9.0 and newer) and load weights at the same time; None: as the module's
+    `overlap` says. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time (9.0 and newer).
     module None or of another device: in torch. Ask `why_not` about each weight first.
     """
     pair = gate is not None and gate.other is None

@@ -23,7 +23,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP")
 AUDIO_FORMATS = ("WAV", "WAVEX", "FLAC", "RF64", "OGG", "MP3")
 AUDIO_NAMES = ("wav", "flac", "ogg", "mp3")
 MAX_PIXELS = 64 * 10**6
-# The longer side of a picture that is asked for in low detail, OpenAI's number.
+# The longer side of an image that is requested in low detail, OpenAI's number.
 LOW_DETAIL_SIDE = 512
 ORIENTATION = 0x0112  # EXIF's tag
 SAMPLE_RATE = 16_000
@@ -70,7 +70,7 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def picture_bytes(data: bytes) -> int:
-    """Return how many bytes a picture takes while it is decoded and made RGB, by its header; 0 if that is none."""
+    """Return how many bytes an image takes while it is decoded and made RGB, by its header; 0 if that is none."""
     try:
         with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as found:
             return 8 * found.width * found.height
@@ -80,7 +80,7 @@ def picture_bytes(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class LowDetail:
-    """A picture that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
+    """An image that is to be looked at with sides of LOW_DETAIL_SIDE pixels at most."""
 
     source: Any
 

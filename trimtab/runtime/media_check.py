@@ -2,7 +2,7 @@
 
 A GPU answers a position beyond a table with an assertion that ends the process, and a sound of no frame with an empty answer.
 What is checked: position tables of Gemma 4 and Pixtral (Mistral 3), grids of Qwen's models, whose positions are computed for any
-grid; for every family that media became tensors at all, that a sound has a frame, and what a feature extractor would cut off.
+grid; for every family that media became tensors at all, that an audio clip has a frame, and what a feature extractor would cut off.
 Gemma 3 and 3n resize every picture to one size, as do CLIP and SigLIP towers with tiles; Idefics' positions are fractions of a
 side. What a family that is not known to this file looks up is checked while its tower runs (tower_check.py).
 """
@@ -95,7 +95,7 @@ def check_sound_lengths(extractor: Any, sounds: Sequence[Any], rate: int) -> Non
 
 
 def _most_samples(extractor: Any) -> int | None:
-    """Return how many samples an extractor reads before it cuts a sound off, None if it reads any number."""
+    """Return how many samples an extractor reads before it cuts an audio clip off, None if it reads any number."""
     known = inspect.signature(extractor.__call__).parameters
     default = known["max_length"].default if "max_length" in known else None
     if isinstance(default, int):
@@ -122,7 +122,7 @@ def _too_short(number: int, samples: Any, rate: int) -> RequestError:
 
 
 def check_frames(encoded: Mapping[str, Any], sounds: Sequence[Any], rate: int) -> None:
-    """Raise RequestError(field="audio") for a sound that is too short for a single frame."""
+    """Raise RequestError(field="audio") for an audio clip that is too short for a single frame."""
     mask = encoded.get("input_features_mask")
     if not isinstance(mask, Tensor):
         return

@@ -428,7 +428,7 @@ class LoadedModel(Asking):
     def rows(self) -> Batch | None:
         """Return the batch of one row that `answer` and `generate` decode with, None where transformers' generation does.
 
-        Errors: DeviceError if a way to decode was asked for by name and cannot be had.
+        Errors: DeviceError if a way to decode was requested by name and cannot be had.
         """
         from trimtab.runtime.batch import Batch
 
@@ -477,7 +477,7 @@ class LoadedModel(Asking):
         from trimtab.runtime import generate as generation
 
         inputs, request = self._question(prompt, image, audio, system, adapter, template_kwargs, options)
-        # Made here, iterated there: what is wrong with the question is said before the first piece is asked for.
+        # Made here, iterated there: what is wrong with the question is said before the first piece is requested.
         return self._pieces(generation.Generation(self, inputs, request), adapter)
 
     def _pieces(self, answer: generation.Generation, adapter: Chosen) -> Iterator[str]:

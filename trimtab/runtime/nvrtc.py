@@ -176,7 +176,7 @@ def compiled(
     """Return a source's machine code as an earlier process compiled it, or compile it and keep it for later ones.
 
     What is kept is executable code: it lies in a folder that only the user can write, by its source, options, target, NVRTC's
-    and the driver's releases, with its checksum; anything else is compiled anew. Errors: DeviceError if it does not compile.
+    and the driver's releases, with its checksum; anything else is compiled again. Errors: DeviceError if it does not compile.
     """
     key = json.dumps([source, target, *OPTIONS, *options, str(compiler.version), driver])
     path = None

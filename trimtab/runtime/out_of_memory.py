@@ -21,7 +21,7 @@ _WORDS = (
     "out of memory (CUDA error 2)",
 )  # fmt: skip
 MIB = 2**20
-# Of a budget that is passed instead: what other programs may take meanwhile, and the step in which it is named.
+# Of a budget that is passed instead: what other programs may take at the same time, and the step in which it is named.
 _MARGIN_BYTES = 64 * MIB
 
 

@@ -202,7 +202,7 @@ class PackForward(ChunkForward):
     # What modules are given ----------------------------------------------------------------------------------------
 
     def _with_last_tokens(self) -> Callable[..., Any]:
-        """Return what stands for the decoder's forward: its states of each row's last token, the only ones that are asked for."""
+        """Return what stands for the decoder's forward: its states of each row's last token, the only ones that are requested."""
         inner = self.decoder.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

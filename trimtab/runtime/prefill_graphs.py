@@ -188,7 +188,7 @@ class Prompts:
     # One prompt ------------------------------------------------------------------------------------------------------
 
     def takes(self, prompt: Prompt) -> bool:
-        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is asked for."""
+        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested."""
         if prompt in self.jobs:
             return True
         if not self.sizes or prompt.done_tokens or not self._is_row_free():
@@ -329,7 +329,7 @@ class Prompts:
         return self._outputs[form.is_last, form.rows]
 
     def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
-        """Whether the rows of tables that the host fetches are those of the chunk's tokens: for one that stands for a picture or a
+        """Whether the rows of tables that the host fetches are those of the chunk's tokens: for one that stands for an image or a
         sound transformers looks another one up."""
         if not self.staged_tables:
             return True

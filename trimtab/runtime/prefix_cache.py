@@ -7,7 +7,7 @@
     prefixes.joined(prompt); prefixes.leaving(row)       # what has gone through is kept
 
 `prefix_store.py` says what is kept where; this file moves bytes. What is kept of a prompt is known by its tokens, the content
-of its adapter, pictures and sounds, and its client: names are never enough. A prompt is kept when it has gone through, an
+of its adapter, images and audio, and its client: names are never enough. A prompt is kept when it has gone through, an
 answer when its row leaves, so that the next turn of a chat computes what is new in it.
 
 Full attention resumes behind any block of tokens. A family with sliding layers resumes where a snapshot is kept: at the end of
@@ -174,7 +174,7 @@ class PrefixCache:
         return scope_of(self._secret, client, adapter_content)
 
     def numbers(self) -> dict[str, int]:
-        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of pictures and sounds
+        """Return what metrics show: lookups, hits, hit_tokens, added, evicted, bytes held and at most, and of images and audio
         media_lookups, media_hits, media_passes."""
         media = {f"media_{name}": count for name, count in vars(self.encoder_counts).items()}
         store, layout = self.store, self.layout
@@ -406,7 +406,7 @@ class Prefixes:
     def resume(self, prompt: Prompt) -> int:
         """Let a prompt that transformers runs begin behind what is kept of it; returns the offset of its positions there.
 
-        Pictures and sounds go through with the whole prompt: it resumes behind the last one, or not at all.
+        Images and audio go through with the whole prompt: it resumes behind the last one, or not at all.
         """
         behind = max((mark.end for mark in prompt.inputs.marks), default=0)
         match = self.find(prompt, may_end_at=lambda place: place >= behind)
@@ -475,7 +475,7 @@ class Prefixes:
         return torch.arange(first, tokens, device=self.model.device) % places
 
     def encoders(self, prompt: Prompt) -> AbstractContextManager[None]:
-        """Return a context in which the towers answer from what is kept of a prompt's pictures and sounds."""
+        """Return a context in which the towers answer from what is kept of a prompt's images and audio."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         if cache is None or row.client is None or not inputs.marks or self._is_gone(row.adapter):
             return nullcontext()

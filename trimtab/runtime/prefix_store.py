@@ -7,7 +7,7 @@
 
 Keys and values of full attention are kept in blocks of `block_tokens` tokens, one page each. A block is known by a digest of
 the scope, of all tokens before it and of its own, so that what two prompts share is kept once. A family with sliding layers
-or another state that is not one entry a token resumes only where a *snapshot* is kept: the state after exactly so many
+or another state that is not one entry per token resumes only where a *snapshot* is kept: the state after exactly so many
 tokens, and the tokens behind the last whole block. A *blob* is kept by a key alone (an encoder's output).
 
 What was used longest ago goes first. Using a block uses all blocks before it, so that the oldest item never has one behind it.
@@ -31,7 +31,7 @@ from trimtab.errors import RequestError
 
 @dataclass(frozen=True)
 class Mark:
-    """A picture or sound whose placeholder tokens are start .. end of a prompt, by the digest of its content: the tokens
+    """An image or sound whose placeholder tokens are start .. end of a prompt, by the digest of its content: the tokens
     themselves are the same for every picture."""
 
     start: int
@@ -50,7 +50,7 @@ def scope_of(*parts: bytes | str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """What a prefix is known by: its scope, its tokens, and the content of pictures and sounds among them."""
+    """What a prefix is known by: its scope, its tokens, and the content of images and audio among them."""
 
     scope: bytes
     token_ids: Sequence[int]

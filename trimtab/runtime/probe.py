@@ -114,7 +114,7 @@ class CannotFollowError(RuntimeError):
 
 
 def _same(func: Any, *known: Any) -> bool:
-    # Compared with ==: descriptors such as Tensor.device.__get__ are made anew at every look-up.
+    # Compared with ==: descriptors such as Tensor.device.__get__ are made again at every look-up.
     return any(func == item for item in known)
 
 

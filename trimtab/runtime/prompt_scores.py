@@ -19,10 +19,10 @@ PIECE_TOKENS = 16
 
 
 class PromptScores:
-    """One prompt on its way: `step` until it returns True, then `scores`. top: how many likeliest tokens to tell in each place.
+    """One prompt on its way: `step` until it returns True, then `scores`. top: how many most likely tokens to tell in each place.
 
     scores: for each token of the prompt but the first, {token id: (logprob, rank)}: its own, and the likeliest. A rank of 1 is the
-    likeliest. Errors: RequestError for a prompt with media, whose tokens are no text.
+    most likely. Errors: RequestError for a prompt with media, whose tokens are no text.
     """
 
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:

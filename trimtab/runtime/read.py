@@ -163,7 +163,7 @@ def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Wanted:
-    """One tensor that will be asked for. is_passing: it is used up before the next one is taken (packed, or copied on)."""
+    """One tensor that will be requested. is_passing: it is used up before the next one is taken (packed, or copied on)."""
 
     entry: TensorEntry
     device: torch.device

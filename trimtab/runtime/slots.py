@@ -228,7 +228,7 @@ class AdapterSlots:
         return self._low[key]
 
     def empty(self, rows: int) -> None:
-        """Make the scratch of a step's products what they must find; once a step, before `args(..., is_empty=True)`."""
+        """Make the scratch of a step's products what they must find; once per step, before `args(..., is_empty=True)`."""
         self._lows(rows).view(torch.int32).fill_(matvec.EMPTY)
         self._empty = (rows, self.largest_rank), set(range(len(self._place)))
         self._shared = None
@@ -259,7 +259,7 @@ class AdapterSlots:
         return matvec.LoraColumns(*(self._table[name][number] for name in _COLUMNS))
 
     def add(self, leaf: Leaf, x: Tensor, y: Tensor) -> Tensor:
-        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token a row."""
+        """Return the layer's output with each row's adapter: x [n, ..., D_in], y [n, ..., D_out] of one token per row."""
         rows = x.shape[0]
         args, made_of = self._taken(leaf, x)
         # PEFT rounds the change over a quantized layer, and the sum over another.

@@ -4,7 +4,7 @@
     step = capture.record(run, keep, count)       # step.graph, step.outputs
     with capture.replaying(): step.graph.replay()
 
-A graph repeats the very addresses that it was captured with. `run` queues a step and returns (logits, each row's likeliest
+A graph repeats the very addresses that it was captured with. `run` queues a step and returns (logits, each row's most likely
 token), which every replay writes again.
 """
 

@@ -38,7 +38,7 @@ class Fallback:
 class StepChoice:
     """How steps of `rows` rows are computed. mode: "auto" takes the fastest that works, the others exactly what they say.
 
-    Errors: RequestError for an unknown mode; DeviceError if a mode that was asked for by name cannot be had.
+    Errors: RequestError for an unknown mode; DeviceError if a mode that was requested by name cannot be had.
     """
 
     def __init__(self, model: LoadedModel, mode: str, rows: int) -> None:
@@ -97,7 +97,7 @@ class StepChoice:
         return None
 
     def fall_back(self, what: str, why: str, *, asked: bool) -> None:
-        """Name what runs the slower way. Errors: DeviceError if that was asked for by name."""
+        """Name what runs the slower way. Errors: DeviceError if that was requested by name."""
         if asked:
             raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
         fallback = Fallback(what, why)

@@ -11,7 +11,7 @@ from trimtab.plan.execution import CAPTURED, GRAPH_BYTES, MOST_GRAPHS, graph_cou
 
 def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
     """Return what captured steps of `rows` rows take on the device beside what the model's plan counts: 0 for the steps that were
-    planned, the difference for more rows and for a mode that was asked for after planning. mode: None for the planned one."""
+    planned, the difference for more rows and for a mode that was requested after planning. mode: None for the planned one."""
     plan, anatomy = model.plan, model.anatomy
     planned, context_tokens = plan.execution.step, plan.request.context_tokens
     mode = mode or (planned.mode if planned.mode in CAPTURED else "fused")

@@ -1,7 +1,7 @@
 """Whether a tower of a family that media_check.py does not know reads beyond one of its tables.
 
 A GPU answers an index beyond a table with an assertion that ends the process. Here every operation of such a tower that looks
-something up compares its indices with the table first, on whatever device they are, and a picture or sound that leads beyond one is
+something up compares its indices with the table first, on whatever device they are, and an image or sound that leads beyond one is
 refused by name. That costs a transfer for each look-up; towers of the families that media_check.py knows run as they are.
 
 What is not covered: kernels of other packages that index by themselves.

@@ -223,7 +223,7 @@ def tune_stepwise(
     groups: Sequence[Sequence[Packed]], n: int, module: nvrtc.Module, *, dtype: torch.dtype = torch.bfloat16,
     gate: str | None = None, limit: int = 8, repeat: int = 3, small: nvrtc.Module | None = None,
 ) -> Generator[Cut, None, dict[Cut, float]]:  # fmt: skip
-    """Time the cuts of a product, one each time the next is asked for; when all are timed, keep the fastest one.
+    """Time the cuts of a product, one each time the next is requested; when all are timed, keep the fastest one.
 
     Whoever stops asking gives up: nothing is kept then. groups: as many layers' weights as it takes to be larger than the card's
     L2 cache, or the second run reads no memory. Each cut runs over all groups in a CUDA graph, launches overlapping where the card
@@ -311,7 +311,7 @@ def compile_ahead(
     wanted = set()
     for weights, n, pair in products:
         for number, cut in enumerate(cuts.unlike(matvec.ways(weights, n, module, pair=pair), limit)):
-            # The first is the likeliest to be chosen.
+            # The first is the most likely to be chosen.
             for normed in (False, True) if number == 0 and cut.may_be_normed else (False,):
                 wanted.add(matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair, normed=normed))
     module.compile_variants(sorted(wanted))

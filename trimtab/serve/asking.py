@@ -126,7 +126,7 @@ def generate_request(
     }  # fmt: skip
     temperature = 1.0 if asked.temperature is None else asked.temperature
     if temperature == 0:
-        # The likeliest token is in every cut and needs no draw: these change nothing, and clients send them.
+        # The most likely token is in every cut and needs no draw: these change nothing, and clients send them.
         return GenerateRequest(**common, temperature=0.0)
     return GenerateRequest(
         **common, temperature=temperature,
@@ -158,7 +158,7 @@ def schema_of(asked: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
 
 
 def chat_logprobs(asked: ChatRequest) -> int | None:
-    """Return how many likeliest tokens to tell with each, None for no logprobs. Errors: RequestError."""
+    """Return how many most likely tokens to tell with each, None for no logprobs. Errors: RequestError."""
     if not asked.logprobs:
         if asked.top_logprobs is not None:
             raise RequestError("has no effect without logprobs", field="top_logprobs", value=asked.top_logprobs)

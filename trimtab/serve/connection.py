@@ -96,7 +96,7 @@ class Guard:
 
     def on_loop_error(self, loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         """Handle what asyncio reports. Without a free file descriptor for a new connection an old one is closed, and the log has
-        one line a minute; asyncio accepts again after a second."""
+        one line per minute; asyncio accepts again after a second."""
         exc = context.get("exception")
         if "_start_serving" in str(context.get("message")) and isinstance(exc, (OSError, ValueError)):
             return  # it wanted to accept again after the server had closed its socket

@@ -26,7 +26,7 @@ TAIL_TOKENS = 24
 
 
 class Grammar:
-    """The tokenizer's side of every constraint: made once a model. end_ids: tokens that end an answer.
+    """The tokenizer's side of every constraint: made once per model. end_ids: tokens that end an answer.
 
     Errors: CheckpointError for a tokenizer that llguidance cannot read (it needs the fast form, tokenizer.json).
     """
@@ -143,7 +143,7 @@ class AfterThought:
 
 
 class SchemaConstraint:
-    """One answer's constraint: call with the tokens so far and the scores [V]; forbidden tokens get minus infinity."""
+    """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
@@ -225,7 +225,7 @@ class HeldCalls:
 
 
 def _masked(matcher: Any, scores: Tensor) -> Tensor:
-    """Return scores [V] with minus infinity for each token that the matcher forbids."""
+    """Return logits [V] with minus infinity for each token that the matcher forbids."""
     mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
     bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
     allowed = torch.zeros(len(scores), dtype=torch.bool)

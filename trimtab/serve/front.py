@@ -49,7 +49,7 @@ log = logging.getLogger("trimtab.serve")
 
 
 class Front:
-    """The ingress of the application. arguments: as `scale.arguments_of` gives them. handles: one a model, in their order."""
+    """The ingress of the application. arguments: as `scale.arguments_of` gives them. handles: one per model, in their order."""
 
     def __init__(self, arguments: Mapping[str, Any], *handles: Any) -> None:
         # Streams would be cut by sse-starlette as soon as this process is told to end.

@@ -44,7 +44,7 @@ class IdleTuning:
         self.is_over = not trials
 
     def disturb(self) -> None:
-        """A request has arrived: give up the product that is being timed; it begins anew when it is quiet again."""
+        """A request has arrived: give up the product that is being timed; it begins again when it is quiet again."""
         self._asked = self._clock()
         if self._steps is not None:
             self._steps.close()

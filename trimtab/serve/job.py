@@ -21,7 +21,7 @@ class Job:
 
     id: unique while the server runs. prompt: chat messages whose media parts hold bytes ({"type": "image", "data": b"..."}),
     a text (completed as it is) or token ids. adapter: None is the base. deadline_s: seconds from arrival until the answer
-    has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the likeliest tokens to tell.
+    has to be complete, None: no limit. top_logprobs: None for no logprobs, else how many of the most likely tokens to tell.
     fills_context: the answer may take what the prompt leaves of the context, if that is less than request.max_new_tokens.
     client: whose cached prefixes it may use, and is cached for; jobs of one client share them.
     schema: a JSON schema that the answer has to satisfy ({} is any JSON object); None: free text. tools: what the model may call,
@@ -57,7 +57,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Token:
-    """One token as clients that asked for logprobs see it: its text, bytes, and the likeliest tokens in its place."""
+    """One token as clients that asked for logprobs see it: its text, bytes, and the most likely tokens in its place."""
 
     token_id: int
     text: str

@@ -24,7 +24,7 @@ IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")
 AUDIO_FORMATS = ("wav", "flac", "ogg", "mp3")
 # How files begin that do not say in their head how long they are. The worker decodes no more of them than it has room for.
 _BEGINNINGS = {"ogg": re.compile(rb"OggS\0"), "mp3": re.compile(rb"ID3[\2-\4]|\xff[\xe2-\xff]")}
-# What a sound may be made of: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
+# What an audio clip may be made of: PCM, float, and the extensible form of both. Rates and channels beyond these are lies.
 WAV_FORMATS = (1, 3, 0xFFFE)
 RATES, CHANNELS = range(1_000, 768_001), range(1, 17)
 WAV_CHUNKS = 256
@@ -57,7 +57,7 @@ def from_text(text: str, *, field: str, cut: Cut | None = None, start: int = 0) 
 
 
 def check_image(data: bytes, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if their header is a picture's and its pixels are within the limit. Errors: RequestError."""
+    """Return the bytes if their header is an image's and its pixels are within the limit. Errors: RequestError."""
     width, height = _webp_size(data) or _pillow_size(data, field)
     if not width or not height:
         raise RequestError("has no pixels", field=field)
@@ -114,7 +114,7 @@ class _Sound:
 
 
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if they are a sound of the kind that was said, within the limits. Errors: RequestError.
+    """Return the bytes if they are an audio clip of the kind that was said, within the limits. Errors: RequestError.
 
     How long an ogg or mp3 lasts is known when it is decoded: the worker refuses what is longer than its plan counted.
     """
@@ -163,7 +163,7 @@ def _wav(data: bytes) -> _Sound | None:
 
 def _wav_sound(known: tuple[int, ...], held_bytes: int) -> _Sound | None:
     tag, channels, rate, _, _, bits = known
-    frame_bytes = channels * (bits // 8)  # the header's own bytes a second and a frame may say anything
+    frame_bytes = channels * (bits // 8)  # the header's own bytes per second and a frame may say anything
     if tag not in WAV_FORMATS or bits not in (8, 16, 24, 32, 64) or not channels:
         return None
     return _Sound(rate, channels, held_bytes // frame_bytes)
@@ -181,10 +181,10 @@ def _flac(data: bytes) -> _Sound | None:
 
 
 def image_part(data: bytes, *, detail: str | None = None) -> dict[str, Any]:
-    """Return a picture as a message part that the worker takes."""
+    """Return an image as a message part that the worker takes."""
     return {"type": "image", "image": data, **({"detail": "low"} if detail == "low" else {})}
 
 
 def sound_part(data: bytes) -> dict[str, Any]:
-    """Return a sound as a message part that the worker takes."""
+    """Return an audio clip as a message part that the worker takes."""
     return {"type": "audio", "audio": data}

@@ -223,7 +223,7 @@ def _serve(
 
 
 def _deploy(arguments: dict[str, Any], ended: threading.Event) -> None:
-    """Deploy and wait until every copy is loaded, or until the end is asked for. Errors: DeviceError."""
+    """Deploy and wait until every copy is loaded, or until the end is requested. Errors: DeviceError."""
     from ray import serve
 
     target = serve.RunTarget(application(arguments), name=NAME, route_prefix="/")

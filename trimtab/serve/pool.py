@@ -233,7 +233,7 @@ class Pool:
 
     async def _keep(self) -> None:
         """Give places to those who wait, stop what is idle, and ask for numbers now and then."""
-        # Before Python 3.12 `wait_for` swallows a cancellation that meets its result, so the end is asked for twice.
+        # Before Python 3.12 `wait_for` swallows a cancellation that meets its result, so the end is requested twice.
         while not self._is_stopping:
             changed = self._changed
             try:
@@ -487,7 +487,7 @@ COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 
 
 def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a plan's picture needs, None for none: bytes by part and tier, budgets, and how it was asked for. What a
+    """Return what a plan's picture needs, None for none: bytes by part and tier, budgets, and how it was requested. What a
     plan says of folders and of this machine's rates stays here."""
     if not plan:
         return None

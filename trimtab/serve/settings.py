@@ -30,7 +30,7 @@ class Limits:
     body_bytes: of a request; media_body_bytes: of one with images or audio, for models that take them. all_body_bytes: of
     all requests that are being received or answered. json_values, json_depth: how many values a body may hold (token ids of
     prompts that fit the context are not counted), and in how many brackets. image_pixels: of one picture. audio_s: seconds
-    of one sound; audio_bytes: the same sound decoded. media_count: pictures and sounds of one request. prompt_tokens: what
+    of one sound; audio_bytes: the same sound decoded. media_count: images and audio of one request. prompt_tokens: what
     the chat template and media add is counted (None: the context alone is the limit). n: choices of one request, prompts
     times `n`. tools: of one request, and calls of one message; tools_bytes: their definitions together.
     embeddings: texts of one request. fetch_s: for one

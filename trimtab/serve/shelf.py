@@ -27,7 +27,7 @@ VERSION = "@"  # no adapter's name has it
 
 
 class AdapterShelf:
-    """Every adapter that may be asked for: all in host memory, some of them on the model.
+    """Every adapter that may be requested: all in host memory, some of them on the model.
 
     kept: names that are never taken off. resident_limit: how many may be on the model at once, mixes included (None: what the
     plan has room for). lost: adapters that an earlier worker had and whose files can be read no more, with the reason.

@@ -46,7 +46,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
 def _plan(request: Mapping[str, Any]) -> Plan:
     """Return the running plan with the adapters that are compared: its placements do not depend on which those are."""
     plan, adapters = Plan.from_json(request["plan"]), dict(request["adapters"])
-    # One that clients loaded is not in the plan: what each takes is then counted anew.
+    # One that clients loaded is not in the plan: what each takes is then counted again.
     counted = plan.adapter_bytes if adapters.keys() <= plan.adapter_bytes.keys() else {}
     return replace(
         plan, request=replace(plan.request, adapters=adapters),

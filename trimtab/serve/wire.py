@@ -327,7 +327,7 @@ class _Sampling(Strict):
     stop: Stop | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    # Beyond OpenAI's, vLLM's: of so many likeliest tokens in each place of the prompt.
+    # Beyond OpenAI's, vLLM's: of so many most likely tokens in each place of the prompt.
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     # Labels of the client's own; no answer depends on them.
     user: Label | None = None

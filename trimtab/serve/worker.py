@@ -126,7 +126,7 @@ class _Worker:
             self.watcher.watch(name, path, stamps[name])
         for name, path in later.items():
             self._add_adapter(name, path, is_first=before is None)
-        # Adapters whose files are read on other threads, so that the batch goes on meanwhile: call id -> name, path, stamp.
+        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, stamp.
         self._reading: dict[int, tuple[str, str, Any]] = {}
         self._read: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])

@@ -1,6 +1,6 @@
 """The benchmark: trimtab against the stock stack (or its own eager steps), one process per run, alternating, same inputs.
 
-Ours, the other, ours, the other, ...: what else the machine does meanwhile meets both. A side that fails is named and not
+Ours, the other, ours, the other, ...: what else the machine does at the same time meets both. A side that fails is named and not
 started again; the other one is measured to the end. The plan's budgets are trimtab's alone: the stock stack takes what it
 needs, and its peak stands beside.
 """
@@ -40,7 +40,7 @@ class BenchRequest:
 
     load: what to plan, or a plan as it is. adapter: the one that answers. against: "stock", transformers with
     bitsandbytes and PEFT, or "eager", trimtab without captured steps. prompts: else one is made: of the pictures and
-    sounds given, or of exactly prompt_tokens tokens. decode: as in LoadedModel. stock_cpu_path:
+    audio clips given, or of exactly prompt_tokens tokens. decode: as in LoadedModel. stock_cpu_path:
     False takes bitsandbytes' fast path for CPUs with AVX512-BF16 from the stock side, to see what it is worth.
     Errors: RequestError for values without effect or out of range.
     """

@@ -51,7 +51,7 @@ class Read:
 
 @dataclass(frozen=True, kw_only=True)
 class Bandwidth:
-    """Measured bytes a second: of the execution device's memory, of host memory, of the link between them (None: there is
+    """Measured bytes per second: of the execution device's memory, of host memory, of the link between them (None: there is
     none) and of the disk."""
 
     device_Bps: float

@@ -23,7 +23,7 @@ WHISKER = 2.0
 
 
 def check_picture_path(path: str) -> None:
-    """Raise RequestError unless a picture can be drawn under this name."""
+    """Raise RequestError unless an image can be drawn under this name."""
     shapes.check_path(path, field="--picture")
     if not Path(path).absolute().parent.is_dir():
         raise RequestError("there is no such folder", field="--picture", value=str(Path(path).parent))

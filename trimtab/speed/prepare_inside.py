@@ -69,7 +69,7 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
 
 
 def _media(request: Mapping[str, Any], given: Sequence[Prompt]) -> list[tuple[list[str], list[str]]]:
-    """Return (pictures, sounds) of each prompt, all of them readable."""
+    """Return (pictures, audio clips) of each prompt, all of them readable."""
     if not given:
         pairs = [(list(request["images"]), list(request["audios"]))]
     else:
@@ -119,7 +119,7 @@ def _tokens(stand_in: _Asked, count: int) -> list[int]:
         if tokenizer is not None:
             once = len(tokenizer(TEXT)["input_ids"])
             return [int(token) for token in tokenizer(TEXT * (count // max(once - 2, 1) + 2))["input_ids"][:count]]
-    # The first ids are special ones; the last of a multimodal vocabulary stand for pictures and sounds.
+    # The first ids are special ones; the last of a multimodal vocabulary stand for images and audio.
     size = int(stand_in.text_config.vocab_size)
     draw = random.Random(SEED)
     low, high = min(8, size // 4), max(size // 4 + 1, size * 3 // 4)

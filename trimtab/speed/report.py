@@ -69,7 +69,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Two engines on the same model, adapter and prompts. bandwidth: bytes a second, by what was copied, with spread."""
+    """Two engines on the same model, adapter and prompts. bandwidth: bytes per second, by what was copied, with spread."""
 
     plan: Plan
     adapter: str | None

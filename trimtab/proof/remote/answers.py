@@ -31,7 +31,7 @@ class SaidToken:
 
 @dataclass(frozen=True)
 class Position:
-    """One place of the answer: the token that the server chose, and the likeliest ones there."""
+    """One place of the answer: the token that the server chose, and the most likely ones there."""
 
     chosen: SaidToken
     top: tuple[SaidToken, ...]

@@ -118,7 +118,7 @@ class Reference:
             self.model.load_adapter(self.adapter, own)
 
     def greedy(self, question: Question, name: str | None, new_tokens: int) -> tuple[int, ...]:
-        """Return the tokens that the likeliest answer begins with."""
+        """Return the tokens that the most likely answer begins with."""
         wanted = GenerateRequest(max_new_tokens=new_tokens)
         return tuple(self.model.answer_inputs(self.inputs(question), wanted, adapter=name).token_ids)
 

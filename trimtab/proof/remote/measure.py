@@ -16,7 +16,7 @@ from trimtab.proof.remote.local import Row
 
 # One token that a server calls impossible must not outweigh all the others.
 LARGEST = 10.0
-# How many of our own likeliest tokens the size of a fault is measured on where the server names none.
+# How many of our own most likely tokens the size of a fault is measured on where the server names none.
 OWN_TOP = 5
 
 

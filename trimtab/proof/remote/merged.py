@@ -140,7 +140,7 @@ def open_merged(
 ) -> Iterator[MergedReference]:
     """Load the base in one precision; the adapter's merged checkpoint is made and loaded when it is needed.
 
-    work: where the merged checkpoint lies meanwhile. Errors: those of planning, merging and loading.
+    work: where the merged checkpoint lies at the same time. Errors: those of planning, merging and loading.
     """
     request = replace(placed, quant=quant, adapters={})
     with load(plan_request(request), decode="eager") as base:

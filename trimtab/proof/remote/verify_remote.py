@@ -193,7 +193,7 @@ def _precisions(checkpoint: Checkpoint, quant: str | None) -> tuple[str, ...]:
 
 
 def notes_of_server(work: _Work, is_ollama: bool) -> None:
-    """Note it where a server lists its models and the one that is asked for is not among them."""
+    """Note it where a server lists its models and the one that is requested is not among them."""
     reply = work.client.get("/api/tags" if is_ollama else "/models")
     listed = reply.value.get("models" if is_ollama else "data") if isinstance(reply.value, dict) else None
     if not isinstance(listed, list):
@@ -257,7 +257,7 @@ def _begin(
 
 
 def _kinds(reference: Reference) -> set[str]:
-    """Return the kinds of questions that show the adapter: texts, and pictures or sounds where it changes what reads them."""
+    """Return the kinds of questions that show the adapter: texts, and images or audio where it changes what reads them."""
     parts = {target.part for target in reference.spec.targets}
     towers = {"vision": {"image"}, "audio": {"audio"}, "connector": {"image", "audio"}}
     return {"text"}.union(*(kinds for part, kinds in towers.items() if part in parts))
@@ -401,7 +401,7 @@ def _without_other_bases(work: _Work, questions: list[Asked]) -> list[Asked]:
     """Return the questions of the kinds on which the server's base is ours, with a note for the others.
 
     What differs there is a template, a tokenizer, how pictures are prepared or another base: no fault of the adapter's. An adapter
-    that is ignored shows all the same: then adapter and base agree with each other.
+    that is ignored shows nevertheless: then adapter and base agree with each other.
     """
     kept: list[Asked] = []
     for kind in dict.fromkeys(one.kind for one in questions):
