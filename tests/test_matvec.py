@@ -207,7 +207,7 @@ def test_a_product_that_fits_no_cut_is_a_named_error(modules):
     matvec.prepare(module)
     module.shared_bytes = 65536
     x, out = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 16).bfloat16()
-    with pytest.raises(DeviceError, match=r"no cut of \[16\] x 64 for 1 rows"):
+    with pytest.raises(DeviceError, match=r"no launch configuration of \[16\] x 64 for 1 rows"):
         matvec.matvec4(x, [packed_of(16, 64)], out, module=module)
 
 

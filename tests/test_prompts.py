@@ -51,7 +51,7 @@ def test_every_problem_of_a_file_is_said_at_once(tmp_path):
         "line 1: is not JSON", "line 2: must hold an object, it holds a list", "line 3: unknown key 'colour'",
         "line 4: has no id", "line 5: has neither text nor token_ids", "line 6: text must be a text that is not empty",
         "line 7: image ", "line 7: audio ", "line 8: token_ids must be a list of integers",
-        "line 9: token_ids are taken as they are", "id 'g' is used 2 times", "line 12: expected must be an object",
+        "line 9: token_ids are used unchanged", "id 'g' is used 2 times", "line 12: expected must be an object",
     ):  # fmt: skip
         assert problem in text, problem
     assert str(tmp_path / "none.png") in text

@@ -197,8 +197,8 @@ def test_a_revision_is_a_folder_of_its_own(hub, trimtab_, tmp_path):
     ("arguments", "code", "words"),
     [
         (["someone/none"], 2, "no such model or revision"), (["someone/demo", "--revision", "v9"], 2, "no such model or revision"),
-        (["someone/pickled"], 3, "pickles are never fetched"), (["someone/evil"], 3, "no weight file"),
-        (["not an id"], 2, "no hub id"), (["someone/gated"], 2, "Accept the license"),
+        (["someone/pickled"], 3, "pickles are never fetched"), (["someone/evil"], 3, "not one of its weight files"),
+        (["not an id"], 2, "is not a hub id"), (["someone/gated"], 2, "Accept the license"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_pulled_is_named(arguments, code, words, hub, trimtab_, tmp_path):

@@ -68,4 +68,4 @@ def test_a_server_that_takes_no_images_leaves_the_towers_open(served):
     report = ask(served, "vision part dropped", kinds=("completions",))
     assert report.verdict.word == "cannot tell", str(report)
     assert {"vision part dropped", "audio part dropped"} <= set(report.verdict.unseen)
-    assert [note for note in report.notes if note.startswith("image questions were not asked")]
+    assert [note for note in report.notes if note.startswith("image questions were not sent")]

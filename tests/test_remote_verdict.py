@@ -103,7 +103,7 @@ def test_few_questions_do_not_suffice_for_an_alarm():
 def test_noise_that_hides_a_fault_of_the_whole_adapter_leaves_nothing_to_tell():
     verdict = judge(asked(16, base_noise=0.8, right=0.9, ignored=3.0, scale=1.2, one=0.9), FAULTS)
     assert verdict.word == CANNOT_TELL
-    assert verdict.reason.endswith("these remain possible: scale, one module dropped")
+    assert verdict.reason.endswith("the following remain possible: scale, one module dropped")
     assert not verdict.is_as_a_whole
     assert verdict.visible_from > 1.0
 

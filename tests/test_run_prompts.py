@@ -106,7 +106,7 @@ def read(out):
 def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert many(prompts, out, "--rows", 2) == 2  # two lines are wrong
-    assert "4 answered, 2 could not be answered" in capsys.readouterr().err
+    assert "4 answered, 2 failed" in capsys.readouterr().err
     header, rows = read(out)
     assert header["adapters"].keys() == {"style", "specialist"} and header["options"]["adapter"] == "style"
     assert sorted(rows) == [1, 2, 3, 4, 5, 7] and rows[1]["id"] == "a"
@@ -166,7 +166,7 @@ def test_what_would_mix_two_runs_is_refused(prompts, tmp_path, capsys):
         assert "answers of another run" in capsys.readouterr().err
     prompts.write_text('{"prompt": "Ho"}\n')
     assert many(prompts, out) == 2
-    assert "line 1 of the prompts is another one" in capsys.readouterr().err
+    assert "line 1 of the prompts has changed" in capsys.readouterr().err
     (tmp_path / "notes.txt").write_text("my notes\n")
     assert many(prompts, tmp_path / "notes.txt") == 2
     assert out.read_bytes() == whole and (tmp_path / "notes.txt").read_text() == "my notes\n"

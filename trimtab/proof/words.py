@@ -79,7 +79,7 @@ def weights_words(report: ParityReport) -> list[str]:
     weights = report.weights
     if weights is None:
         return []
-    sees = "would be seen" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
+    sees = "would be detected" if weights.sees_scale_fault else "would not be detected: it is below the rounding"
     return [
         f"weights: {weights.verdict}: slope of the written change on the exact one {1 + weights.together.off:.6g} over "
         f"{len(weights.modules)} modules, {len(weights.wrong)} of them wrong",
