@@ -60,14 +60,15 @@ def mixed(
                 continue
             kind = "image" if number % 4 == 2 else "audio"
             path = Path(name) / ("a.png" if kind == "image" else "a.wav")
-            path.write_bytes(_png(chance) if kind == "image" else _wav(chance))
+            path.write_bytes(png(chance) if kind == "image" else _wav(chance))
             question = " ".join(chance.choices(words, k=16))
             media: dict[str, Any] = {kind: path}
             bodies[number] = client.chat_body(question, model=bodies[number]["model"], max_tokens=max_tokens, **media)
     return bodies
 
 
-def _png(chance: random.Random) -> bytes:
+def png(chance: random.Random) -> bytes:
+    """Return a picture that no other is like."""
     from PIL import Image
 
     small = Image.frombytes("RGB", (40, 30), chance.randbytes(40 * 30 * 3))

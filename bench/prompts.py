@@ -6,7 +6,8 @@ Checkpoints are bench.checkpoints' random ones, NF4 with double quantization, a 
 and engine is a process of its own; they load beside each other and are measured one after the other. What the file to be saved
 has rows of is not run again. A row: `tokens` of the prompt,
 `adapter`, `way` ("captured", "eager", "stock"), `ms` to the first token (median of five), `gpu_ms` of the graph's replays
-alone, `difference` of the scores from the eager ones' in parts of their largest, `same_token`.
+alone, `difference` of the scores from the eager ones' in parts of their largest, `same_token`. The row "picture 640x480" begins
+with the bytes of a PNG file and a question: decoding, resizing and the processor are in it, no picture comes twice.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ LENGTHS = (64, 512, 2048)
 CONTEXT = 2560
 MODELS = ("e4b", "e2b", "qwen3-8b", "qwen3-vl-4b")
 REPEAT = 5
+PICTURE_TOKENS = 280
 
 
 def prepare(size: str, work: Path) -> None:
@@ -38,7 +42,32 @@ def prepare(size: str, work: Path) -> None:
         f"work = Path({str(work)!r})",
         f"write_adapter(write_checkpoint({size!r}, work / {size!r}), work / '{size}-r8', 8)",
     )
+    if size.startswith("e"):
+        lines += (f"from bench.prompts import give_eyes; give_eyes(work / {size!r})",)
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True)
+
+
+def give_eyes(folder: Path) -> None:
+    """Give a random checkpoint of Gemma 4 a tokenizer and the family's processor: pictures of 280 tokens."""
+    from bench.load import give_voice
+
+    give_voice(folder)
+    path = folder / "processor_config.json"
+    values = json.loads(path.read_text())
+    values["image_seq_length"] = values["image_processor"]["max_soft_tokens"] = PICTURE_TOKENS
+    path.write_text(json.dumps(values))
+
+
+def pictures(work: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield messages with a picture of 640x480 each and a question, all different."""
+    from bench.load_bodies import png
+
+    chance = random.Random(5)
+    path = work / f"picture-{os.getpid()}.png"
+    while True:
+        path.write_bytes(png(chance))
+        part = {"type": "image", "image": str(path)}
+        yield [{"role": "user", "content": [part, {"type": "text", "text": "What is in this picture?"}]}]
 
 
 def timed_ms(call: Any) -> float:
@@ -94,7 +123,8 @@ class Bench:
         return batch
 
     def once(self, batch: Any, inputs: Any, adapter: str | None) -> Any:
-        """Put one prompt through and draw its first token; returns its scores."""
+        """Put one prompt through and draw its first token; returns its scores. inputs: ready, or what makes them."""
+        inputs = inputs() if callable(inputs) else inputs
         prompt = batch.begin(inputs, self.request, adapter=adapter)
         while not prompt.step():
             pass
@@ -109,13 +139,16 @@ class Bench:
         expected = None
         for way, batch in batches.items():
             row: dict[str, Any] = {
-                "model": self.size, "engine": "trimtab", "what": what, "tokens": inputs.prompt_tokens,
+                "model": self.size, "engine": "trimtab", "what": what,
+                "tokens": (inputs() if callable(inputs) else inputs).prompt_tokens,
                 "adapter": adapter is not None, "way": way,
             }  # fmt: skip
             self.rows.append(row)
             try:
                 for _ in range(3):  # as it is, captured, replayed
                     scores = self.once(batch, inputs, adapter).clone()
+                if callable(inputs):  # another prompt each time: no scores to compare
+                    expected = scores
                 if way != "eager" or adapter is not None:
                     row["ms"] = median_ms(lambda batch=batch: self.once(batch, inputs, adapter))
                 if expected is None:
@@ -130,6 +163,25 @@ class Bench:
             except Exception as exc:
                 row["error"] = f"{type(exc).__name__}: {exc}"[:300]
             print("ROW " + json.dumps(row), flush=True)
+
+    def parts(self, made: Any, batch: Any) -> None:
+        """Add a row of what the time of a picture consists of: inputs on the host, towers, the prompt."""
+        rows = []
+        for _ in range(REPEAT):
+            start = time.perf_counter()
+            inputs = made()
+            inputs_ms = (time.perf_counter() - start) * 1000
+            prompt = batch.begin(inputs, self.request, adapter="r8")
+            rows.append([inputs_ms, timed_ms(prompt.step), timed_ms(prompt.step)])
+            batch.leave(batch.join(prompt).row)
+        towers = batch.prompts.towers
+        names = ("inputs_ms", "towers_ms", "prompt_ms")
+        self.rows.append({
+            "model": self.size, "engine": "trimtab", "what": "parts of a picture",
+            **{name: round(statistics.median(column), 2) for name, column in zip(names, zip(*rows, strict=True), strict=True)},
+            "layers_captured": towers.captured, "capture_s": round(towers.capture_s, 2), "buffer_bytes": towers.buffer_bytes,
+        })  # fmt: skip
+        print("ROW " + json.dumps(self.rows[-1]), flush=True)
 
     def replays(self, batch: Any) -> dict[str, Any]:
         """Return the milliseconds that the graphs of the last prompt take by themselves, and what was captured."""
@@ -164,7 +216,7 @@ class Bench:
             print(f"  {one.self_device_time_total / 1000:8.3f} ms {one.count:6d} x  {one.key[:110]}")
 
 
-def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]:
+def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool) -> list[dict[str, Any]]:
     import torch
 
     import trimtab
@@ -181,7 +233,7 @@ def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]
         captured = bench.batch("auto")
         wait()
         before = device_bytes()
-        for tokens in LENGTHS:
+        for tokens in lengths:
             ids = text_inputs(config, tokens, device="cpu")["input_ids"][0].tolist()
             ids = [token % min(config.get_text_config().vocab_size - 2000, 100000) + 1000 for token in ids]
             for adapter in ("r8", None):
@@ -192,6 +244,13 @@ def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]
             ids = tensors["input_ids"][0].tolist()
             inputs = Inputs(tensors, len(ids), tuple(ids), has_media=True)
             bench.row("picture and sound", inputs, "r8", {"eager": eager, "captured": captured})
+            messages = pictures(work)
+
+            def made() -> Inputs:
+                return model.prepare(next(messages))
+
+            bench.row("picture 640x480", made, "r8", {"eager": eager, "captured": captured})
+            bench.parts(made, captured)
         torch.cuda.empty_cache()
         taken = {name: count - before[name] for name, count in device_bytes().items()}
         memory = {
@@ -211,7 +270,7 @@ def run_trimtab(size: str, work: Path, *, profile: bool) -> list[dict[str, Any]]
 # Stock -------------------------------------------------------------------------------------------------------------------
 
 
-def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
+def run_stock(size: str, work: Path, lengths: Sequence[int]) -> list[dict[str, Any]]:
     import torch
     import transformers
     from peft import PeftModel
@@ -228,7 +287,7 @@ def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
     peft_model = PeftModel.from_pretrained(model, work / f"{size}-r8").eval()
     rows = []
     wait()
-    for tokens in LENGTHS:
+    for tokens in lengths:
         ids = text_inputs(model.config, tokens, device="cuda")["input_ids"] % 100000 + 1000
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -240,6 +299,24 @@ def run_stock(size: str, work: Path) -> list[dict[str, Any]]:
         rows.append({
             "model": size, "engine": "stock", "what": "text", "tokens": tokens, "adapter": True, "way": "stock",
             "ms": median_ms(once),
+        })  # fmt: skip
+        print("ROW " + json.dumps(rows[-1]), flush=True)
+    if size.startswith("e"):
+        processor = transformers.AutoProcessor.from_pretrained(work / size)
+        messages = pictures(work)
+
+        def seen() -> int:
+            given = processor.apply_chat_template(
+                next(messages), tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+            ).to("cuda")
+            with torch.no_grad():
+                peft_model.generate(**given, max_new_tokens=1, min_new_tokens=1, do_sample=False, pad_token_id=0)
+            return int(given["input_ids"].shape[1])
+
+        tokens = seen()
+        rows.append({
+            "model": size, "engine": "stock", "what": "picture 640x480", "tokens": tokens, "adapter": True,
+            "way": "stock", "ms": median_ms(seen),
         })  # fmt: skip
         print("ROW " + json.dumps(rows[-1]), flush=True)
     return rows
@@ -256,6 +333,7 @@ class Case:
         self.go, self.log = (given.work / f"{engine}-{size}.{end}" for end in ("go", "log"))
         self.go.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bench.prompts", "--work", str(given.work), "--case", f"{engine}:{size}"]
+        command += ["--lengths", given.lengths]
         command += ["--profile"] if given.profile else []
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -310,6 +388,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
+    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of the texts")
     parser.add_argument("--timeout-s", type=float, default=150)
     parser.add_argument("--profile", action="store_true", help="print where the GPU's time goes")
     parser.add_argument("--case")
@@ -319,7 +398,11 @@ def main() -> None:
 
         warnings.filterwarnings("ignore")
         engine, _, size = given.case.partition(":")
-        run_stock(size, given.work) if engine == "stock" else run_trimtab(size, given.work, profile=given.profile)
+        lengths = [int(tokens) for tokens in given.lengths.split(",")]
+        if engine == "stock":
+            run_stock(size, given.work, lengths)
+        else:
+            run_trimtab(size, given.work, lengths, profile=given.profile)
         return
     from bench.memory import environment
 

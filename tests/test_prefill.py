@@ -408,7 +408,7 @@ def test_adapters_of_one_layout_share_their_graphs(demo, replayed):
             for name in names:
                 assert differ(answered(batch, demo.prepare(ids(12)), adapter=name), expected[name]) < TOLERANCE, name
         # One graph for both of the first layout, the base's, one of another rank, and the one with addresses of its own.
-        assert len(replayed) == 4 and len(batch.prompts._layouts) == 2
+        assert len(replayed) == 4 and len(batch.prompts.layouts) == 2
         assert [one.serial is not None for one in batch.prompts._graphs.values()].count(True) == 1
     finally:
         demo.unload_adapter("other")
@@ -601,7 +601,7 @@ def test_more_rows_than_were_planned_keep_the_planned_chunks():
     assert planned.execution.prompt.mode == "eager" and planned.execution.prompt.chunks
     prompts.model = SimpleNamespace(plan=planned, prefill_tokens=planned.prefill_tokens)
     prompts.batch, prompts.captures = SimpleNamespace(rows=3, context_tokens=4096), True
-    prompts.extra_bytes, prompts._left_bytes = (lambda sizes: 2**30), (lambda: 2**20)
+    prompts.extra_bytes, prompts.left_bytes = (lambda sizes: 2**30), (lambda: 2**20)
     assert prompts._fitting(None) == (planned.execution.prompt.chunks, 2**30, 2**20) and not prompts.captures
     prompts.captures, prompts.extra_bytes = True, lambda sizes: 2**10 * len(sizes)
     assert prompts._fitting(None)[0] and prompts.captures  # where graphs have room there are graphs

@@ -102,13 +102,14 @@ class Phase:
 @dataclass(frozen=True, kw_only=True)
 class Execution:
     """How a model runs. head: "full" or "int8"; head_reason: why; is_head_asked: whether the request named it; else
-    the plan chose."""
+    the plan chose. towers: how those of images and audio run, None on a CPU and for a request without media."""
 
     prompt: Phase
     step: Phase
     head: str
     head_reason: str
     is_head_asked: bool = False
+    towers: Phase | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -118,9 +119,9 @@ class Execution:
     def to_json(self) -> dict[str, Any]:
         """Return the execution as JSON-ready values."""
         values = asdict(self)
-        for name in ("prompt", "step"):
-            values[name]["bytes"] = dict(values[name]["bytes"])
-            values[name]["chunks"] = list(values[name]["chunks"])
+        for phase in (values["prompt"], values["step"], values["towers"]):
+            if phase is not None:
+                phase |= {"bytes": dict(phase["bytes"]), "chunks": list(phase["chunks"])}
         return values
 
 

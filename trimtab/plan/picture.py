@@ -31,6 +31,7 @@ ITEM_COLORS = {
     "workspaces": "#d9d2e9", "prompt_graphs": "#7f6db0", "fragments": "#dfe3e6", "prompt_buffers": "#a99bd0",
     "adapter_copy": "#8f6bb8", "checks": "#e3dff0", "cuda_context": "#aab2bb", "allocator_reserve": "#cfd5db",
     "unpacked_weights": "#7d9cbf", "held_adapters": "#7b4fa3", "process": "#aab2bb", "fixed": "#45556b",
+    "tower_graphs": "#6f5aa6", "tower_buffers": "#c3a0b8", "tower_activations": "#d3b8c9",
 }  # fmt: skip
 ITEM_NAMES = {
     "kv_cache": "KV cache",
@@ -175,7 +176,10 @@ def _execution_line(plan: Plan) -> str:
     execution = plan.execution
     head = ", 8-bit head" if execution.head == "int8" else ""
     rate = f"{execution.tokens_per_s:.0f}" if execution.tokens_per_s >= 10 else f"{execution.tokens_per_s:.1f}"
-    return f"prompts {execution.prompt.mode}, decode steps {execution.step.mode}{head}: {rate} tokens/s predicted"
+    towers = "" if execution.towers is None else f"towers {execution.towers.mode}, "
+    return (
+        f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: {rate} tokens/s predicted"
+    )
 
 
 def _bar(bar: Bar, top: float) -> tuple[list[Shape], float]:

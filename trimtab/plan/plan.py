@@ -26,7 +26,7 @@ from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 PLAN_VERSION = 5
 HOMES = ("device", "host", "disk", "file")
 # What is counted against the device budget without being in torch's peak.
-OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "fragments", "cuda_context", "allocator_reserve")
+OUTSIDE_PEAK = ("kernels", "graphs", "prompt_graphs", "tower_graphs", "fragments", "cuda_context", "allocator_reserve")
 
 Stamps = tuple[tuple[str, int, int], ...]
 
@@ -209,6 +209,8 @@ class Plan:
             ("execution.prompt.mode", execution.prompt.mode, MODES), ("execution.step.mode", execution.step.mode, MODES),
             ("version", self.version, (PLAN_VERSION,)),
         ]  # fmt: skip
+        if execution.towers is not None:
+            choices.append(("execution.towers.mode", execution.towers.mode, ("eager", "graph")))
         for place, row in enumerate(self.placements):
             choices += [(f"placements[{place}].tier", row.tier, TIERS), (f"placements[{place}].home", row.home, HOMES)]
         for name, value, allowed in choices:

@@ -55,6 +55,7 @@ from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
 from trimtab.plan.step_work import step_work
+from trimtab.plan.tower_memory import with_towers
 from trimtab.plan.unpacked import with_unpacked
 from trimtab.request import DEFAULT_QUANT, LoadRequest
 
@@ -127,7 +128,7 @@ def make_plan(
         if not is_advised:
             raise
         raise _advised(exc, request, adapters, make, head8) from None
-    plan = with_unpacked(plan, anatomy)
+    plan = with_unpacked(with_towers(plan, anatomy), anatomy)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 

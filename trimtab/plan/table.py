@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from trimtab.errors import gib
+from trimtab.plan.execution import Phase
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Unquantized
 
 WIDEST_REASON = 110
@@ -117,9 +118,17 @@ def _execution(plan: Plan) -> list[str]:
          f"{time_text(prompt.seconds)} for a full context", prompt.reason),
         ("decode step", step.mode, gib(took) if took else "-",
          f"{time_text(step.seconds)}, {rate_text(execution.tokens_per_s)} tokens/s", step.reason),
+        *_towers(execution.towers),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
     return _aligned(rows, right=(2,))
+
+
+def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
+    if towers is None:
+        return []
+    taken = gib(sum(towers.bytes.values())) if towers.bytes else "-"
+    return [("towers", towers.mode, taken, f"{time_text(towers.seconds)} for all media", towers.reason)]
 
 
 def rate_text(tokens_per_s: float) -> str:

@@ -122,11 +122,16 @@ class Prompt:
     first: _First | None = None
     source: Row | None = None
 
+    @property
+    def needs_towers(self) -> bool:
+        """Whether its next piece is a pass of the towers, which no number of tokens bounds."""
+        return self.inputs.has_media and not self.done_tokens and self not in self.batch.prompts.jobs
+
     def step(self, most_tokens: int | None = None) -> bool:
         """Put the next piece through the model; returns True when the whole prompt is through.
 
         most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
-        included.
+        included; 0 for a pass of the towers, which is a piece of its own where prompts go through in chunks.
         """
         if not self.done_tokens and self.batch._fork(self):
             return True

@@ -25,9 +25,18 @@ if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
 
 # What is alive while a request runs and is not measured piece by piece: together the rest of torch's peak.
-_RUNNING = ("activations", "workspaces", "logits", "scratch", "prompt_buffers", "checks")
+_RUNNING = (
+    "activations",
+    "workspaces",
+    "logits",
+    "scratch",
+    "prompt_buffers",
+    "tower_buffers",
+    "tower_activations",
+    "checks",
+)
 _DRIVER = ("cuda_context", "kernels", "fragments")
-_GRAPHS = ("graphs", "prompt_graphs")
+_GRAPHS = ("graphs", "prompt_graphs", "tower_graphs")
 
 
 @dataclass(frozen=True, kw_only=True)

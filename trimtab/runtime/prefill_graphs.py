@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -28,10 +27,9 @@ from torch import Tensor
 
 from trimtab.errors import RequestError, gib
 from trimtab.plan.activations import use_of
-from trimtab.plan.adapter_room import MOST_LAYOUTS
 from trimtab.plan.execution import CAPTURED
 from trimtab.plan.prompt_memory import LEAST_LARGEST, choose_chunks, planned_graphs, prompt_graph_bytes
-from trimtab.runtime import hf_prefill, hf_slots, lora, prompt_kernels, short_ops, tables, tiers
+from trimtab.runtime import hf_prefill, hf_slots, prompt_kernels, short_ops, tables, tiers
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
@@ -42,10 +40,11 @@ from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.packed_prompts import Packs
 from trimtab.runtime.prefix_store import Match
 from trimtab.runtime.prompt_kernels import LEAST_TOKENS
-from trimtab.runtime.prompt_layouts import PromptLayout, part_of, values_of
+from trimtab.runtime.prompt_layouts import Layouts, values_of
 from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
+from trimtab.runtime.tower_graphs import Towers
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
@@ -67,6 +66,7 @@ class _Job:
     serial: int | None
     kept: Match
     done: int = 0
+    has_begun: bool = False
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class Prompts:
     ) -> None:  # fmt: skip
         self.batch, self.model, self.device = batch, batch.model, batch.model.device
         self.captures = mode == "auto" and self.device.type == "cuda"
-        self.counted_bytes, self.capture_s, self.count = counted_bytes, 0.0, 0
+        self.counted_bytes, self.capture_s = counted_bytes, 0.0
         self.graph_bytes = 0  # that the driver took while graphs were captured beforehand
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
@@ -97,7 +97,8 @@ class Prompts:
         self.four_bit: list[Leaf] = []
         self._graphs: GraphCache[_Captured] = GraphCache()
         self._met: set[tuple[Hashable, ...]] = set()
-        self._layouts: OrderedDict[Hashable, PromptLayout] = OrderedDict()
+        self.layouts = Layouts(self)
+        self.towers = Towers(self.model, mode, self.fall_back)
         self._outputs: dict[tuple[bool, int], Tensor] = {}
         self._takes_media = True
         self.staged_tables = [
@@ -108,7 +109,7 @@ class Prompts:
         if self.captures or mode == "static":
             why = self._why_not(sizes)
             if why is not None:
-                self._fall_back(why)
+                self.fall_back(why)
         batch.cache.has_prompt_row = self.is_on and batch.rows > 1
         self.packs = Packs(self)
 
@@ -125,14 +126,14 @@ class Prompts:
     @property
     def copies_bytes(self) -> int:
         """Of the copies of adapters that graphs read."""
-        return sum(int(one.buffer.nbytes) for one in self._layouts.values())
+        return self.layouts.nbytes
 
     @property
     def kernels_us(self) -> dict[str, tuple[float, float]]:
         """What our kernels took when they were chosen: name -> (ours, theirs)."""
         return {} if self._kernels is None else self._kernels.measured_us
 
-    def _fall_back(self, why: str, what: str = "captured prompts") -> None:
+    def fall_back(self, why: str, what: str = "captured prompts") -> None:
         one = Fallback(what, why)
         if one not in self.batch.steps.fallbacks:
             self.batch.steps.fallbacks.append(one)
@@ -162,7 +163,7 @@ class Prompts:
         if sizes is None and self.batch.rows <= self.model.plan.request.batch:
             self.captures = planned.mode in CAPTURED
             return planned.chunks, self.extra_bytes(chosen[:1]), 0
-        left = self._left_bytes()
+        left = self.left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
         fitting = choose_chunks(chosen, self.extra_bytes, left)
         if not fitting and sizes is None and planned.chunks and planned.mode not in CAPTURED:
@@ -170,7 +171,7 @@ class Prompts:
             fitting = planned.chunks
         return fitting, self.extra_bytes((least,)), max(left, 0)
 
-    def _left_bytes(self) -> int:
+    def left_bytes(self) -> int:
         plan = self.model.plan
         left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
         return left - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
@@ -206,6 +207,12 @@ class Prompts:
             self._forward = hf_prefill.ChunkForward(self.model.hf_model, self.batch.cache, self.model.dtype)
         return self._forward
 
+    def forget(self, key: Hashable) -> None:
+        """Drop the graphs that read an adapter's layout."""
+        for one in [one for one in self._graphs if one[1] == key]:
+            del self._graphs[one]
+        self.towers.forget(key)
+
     def _is_row_free(self) -> bool:
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
@@ -215,16 +222,20 @@ class Prompts:
         if inputs.has_media:
             if not self._takes_media:
                 return None
-            self.model.route.set(prompt.row.adapter)
+            key = self.layouts.set_towers(prompt.row.adapter)
             hf_slots.reset_offset(self.model.hf_model)
             try:
-                with torch.no_grad(), self.batch.prefixes.encoders(prompt):
+                with (
+                    torch.no_grad(),
+                    self.towers.running(*key, is_busy=bool(self.batch.active)),
+                    self.batch.prefixes.encoders(prompt),
+                ):
                     media = hf_prefill.media_of(self.model.hf_model, inputs.tensors)
             except (RuntimeError, KeyError) as exc:
                 if is_out_of_memory(exc):
                     raise
                 self._takes_media = False
-                self._fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+                self.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
                 return None
             offset = hf_slots.read_offset(self.model.hf_model)
         may_end_at = (lambda _: True) if media is None else media.may_end_at
@@ -253,6 +264,9 @@ class Prompts:
                 "this adapter was unloaded while a prompt was running", field="adapter", value=prompt.row.adapter,
                 allowed=self.model.adapters, hint="Send the request again",
             )  # fmt: skip
+        if job.media is not None and not job.has_begun:  # its towers have run just now: a piece by itself
+            job.has_begun, prompt.chunk_tokens = True, 0
+            return False
         if not job.chunks:  # the same prompt went through before
             assert prompt.row.reuse is not None
             prompt.logits, prompt.offset, prompt.done_tokens = prompt.row.reuse.logits, job.offset, job.kept.tokens
@@ -298,7 +312,7 @@ class Prompts:
     # One chunk -------------------------------------------------------------------------------------------------------
 
     def _run(self, form: Form, chunk: Chunk, prompt: Prompt) -> Tensor:
-        key, serial = self._set_adapter(prompt.row.adapter)
+        key, serial = self.layouts.set_adapter(prompt.row.adapter)
         if not self._can_stage(form, chunk, prompt.row.token_ids):
             self.is_steady = not self.captures
             return self._static(form)
@@ -371,93 +385,9 @@ class Prompts:
     def kernels(self) -> prompt_kernels.PromptKernels:
         """Return the kernels of ours that passes use here, chosen when they are first needed; none on a CPU."""
         if self.device.type == "cuda" and self._short is None:
-            self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self._fall_back)
+            self._kernels, self._short = prompt_kernels.chosen_with_short_ops(self.model, self.fall_back)
             self.four_bit = prompt_kernels.four_bit(self.model.hf_model)
         return self._kernels or prompt_kernels.PromptKernels()
-
-    # Adapters --------------------------------------------------------------------------------------------------------
-
-    def _set_adapter(self, name: str | None) -> tuple[Hashable, int | None]:
-        """Route the model to an adapter for this pass; returns what of it is part of a graph, and its serial where a graph
-        would read its own addresses."""
-        route: lora.Route = self.model.route
-        if name is None or name not in route.names:  # which is an error there
-            route.set(name)
-            return None, None
-        layout = self._layout_of(name)
-        if layout is None:
-            route.set(name)
-            serial = route.serials[name]
-            return (name, serial), serial
-        route.none()
-        route.name = layout.name
-        return layout.name, None
-
-    def _layout_of(self, name: str) -> PromptLayout | None:
-        """Return the layout of an adapter with its values in place, None for one that has none."""
-        route: lora.Route = self.model.route
-        planned = self.model.plan.execution.prompt
-        if self.sizes == planned.chunks and "adapter_copy" not in planned.bytes:
-            return None  # planned so: one adapter is read where it is
-        holders, serial = route.holders[name], route.serials[name]
-        fitting = holders.fitting
-        if not fitting.plain or any(part_of(module, name) not in lora.TOWERS for _, module in holders.rest):
-            return None
-        source = values_of(name, holders)
-        places = [one for one in fitting.plain if one.part not in lora.TOWERS]
-        key = (
-            source.numel(),
-            tuple((one.leaf.module_path, one.rank, one.scale, one.A_start, one.B_start) for one in places),
-        )
-        layout = self._layouts.get(key)
-        if layout is None:
-            while self._layouts and not self._has_room(source.nbytes):
-                self._drop_layout()
-            if not self._has_room(source.nbytes):
-                self._fall_back(
-                    f"a copy of {name} takes {gib(source.nbytes)}, which is not available", "prompts that share graphs"
-                )
-                return None
-            layout = self._layouts[key] = self._new_layout(places, source)
-        self._layouts.move_to_end(key)
-        if layout.holds != (name, serial):
-            layout.buffer.copy_(source)
-            layout.holds = (name, serial)
-        return layout
-
-    def _has_room(self, needed: int) -> bool:
-        if not self.captures:
-            return True
-        planned = self.model.plan.execution.prompt
-        if self.sizes == planned.chunks:
-            counted = planned.bytes.get("adapter_copy", 0)
-            others = sum(one.buffer.nbytes for one in self._layouts.values())
-            return needed + others <= counted + max(self._left_bytes(), 0)
-        counted = self.extra_bytes() - self.extra_bytes(self.sizes, adapters=False)
-        others = sum(one.buffer.nbytes for one in self._layouts.values())
-        return needed + others <= counted or needed + others - counted <= self._left_bytes() - self.extra_bytes()
-
-    def _new_layout(self, places: Sequence[lora.PlainPlace], source: Tensor) -> PromptLayout:
-        while len(self._layouts) >= MOST_LAYOUTS:
-            self._drop_layout()
-        buffer = torch.empty_like(source)
-        self.count += 1
-        # Another batch of this model may have layouts of its own.
-        layout = PromptLayout(f"\0prompt layout {id(self)} {self.count}", buffer, [one.leaf for one in places])
-        for one in places:
-            wide, high, rank = one.leaf.in_features, one.leaf.out_features, one.rank
-            A = buffer.as_strided((rank, wide), (wide, 1), one.A_start)
-            B = buffer.as_strided((high, rank), (rank, 1), one.B_start)
-            one.leaf.adapters[layout.name] = lora.LinearAdapter(one.part, one.scale, A, B)
-        return layout
-
-    def _drop_layout(self) -> None:
-        """Give back the layout used longest ago, and its graphs."""
-        _, old = self._layouts.popitem(last=False)
-        for leaf in old.leaves:
-            leaf.adapters.pop(old.name, None)
-        for key in [key for key in self._graphs if key[1] == old.name]:
-            del self._graphs[key]
 
     # Graphs ----------------------------------------------------------------------------------------------------------
 
@@ -480,7 +410,7 @@ class Prompts:
             chunk = Chunk(0, min(size, (self.batch.context_tokens or size) - 1), size, is_last=True)
             forward.begin(self.batch.cache.prompt_row)
             forward.load(chunk, [token] * size)
-            key, serial = self._set_adapter(adapter)
+            key, serial = self.layouts.set_adapter(adapter)
             whole = (forward.form_of(chunk), key)
             if whole not in self._graphs:
                 self._captured(whole, serial, [forward.row], partial(self._stage, chunk, [token] * size))
@@ -507,7 +437,7 @@ class Prompts:
                 raise memory_error(exc, "capturing a prompt", self.model.plan, self.device) from exc
             torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it
             self.captures = False
-            self._fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
+            self.fall_back(f"capturing failed: {type(exc).__name__}: {exc}")
             hf_slots.restore(before)
             return None
         finally:
@@ -532,7 +462,7 @@ class Prompts:
             return MOST_GRAPHS
         counted = planned_graphs(self.sizes, self.batch.context_tokens or 0)
         each = max(planned.bytes.get("prompt_graphs", 0) // counted, 1)
-        return min(counted + max(self._left_bytes(), 0) // each, MOST_GRAPHS)
+        return min(counted + max(self.left_bytes(), 0) // each, MOST_GRAPHS)
 
     @property
     def may_be_cut(self) -> bool:
@@ -541,7 +471,7 @@ class Prompts:
 
     def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
         """Whether so many graphs beyond those of cut prompts find room, and leave so many bytes."""
-        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self._left_bytes() >= spare_bytes
+        return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
     def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
         """Return a graph that has run once, and computed what the pass that it was captured from did."""

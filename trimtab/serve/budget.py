@@ -6,7 +6,8 @@ everybody: one chunk of `LEAST_TOKENS` at least goes through behind a step, and 
 rows nothing is bounded. Pure: durations are told, none is measured here.
 
 What it does not know: how long a chunk of a size takes that has not run yet; it estimates from those that have, a chunk costing
-half of its time whatever its size.
+half of its time whatever its size. A pass of towers (`TOWERS`) is bounded by nothing: it goes through first in a turn, or where the
+median one fits into what is left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ LEAST_TOKENS = 256
 HARDLY = 1.2
 # Sizes to choose from where chunks are not captured.
 SIZES = (16, 64, 128, 256, 512, 1024)
+# Stands for the size of a chunk where a prompt's images and audio went through their towers.
+TOWERS = -1
 _KEPT = 65  # durations of a kind that a median is made of
 _FIXED = 0.5
 
@@ -52,10 +55,12 @@ class Budget:
         """Return how long a chunk takes, estimated where none of the size has run; None if nothing is known."""
         if size in self._chunks:
             return median(self._chunks[size])
+        if size == TOWERS:
+            return None
         larger = min((known for known in self._chunks if known > size), default=None)
         if larger is not None:
             return median(self._chunks[larger]) * (_FIXED + (1 - _FIXED) * size / larger)
-        smaller = max(self._chunks, default=None)
+        smaller = max((known for known in self._chunks if known != TOWERS), default=None)
         return None if smaller is None else median(self._chunks[smaller]) * size / smaller
 
     def left_s(self, rows: int) -> float | None:
@@ -76,6 +81,10 @@ class Budget:
             if taken_s is None or taken_s <= left_s:
                 return size
         return None
+
+    def fits_towers(self, left_s: float | None) -> bool:
+        """Whether a pass of towers takes no longer than what is left; so as long as none has run."""
+        return left_s is None or (self.chunk_s(TOWERS) or 0.0) <= left_s
 
     @property
     def _least(self) -> int:

@@ -30,6 +30,7 @@ from trimtab.runtime.media import picture_bytes
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
+from trimtab.serve.budget import TOWERS
 from trimtab.serve.client_errors import for_client
 from trimtab.serve.constraint import Grammar
 from trimtab.serve.job import Event, Job, Token
@@ -65,6 +66,11 @@ class Answer:
     embedding: Embedding | None = None
     scores: PromptScores | None = None
     scored: list[dict[str, Any] | None] | None = None
+
+    @property
+    def needs_towers(self) -> bool:
+        """Whether the next piece of its prompt is a pass of the towers."""
+        return self.prompt is not None and self.scores is None and self.prompt.needs_towers
 
 
 # Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
@@ -300,9 +306,13 @@ class LoadedEngine:
             if answer.scores is not None:
                 return PIECE_TOKENS, self._score(answer, answer.scores)
             assert answer.prompt is not None
+            has_towers = answer.prompt.needs_towers
             self._times.begin()
             is_through = answer.prompt.step(most_tokens)
-            if answer.prompt.source is None and self.batch.prompts.is_steady and not answer.prompt.inputs.has_media:
+            if has_towers and not is_through and not answer.prompt.chunk_tokens:
+                self._times.end(TOWERS)
+                return TOWERS, False
+            if answer.prompt.source is None and self.batch.prompts.is_steady and not has_towers:
                 self._times.end(answer.prompt.chunk_tokens)
             if is_through:
                 self.batch.place(answer.prompt)

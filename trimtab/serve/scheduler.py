@@ -73,7 +73,8 @@ class Engine(Protocol):
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
         """Put the next piece of the prompt through the model, of `most_tokens` at most where its inputs can be cut so; return the
-        size of the chunk, and True when the prompt is through: nothing has to wait for the device yet."""
+        size of the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is through: nothing has to wait for
+        the device yet."""
 
     def choose(self, answer: Any) -> None:
         """Make ready for an answer's prompt, which goes through soon: what it needs is not taken off the model. Errors:
@@ -252,6 +253,8 @@ class Scheduler:
         self._arrive()
         left_s, count = self.budget.left_s(rows), 0
         while (size := self.budget.size(left_s, is_first=not count)) is not None:
+            if count and self._needs_towers() and not self.budget.fits_towers(left_s):
+                break
             taken = self._prefill(size)
             if taken is None:
                 break
@@ -260,6 +263,13 @@ class Scheduler:
                 break
             left_s -= self.budget.chunk_s(taken) or 0.0
         return count > 0
+
+    def _needs_towers(self) -> bool:
+        """Whether the next piece is a pass of the towers."""
+        if self._prefilling is None:
+            self._choose()
+        entry = self._prefilling or next(iter(self._chosen), None)
+        return entry is not None and getattr(entry.answer, "needs_towers", False)
 
     def _arrive(self) -> None:
         while self._through:

@@ -1,0 +1,59 @@
+"""Captured towers on the GPU: the tests of tests/test_tower_graphs.py with the device changed, and the memory they take."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import trimtab
+from tests import pico
+from tests.test_tower_graphs import *
+from tests.test_tower_graphs import DEVICE, features, same
+from trimtab.plan.tower_memory import BUFFERS, POOL
+from trimtab.runtime.batch import Batch
+from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.runtime.tower_graphs import Towers
+
+
+@pytest.mark.parametrize("quant", ["nf4", "none"])
+@pytest.mark.parametrize("family", ["gemma4", "qwen3_vl"])
+def test_towers_in_bfloat16_with_an_adapter_are_those_of_modules(family, quant, tmp_path):
+    base = pico.build(family, tmp_path / "base")
+    folder = pico.adapter(base, tmp_path / "a", targets="all")
+    plan = trimtab.plan(base, adapters={"a": folder}, quant=quant, context=96, device=DEVICE, batch=2)
+    assert plan.execution.towers.mode == "graph" and plan.gpu[BUFFERS] and plan.gpu[POOL]
+    with trimtab.load(plan) as model:
+        why = []
+        towers = Towers(model, "auto", lambda reason, what: why.append(reason))
+        for seed in (1, 2, 3):
+            for adapter in ("a", None):
+                found = features(model, family, seed, towers, adapter=adapter)
+                same(found, features(model, family, seed, adapter=adapter))
+        assert not why and towers.captured == 2 * len(towers.layers)
+        assert towers.buffer_bytes <= towers.most_bytes
+
+
+def test_layouts_of_adapters_share_the_graphs_of_towers(tmp_path):
+    base = pico.build("gemma3", tmp_path / "base")
+    names = {name: pico.adapter(base, tmp_path / name, targets="all", seed=number) for number, name in enumerate("ab")}
+    plan = trimtab.plan(base, adapters=names, quant="none", dtype="float32", context=96, device=DEVICE)
+    with trimtab.load(plan, decode="auto") as model:
+        batch = Batch(model, rows=1)
+        prompts = Prompts(batch, "auto")
+        expected = {name: features(model, "gemma3", 1, adapter=name) for name in names}
+        for _ in range(3):
+            for name, wanted in expected.items():
+                key, serial = prompts.layouts.set_towers(name)
+                assert serial is None
+                model_route = model.route.name
+                with torch.no_grad(), prompts.towers.running(key, serial):
+                    assert model.route.name == model_route
+                    from tests.test_encoder_cache import asked, tensors_of
+
+                    given = {
+                        k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v
+                        for k, v in asked(model, "gemma3", [1]).items()
+                    }
+                    same(tensors_of(model.hf_model.model.get_image_features(**given)), wanted)
+        assert prompts.towers.captured == len(prompts.towers.layers)

@@ -1,0 +1,264 @@
+"""Towers whose layers read and write buffers of their own compute what transformers' towers compute, in every family.
+
+On a CPU nothing is captured: the layers run through the same buffers. tests/gpu runs the same tests with graphs.
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import trimtab
+from tests import pico
+from tests.test_encoder_cache import asked, tensors_of
+from tests.test_prefill import WITH_PICTURES, differ, in_chunks, load, picture, through
+from trimtab.runtime import tower_graphs
+from trimtab.runtime.tower_graphs import MOST_CREDIT, MOST_SHAPES, Towers, filled, form_of, padded_frames
+
+DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
+ON_GPU = DEVICE != "cpu"
+MODE = "auto" if ON_GPU else "static"
+
+
+def towers_of(model, mode=MODE):
+    why = []
+    towers = Towers(model, mode, lambda reason, what: why.append(reason))
+    return towers, why
+
+
+def features(model, family, seed, towers=None, *, name="get_image_features", adapter=None, **options):
+    """Return the tensors of a tower's output for a picture; through `towers` where they are given."""
+    model.route.set(adapter)
+    given = {
+        key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for key, value in asked(model, family, seed if isinstance(seed, list) else [seed]).items()
+    }
+    serial = None if adapter is None else model.route.serials[adapter]
+    compute = getattr(model.hf_model.model, name)
+    with torch.no_grad():
+        if towers is None:
+            return tensors_of(compute(**given))
+        with towers.running(adapter, serial, **options):
+            return tensors_of(compute(**given))
+
+
+def same(found, expected):
+    assert len(found) == len(expected) >= 1
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_a_picture_is_the_same_bit_for_bit(family, tmp_path):
+    with load(family, tmp_path) as model:
+        towers, why = towers_of(model)
+        assert len(towers.layers) >= 2
+        for seed in (1, 2, 3, 1):
+            same(features(model, family, seed, towers), features(model, family, seed))
+        # As it is, then with buffers: every layer of the second picture, and of each after it.
+        each = towers.captured
+        assert not why and each >= 2 and towers.replayed == 2 * each
+        assert not any(name in vars(layer) for layer in towers.layers for name in ("forward",))
+        # Several in one pass are another shape.
+        for _ in range(2):
+            same(features(model, family, [4, 5], towers), features(model, family, [4, 5]))
+        same(features(model, family, 2, towers), features(model, family, 2))
+        assert towers.captured == 2 * each
+
+
+def test_each_layer_is_covered_and_a_changed_input_is_read(tmp_path):
+    with load("qwen3_vl", tmp_path) as model:
+        towers, _ = towers_of(model)
+        found = [features(model, "qwen3_vl", seed, towers) for seed in (1, 2, 3)]
+        # Deepstack's parts come from layers in the middle: they are those of this picture.
+        assert len(found[0]) > 1
+        for one, other in zip(found[1], found[2], strict=True):
+            assert not torch.equal(one, other)
+
+
+def test_adapters_of_the_towers_have_graphs_of_their_own(tmp_path):
+    base = pico.build("gemma3", tmp_path / "base")
+    names = {name: pico.adapter(base, tmp_path / name, targets="all", seed=number) for number, name in enumerate("ab")}
+    plan = trimtab.plan(base, adapters=names, quant="none", dtype="float32", context=96, device=DEVICE)
+    with trimtab.load(plan, decode="auto") as model:
+        towers, _ = towers_of(model)
+        expected = {name: features(model, "gemma3", 1, adapter=name) for name in ("a", "b", None)}
+        assert not torch.equal(expected["a"][0], expected["b"][0])
+        for _ in range(3):
+            for name, wanted in expected.items():
+                same(features(model, "gemma3", 1, towers, adapter=name), wanted)
+        layers = len(towers.layers)
+        assert towers.captured == 3 * layers
+        model.unload_adapter("a")
+        same(features(model, "gemma3", 1, towers, adapter="b"), expected["b"])
+        assert len(towers._graphs) == 2 * layers
+
+
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_prompts_with_pictures_are_those_of_eager_towers(family, tmp_path):
+    with load(family, tmp_path) as model:
+        batch, plain = in_chunks(model, (8, 16, 32)), in_chunks(model, (8, 16, 32))
+        batch.prompts.towers = Towers(model, MODE, batch.prompts.fall_back)
+        plain.prompts.towers = Towers(model, "eager", plain.prompts.fall_back)
+        for number in range(3):
+            inputs = picture(model, family, 9 + number)
+            found, expected = through(batch, inputs), through(plain, inputs)
+            assert differ(found.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
+            for one, prompt in ((batch, found), (plain, expected)):
+                one.leave(one.join(prompt).row)
+        assert batch.prompts.towers.replayed and not batch.steps.fallbacks
+
+
+def test_towers_are_a_piece_of_their_own(tmp_path):
+    with load("gemma3", tmp_path) as model:
+        batch = in_chunks(model, (32,))
+        prompt = batch.begin(picture(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4))
+        assert prompt.needs_towers
+        assert prompt.step() is False and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
+        assert not prompt.needs_towers
+        assert prompt.step() is True and prompt.chunk_tokens == 32
+        plain = batch.begin(model.prepare([5, 6, 7]), trimtab.GenerateRequest(max_new_tokens=4))
+        assert not plain.needs_towers
+
+
+def test_few_layers_are_captured_at_once_while_rows_are_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(tower_graphs, "LAYERS_AT_ONCE", 1)
+    with load("gemma4", tmp_path) as model:
+        towers, _ = towers_of(model)
+        counts = []
+        for seed in range(4):
+            same(features(model, "gemma4", seed, towers, is_busy=True), features(model, "gemma4", seed))
+            counts.append((towers.captured, towers.replayed))
+        assert counts == [(0, 0), (1, 0), (2, 1), (2, 3)]
+
+
+# Shapes --------------------------------------------------------------------------------------------------------------
+
+
+def counting(most_bytes=2**62):
+    towers = object.__new__(Towers)
+    model = SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(execution=SimpleNamespace(towers=None)))
+    model.route = SimpleNamespace(serials={})
+    model.hf_model = SimpleNamespace(config=SimpleNamespace(model_type="other"))
+    Towers.__init__(towers, model, "eager", lambda why, what: None)
+    towers.is_on, towers.most_bytes = True, most_bytes
+    layer = torch.nn.Identity()
+    layer.forward = lambda x: x + 1
+    towers.layers = [layer]
+    return towers, layer
+
+
+def passed(towers, layer, size):
+    with towers.running(None, None):
+        assert torch.equal(layer(torch.zeros(size)), torch.ones(size))
+
+
+def test_a_shape_that_comes_often_keeps_its_graph_while_others_come_once():
+    towers, layer = counting()
+    for _ in range(MOST_CREDIT + 4):
+        passed(towers, layer, 1)
+    for size in range(2, MOST_SHAPES + 1):
+        passed(towers, layer, size)
+        passed(towers, layer, size)
+    assert len(towers._shapes) == MOST_SHAPES == towers.captured
+    before = towers.captured
+    for size in range(100, 108):  # once each: nothing is captured for them
+        passed(towers, layer, size)
+    assert towers.captured == before
+    for _ in range(4):  # again and again: the one used least goes
+        passed(towers, layer, 200)
+    assert towers.captured == before + 1 and len(towers._shapes) == MOST_SHAPES
+    replayed = towers.replayed
+    passed(towers, layer, 1)
+    assert towers.replayed == replayed + 1
+
+
+def test_a_shape_larger_than_planned_runs_as_it_is():
+    towers, layer = counting(most_bytes=100)
+    for _ in range(3):
+        passed(towers, layer, 8)
+        passed(towers, layer, 1000)
+    assert towers.captured == 1 and towers.buffer_bytes <= 100
+
+
+def test_a_form_is_all_that_is_not_in_tensors():
+    def made(*args, **kwargs):
+        tensors = []
+        return form_of((args, kwargs), tensors, lambda one: tuple(one.tolist())), tensors
+
+    x, y = torch.zeros(2, 3), torch.ones(4)
+    lengths = torch.tensor([0, 2, 5], dtype=torch.int32)
+    form, tensors = made(x, (y, None), cu_seqlens=lengths, flag=True)
+    assert tensors[0] is x and tensors[1] is y and len(tensors) == 2
+    args, kwargs = filled(form, iter(tensors))
+    assert args[0] is x and args[1] == (y, None) and kwargs["flag"] is True
+    assert torch.equal(kwargs["cu_seqlens"], lengths) and kwargs["cu_seqlens"].dtype == torch.int32
+    assert made(x, (y, None), cu_seqlens=lengths, flag=True)[0] == form
+    assert made(x, (y, None), cu_seqlens=lengths + 1, flag=True)[0] != form
+    assert made(x, (y, None), cu_seqlens=lengths, flag=False)[0] != form
+    assert made(x.half(), (y, None), cu_seqlens=lengths, flag=True)[0] != form
+    assert made(1)[0] != made(True)[0]
+    with pytest.raises(tower_graphs.UnknownFormError, match="SimpleNamespace"):
+        made(SimpleNamespace())
+
+
+# Sounds --------------------------------------------------------------------------------------------------------------
+
+
+def sounds(model, frames, *, seed=0, count=1, valid=None):
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(count, frames, dtype=torch.bool)
+    for row, length in enumerate(valid or [frames] * count):
+        mask[row, :length] = True
+    return torch.randn(count, frames, 128, generator=generator).to(DEVICE), mask.to(DEVICE)
+
+
+def heard(model, given, towers=None):
+    owner = model.hf_model.model
+    with torch.no_grad():
+        if towers is None:
+            return owner.get_audio_features(*given, return_dict=True)
+        with towers.running(None, None):
+            return owner.get_audio_features(*given, return_dict=True)
+
+
+@pytest.mark.parametrize("frames", [30, 31, 33, 127, 128, 150, 191])
+def test_a_sound_that_is_padded_is_the_sound(frames, tmp_path):
+    with load("gemma4", tmp_path) as model:
+        towers, why = towers_of(model)
+        model.route.none()
+        for seed in range(3):
+            given = sounds(model, frames, seed=seed, count=2, valid=[frames, frames - 5])
+            found, expected = heard(model, given, towers), heard(model, given)
+            assert torch.equal(found.attention_mask, expected.attention_mask)
+            mask = expected.attention_mask
+            # More rows in a product are another kernel: roundings of float32.
+            assert found.pooler_output.shape == expected.pooler_output.shape
+            assert differ(found.pooler_output[mask], expected.pooler_output[mask]) < 1e-5
+        assert not why and towers.replayed
+
+
+def test_what_lies_in_the_padding_changes_nothing(tmp_path, monkeypatch):
+    with load("gemma4", tmp_path) as model:
+        features, mask = sounds(model, 200, valid=[150])
+        with torch.no_grad():
+            model.route.none()
+            expected = heard(model, (features, mask))
+            features[:, 150:] = 1e3
+            found = heard(model, (features, mask))
+        real = expected.attention_mask
+        assert torch.equal(found.pooler_output[real], expected.pooler_output[real])
+        assert real.sum() == 38
+
+
+def test_sounds_of_few_lengths_share_graphs(tmp_path):
+    with load("gemma4", tmp_path) as model:
+        towers, _ = towers_of(model)
+        model.route.none()
+        for frames in (130, 150, 170, 192, 191):
+            heard(model, sounds(model, frames), towers)
+        assert len(towers._shapes) == 1
+    assert [padded_frames(frames) for frames in (1, 128, 129, 3000, 3072, 5000)] == [128, 128, 192, 3072, 3072, 5000]
