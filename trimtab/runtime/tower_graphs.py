@@ -241,7 +241,7 @@ class Towers:
             self._fall_back(f"{type(layer).__name__} is given {exc}", "captured towers")
             return inner(*args, **kwargs)
         shape = (form, self._key)
-        found = self._graphs.get((layer, *shape))
+        found = self._graphs.get((layer, form, self._key))
         if found is None:
             if not self._may_capture(shape, tensors):
                 return inner(*args, **kwargs)
@@ -341,7 +341,7 @@ class Towers:
             found.graph = self._graph(inner, buffers, outputs)
             if found.graph is None:
                 return expected
-        self._graphs[(layer, *shape)] = found
+        self._graphs[layer, shape[0], shape[1]] = found
         self._left = None if self._left is None else self._left - 1
         self.captured += 1
         self.capture_s += time.perf_counter() - start
@@ -404,7 +404,7 @@ def padded_frames(frames: int) -> int:
 def padded_sounds(hf_model: Any) -> Iterator[None]:
     """Let the audio tower see sounds of few lengths while the block runs, in families where padding changes nothing."""
     owner, halvings = getattr(hf_model, "model", None), PADDED_SOUNDS.get(hf_model.config.model_type)
-    if halvings is None or not hasattr(owner, "get_audio_features"):
+    if halvings is None or owner is None or not hasattr(owner, "get_audio_features"):
         yield
         return
     inner = owner.get_audio_features
