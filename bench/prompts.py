@@ -30,6 +30,7 @@ CONTEXT = 2560
 MODELS = ("e4b", "e2b", "qwen3-8b", "qwen3-vl-4b")
 REPEAT = 5
 PICTURE_TOKENS = 280
+PICTURES = 40
 
 
 def prepare(size: str, work: Path) -> None:
@@ -59,13 +60,14 @@ def give_eyes(folder: Path) -> None:
 
 
 def pictures(work: Path) -> Iterator[list[dict[str, Any]]]:
-    """Yield messages with a picture of 640x480 each and a question, all different."""
+    """Yield messages with a picture of 640x480 each and a question, all different; the files are made before the first one."""
     from bench.load_bodies import png
 
     chance = random.Random(5)
-    path = work / f"picture-{os.getpid()}.png"
-    while True:
+    paths = [work / f"picture-{os.getpid()}-{number}.png" for number in range(PICTURES)]
+    for path in paths:
         path.write_bytes(png(chance))
+    for path in paths:
         part = {"type": "image", "image": str(path)}
         yield [{"role": "user", "content": [part, {"type": "text", "text": "What is in this picture?"}]}]
 

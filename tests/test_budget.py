@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trimtab.serve.budget import RATIO, SIZES, Budget
+from trimtab.serve.budget import RATIO, SIZES, TOWERS, Budget
 
 
 def told(chunks=(), steps=()):
@@ -61,3 +61,11 @@ def test_a_first_chunk_is_always_there_and_no_later_one_takes_longer_than_is_lef
         assert size in SIZES
     elif size is not None:
         assert made.chunk_s(size) <= left_s
+
+
+def test_a_pass_of_towers_is_known_by_itself():
+    made = told(chunks=[(TOWERS, 0.006), (TOWERS, 0.5), (TOWERS, 0.006)], steps=[(32, 0.010)])
+    assert made.chunk_s(TOWERS) == 0.006 and made.chunk_s(512) is None  # no chunk is estimated from it
+    assert made.fits_towers(None) and made.fits_towers(0.006) and not made.fits_towers(0.005)
+    assert told(chunks=[(512, 0.02)]).fits_towers(0.0)  # nothing is known of it
+    assert told(chunks=[(512, 0.02)]).chunk_s(TOWERS) is None

@@ -305,6 +305,54 @@ def test_options_say_what_each_change_gives():
     assert lines[0].split() == ["option", "device", "memory", "tokens/s", "head", "decode", "steps"]
 
 
+# Towers --------------------------------------------------------------------------------------------------------------------
+
+
+def test_towers_are_captured_where_they_lie_on_the_device_and_their_bytes_are_in_the_budget():
+    made, without = plan(8), plan(8, images=0, audio_s=0.0)
+    towers = made.execution.towers
+    assert towers.mode == "graph" and set(towers.bytes) == {GRAPHS, BUFFERS, POOL}
+    assert all(made.gpu[name] == count > 10 * MIB for name, count in towers.bytes.items())
+    # What a picture takes while it is not captured is counted still.
+    assert made.gpu_needed_bytes >= without.gpu_needed_bytes + sum(towers.bytes.values())
+    assert made.gpu_needed_bytes <= made.gpu_budget_bytes and "tower_graphs" in OUTSIDE_PEAK
+    assert without.execution.towers is None and not set(without.gpu) & {GRAPHS, BUFFERS, POOL}
+    assert "towers       graph" in str(made) and "towers" not in str(without)
+
+
+def test_the_decoder_comes_before_captured_towers():
+    streamed, small = plan(4, head="auto").execution.towers, plan(4).execution.towers
+    assert streamed.mode == small.mode == "eager" and not streamed.bytes
+    assert streamed.reason.startswith("model.vision_tower") and small.reason == "prompts are not captured"
+    assert plan(4, head="auto", images=0, audio_s=0.0).execution.tokens_per_s == pytest.approx(
+        plan(4, head="auto").execution.tokens_per_s, rel=0.05
+    )
+    whole = plan(8)
+    taken = sum(whole.execution.towers.bytes.values())
+    left = whole.gpu_budget_bytes - whole.gpu_needed_bytes + taken
+    # Half of what is left over is for adapters that come later.
+    tight = plan(8, gpu_memory=whole.gpu_budget_bytes - left + 2 * taken - MIB)
+    assert tight.execution.towers.mode == "eager" and "of the budget may be used" in tight.execution.towers.reason
+    assert plan(8, gpu_memory=whole.gpu_budget_bytes - left + 2 * taken).execution.towers.mode == "graph"
+
+
+def test_longer_sounds_and_more_pictures_need_more_buffers():
+    few, pictures, sounds = plan(24), plan(24, images=4), plan(24, audio_s=60.0)
+    for more in (pictures, sounds):
+        assert more.execution.towers.bytes[BUFFERS] > few.execution.towers.bytes[BUFFERS]
+        assert more.execution.towers.bytes[GRAPHS] == few.execution.towers.bytes[GRAPHS]
+
+
+def test_towers_of_a_saved_plan_are_checked():
+    values = json.loads(json.dumps(plan(8).to_json()))
+    values["execution"]["towers"]["mode"] = "fused"
+    with pytest.raises(RequestError) as caught:
+        Plan.from_json(values)
+    assert caught.value.field == "plan.execution.towers.mode"
+    values["execution"]["towers"] = None
+    assert Plan.from_json(values).execution.towers is None
+
+
 def test_an_execution_comes_back_equal_and_foreign_ones_are_refused():
     made = plan(8)
     values = json.loads(json.dumps(made.to_json()))

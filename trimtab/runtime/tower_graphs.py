@@ -13,8 +13,8 @@ have any length: Gemma 4's, whose mask keeps padding out of every later value, a
 families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
 of a graph too. A shape is captured when it comes a second time, a few layers at a time while others are being answered.
 
-What is not covered: layers on the CPU or copied in for every pass; layers that are given or return other things than tensors and
-plain values: they run as they are.
+What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (tower_check.py), layers that are given
+or return other things than tensors and plain values: they run as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.step_capture import check_replay
+from trimtab.runtime.tower_check import unknown_towers
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
@@ -177,6 +178,9 @@ class Towers:
         planned = model.plan.execution.towers
         self.captures = mode == "auto" and planned is not None and planned.mode in CAPTURED
         self.captures &= model.device.type == "cuda"
+        if self.captures and unknown_towers(model.hf_model.config):
+            self.captures = False
+            fall_back("the look-ups of an unknown tower are checked on the host", "captured towers")
         self.is_on = self.captures or mode == "static"
         self.layers = layers_of(model) if self.is_on else []
         self.capture_s, self.captured, self.replayed = 0.0, 0, 0
