@@ -16,6 +16,7 @@ from trimtab.plan.execution import StepWork, graph_count, step_s, unsupported_re
 from trimtab.plan.options import options_of, options_text
 from trimtab.plan.plan import OUTSIDE_PEAK
 from trimtab.plan.prompt_memory import uncaptured_bytes
+from trimtab.plan.tower_memory import BUFFERS, GRAPHS, POOL
 from trimtab.request import LoadRequest
 
 GIB, MIB = 2**30, 2**20
@@ -331,9 +332,9 @@ def test_the_decoder_comes_before_captured_towers():
     taken = sum(whole.execution.towers.bytes.values())
     left = whole.gpu_budget_bytes - whole.gpu_needed_bytes + taken
     # Half of what is left over is for adapters that come later.
-    tight = plan(8, gpu_memory=whole.gpu_budget_bytes - left + 2 * taken - MIB)
+    tight = plan(8, gpu_memory_bytes=whole.gpu_budget_bytes - left + 2 * taken - MIB)
     assert tight.execution.towers.mode == "eager" and "of the budget may be used" in tight.execution.towers.reason
-    assert plan(8, gpu_memory=whole.gpu_budget_bytes - left + 2 * taken).execution.towers.mode == "graph"
+    assert plan(8, gpu_memory_bytes=whole.gpu_budget_bytes - left + 2 * taken).execution.towers.mode == "graph"
 
 
 def test_longer_sounds_and_more_pictures_need_more_buffers():

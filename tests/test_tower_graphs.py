@@ -262,4 +262,3 @@ def test_sounds_of_few_lengths_share_graphs(tmp_path):
             heard(model, sounds(model, frames), towers)
         assert len(towers._shapes) == 1
     assert [padded_frames(frames) for frames in (1, 128, 129, 3000, 3072, 5000)] == [128, 128, 192, 3072, 3072, 5000]
-

@@ -43,7 +43,10 @@ def test_layouts_of_adapters_share_the_graphs_of_towers(tmp_path):
     plan = trimtab.plan(base, adapters=names, quant="none", dtype="float32", context=96, device=DEVICE)
     with trimtab.load(plan, decode="auto") as model:
         prompts = Prompts(Batch(model, rows=1), "auto")
-        given = {key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for key, value in asked(model, "gemma3", [1]).items()}
+        given = {
+            key: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+            for key, value in asked(model, "gemma3", [1]).items()
+        }
         expected = {name: features(model, "gemma3", 1, adapter=name) for name in names}
         for _ in range(3):
             for name, wanted in expected.items():

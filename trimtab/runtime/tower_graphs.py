@@ -13,8 +13,8 @@ have any length: Gemma 4's, whose mask keeps padding out of every later value, a
 families' have graphs of their exact lengths. Lengths of attention's parts, which torch reads on the host (`HOST_LENGTHS`), are part
 of a graph too. A shape is captured when it comes a second time, a few layers at a time while others are being answered.
 
-What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (tower_check.py), layers that are given
-or return other things than tensors and plain values: they run as they are.
+What is not covered: layers on the CPU or copied in for every pass, towers of unknown families (tower_check.py), layers that are
+given or return other things than tensors and plain values: they run as they are.
 """
 
 from __future__ import annotations
