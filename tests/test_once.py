@@ -46,3 +46,24 @@ def test_the_parts_are_together_the_whole_and_nothing_twice(monkeypatch):
     assert sorted(map(str, whole)) == sorted(str(one) for found, _ in parts for one in found)
     assert [found for _, found in parts] == [[], [], [], everything] and everything == ["small", "ends"]
     assert all(found for found, _ in parts)
+
+
+def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
+    monkeypatch.setattr(once, "MANY_PRODUCTS", once.MANY_PRODUCTS[1:2])
+    monkeypatch.setattr(once, "UNPACKED", once.UNPACKED[:1])
+    monkeypatch.setattr(once, "HEADS", ((64, 256),))
+    parts = modules.prompts(), modules.rows(), modules.head8()
+    assert list(once.findings_of_many(*parts, tokens=(1, 17), rows=(9,))) == []
+    names = {name for part in parts for name in modules.launches(part)}
+    assert {"unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_up_rows"} <= names
+    assert {"rows_product_16", "rows_low", "rows_up", "head8"} <= names
+
+
+def test_a_wrong_kernel_of_many_tokens_is_named(monkeypatch):
+    monkeypatch.setattr(once, "HEADS", ())
+    monkeypatch.setattr(once.prompt_kernels, "wrong_add", lambda *args, **kwargs: "one is")
+    monkeypatch.setattr(once.prompt_kernels, "wrong_unpack", lambda *args, **kwargs: "one value is")
+    monkeypatch.setattr(once.many_rows, "wrong", lambda *args, **kwargs: None)
+    said = list(once.findings_of_many(modules.prompts(), modules.rows(), None, tokens=(1,), rows=(9,)))
+    assert "adapters of a prompt, torch.bfloat16: one is" in said
+    assert "an unpacked weight, fp4, torch.float16: one value is" in said

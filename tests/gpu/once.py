@@ -3,24 +3,32 @@
     compute-sanitizer --tool memcheck --error-exitcode 9 python -m tests.gpu.once
 
 Also with --tool initcheck, synccheck and racecheck. That one needs many times as long: `python -m tests.gpu.once 2 12` runs the
-second of twelve parts, several of which may run beside each other. Values are compared as well, as when a model is loaded.
+second of twelve parts, several of which may run beside each other. `python -m tests.gpu.once many` runs the kernels of prompts, of
+steps of more than 8 rows and of the 8-bit head alone. Values are compared as well, as when a model is loaded.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from trimtab.runtime import cuts, ends, fused, fused_check, matvec, tuning
+from trimtab.runtime import cuts, ends, fused, fused_check, head8, many_rows, matvec, prompt_kernels, tuning
 
 # Outputs of layers over one input, columns, whether two are gate and up.
 PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, False), ((40,), 192, False))
 ATTENTION = ((8, 2, 256), (4, 1, 512), (4, 2, 64))
 SIZES = ends.Sizes(500, 512, 30.0, 3, 64)
 RANKS = (8, 40)
+# A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], the last block of one not full.
+TOKENS = (1, 7, 16, 17, 130)
+UNPACKED = ((96, 320), (40, 1088))
+# Rows of a step of many: each size of tile (16, 32, 64), full and not. Layers over one input, as PRODUCTS.
+MANY_ROWS = (9, 16, 27, 33, 64)
+MANY_PRODUCTS = (((64,), 1024), ((48, 16), 512), ((256,), 2560))
+HEADS = ((500, 512), (1031, 256))
 
 
 def findings(
@@ -56,15 +64,49 @@ def findings(
         yield found
 
 
-def main(part: int = 1, parts: int = 1) -> int:
-    """Run all of it, or one part, on the first GPU, print what is wrong."""
+def findings_of_many(
+    prompts: Any, many: Any, head: Any, *, tokens: Sequence[int] = TOKENS, rows: Sequence[int] = MANY_ROWS
+) -> Iterator[str]:  # fmt: skip
+    """Yield what is wrong with the kernels of prompts, of steps of many rows and of the 8-bit head, of these modules."""
+    device = prompts.device
+    for dtype in (torch.bfloat16, torch.float16):
+        found = prompt_kernels.wrong_add(prompts, dtype, tokens=tokens)
+        found = found or prompt_kernels.wrong_add_rows(prompts, dtype, tokens=(16, 32, 64))
+        if found is not None:
+            yield f"adapters of a prompt, {dtype}: {found}"
+        for quant in ("nf4-dq", "nf4", "fp4"):
+            weights = tuning.RandomWeights(device, quant=quant)
+            for shape in UNPACKED:
+                found = prompt_kernels.wrong_unpack(weights.make(*shape, dtype), prompts)
+                if found is not None:
+                    yield f"an unpacked weight, {quant}, {dtype}: {found}"
+            for counts, columns in MANY_PRODUCTS if quant != "fp4" else ():
+                group = [weights.make(one, columns, dtype) for one in counts]
+                found = many_rows.wrong(group, many, dtype, counts=rows)
+                if found is not None:
+                    yield f"many rows, {quant}, {dtype}: {found}"
+    for shape in HEADS:
+        for bias in (None, torch.randn(shape[0], device=device).bfloat16()):
+            q, scale = head8.quantize_rows(torch.randn(shape, device=device).bfloat16())
+            found = head8.check(head, head8.Head(q, scale, bias))
+            if found is not None:
+                yield f"the 8-bit head: {found}"
+
+
+def main(part: int | str = 1, parts: int = 1) -> int:
+    """Run all of it, or one part, on the first GPU, print what is wrong. part: "many" for the kernels of many tokens alone."""
     device = torch.device("cuda", 0)
-    products, small = matvec.load(device), fused.load(device)
-    said = list(findings(products, small, ends.load(device), part=part, parts=parts))
+    said = []
+    if part != "many":
+        products, small = matvec.load(device), fused.load(device)
+        said += findings(products, small, ends.load(device), part=int(part), parts=parts)
+    if part == "many" or int(part) == parts:
+        many = prompt_kernels.load(device), many_rows.load(device), head8.load(device)
+        said += findings_of_many(*many)
     torch.cuda.synchronize()
     print("\n".join(said) or "every kernel ran once and is right")
     return bool(said)
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*(word if word == "many" else int(word) for word in sys.argv[1:])))
