@@ -119,7 +119,8 @@ class LoadRequest:
     "cuda:N".
     card: plan for this GPU from estimates; it need not be in this machine. decode: how steps run, one of DECODE_MODES; an
     explicitly requested mode that is unavailable is an error. prefix_cache_bytes: host memory for cached keys and values; 0
-    is no cache.
+    is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows, and prompts go
+    through one at a time in pieces of fixed size.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 
@@ -143,6 +144,7 @@ class LoadRequest:
     disk_memory_bytes: int | None = None
     decode: str = "auto"
     prefix_cache_bytes: int = 0
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -154,6 +156,8 @@ class LoadRequest:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
+        if not isinstance(self.batch_invariant, bool):
+            raise RequestError("must be True or False", field="batch_invariant", value=self.batch_invariant)
         if isinstance(self.audio_s, numbers.Real) and not isinstance(self.audio_s, (int, float)):
             object.__setattr__(self, "audio_s", float(self.audio_s))  # numpy's numbers
         if not isinstance(self.audio_s, (int, float)) or not 0 <= self.audio_s <= MAX_SOUND_S:

@@ -22,7 +22,7 @@ PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, Fal
 ATTENTION = ((8, 2, 256), (4, 1, 512), (4, 2, 64))
 SIZES = ends.Sizes(500, 512, 30.0, 3, 64)
 RANKS = (8, 40)
-# A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], the last block of one not full.
+# A prompt's: tokens of chunks and their edges (8 and 16 tokens of a block), and weights [D_out, D_in], one with a block not full.
 TOKENS = (1, 7, 16, 17, 130)
 UNPACKED = ((96, 320), (40, 1088))
 # Rows of a step of many: each size of tile (16, 32, 64), full and not. Layers over one input, as PRODUCTS.

@@ -59,6 +59,10 @@ def add_placement(
         "--prefix-cache", metavar="SIZE",
         help="host memory for cached keys and values of prompt prefixes, such as 1GiB (default: no cache)",
     )  # fmt: skip
+    group.add_argument(
+        "--batch-invariant", action="store_true", default=None,
+        help="give an answer the same bits alone and beside others (slower: steps compute all rows)",
+    )  # fmt: skip
     add_device(group)
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)"
@@ -193,6 +197,7 @@ PLACEMENT = {
     "context": "context_tokens", "batch": "batch", "images": "images", "audio_s": "audio_s", "device": "device",
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
     "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
+    "batch_invariant": "batch_invariant",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 

@@ -77,6 +77,8 @@ CHUNK_LINEAR_S = 45e-6
 CHUNKS = (16, 64, 128, 256, 512, 1024)
 CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
 UNCAPTURED_CHUNKS = ((128, 512), (64, 256))
+# The largest chunk where answers have the same bits alone and beside others: chunks are not cut to what a step leaves time for.
+INVARIANT_CHUNK = 512
 # A streamed step's copies run at this share of the link's rate.
 LINK_SHARE = 0.97
 

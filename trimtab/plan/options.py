@@ -14,7 +14,7 @@ from typing import Any
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.execution import CAPTURED_CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
+from trimtab.plan.execution import CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -60,10 +60,14 @@ def choose_plan(
 
 
 def choose_chunks_of(
-    with_chunks: Callable[[tuple[int, ...], bool], Plan], *, is_captured: bool, least_tokens: int = 0
+    with_chunks: Callable[[tuple[int, ...], bool], Plan],
+    *,
+    is_captured: bool,
+    least_tokens: int = 0,
+    most_tokens: int = max(CHUNKS),
 ) -> Plan:
     """Return the plan with the most sizes of captured chunks that keep the whole decoder on the device, else the one with the
-    least expected seconds. least_tokens: what the largest chunk has to hold.
+    least expected seconds. least_tokens: what the largest chunk has to hold. most_tokens: of a chunk, but for that.
 
     with_chunks: makes the plan of some sizes, captured or not; () for transformers' own pass. Where decoder layers are copied in
     every step, the room that graphs take would be theirs, and chunks that are not captured leave them the most: a prompt then
@@ -72,8 +76,9 @@ def choose_chunks_of(
     if not is_captured:
         return with_chunks((), False)
     plans: list[Plan] = []
+    most = min(size for size in CHUNKS if size >= max(most_tokens, least_tokens))
     for captured, choices in ((True, CAPTURED_CHUNKS), (False, UNCAPTURED_CHUNKS)):
-        for chunks in choices:
+        for chunks in (tuple(size for size in sizes if size <= most) for sizes in choices):
             if max(chunks) < least_tokens:
                 continue
             with suppress(DoesNotFitError):

@@ -39,6 +39,7 @@ from trimtab.plan.execution import (
     CHUNKS,
     EAGER_KERNELS,
     FRAGMENT_BYTES,
+    INVARIANT_CHUNK,
     Execution,
     Phase,
     check_bytes,
@@ -150,7 +151,10 @@ def _made(
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
         # An image whose tokens see each other goes through in one chunk.
         least = patches_of(one.model_type)[1] if request.images and "vision" in one.parts else 0
-        return choose_chunks_of(with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)))
+        most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
+        return choose_chunks_of(
+            with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)), most_tokens=most
+        )
 
     heads = {"full" if request.head == "auto" else request.head: anatomy}
     if request.head == "auto" and not machine.on_cpu and not head_refused and head8 is not None:

@@ -17,6 +17,7 @@ def table(plan: Plan) -> str:
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
+        f"{'batch-invariant, ' if request.batch_invariant else ''}"
         f"context {request.context_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
     )

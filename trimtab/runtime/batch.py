@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
@@ -183,6 +183,7 @@ class Batch:
         self._told = False  # whether `tokens` holds what the lists of tokens end with, not what a step has gone on to
         self._read = torch.empty(self.rows, dtype=torch.long, pin_memory=self.model.device.type == "cuda")
         mode = self.decode or self.model.decode
+        self.is_invariant = bool(self.model.plan.request.batch_invariant)
         self.steps = graphs.Steps(self, mode)
         self.prompts = prefill_graphs.Prompts(self, "eager" if mode == "eager" else "auto")
         self.prefixes = prefix_cache.Prefixes(self)
@@ -261,6 +262,9 @@ class Batch:
         return False
 
     def _prefill(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
+        if self.is_invariant:  # what a step of others leaves time for cuts no prompt
+            company.check_turn(self.prompts, prompt)
+            most_tokens = company.piece_tokens(self)
         if self.prompts.takes(prompt):
             return self.prompts.step(prompt, most_tokens)
         tensors, count = dict(prompt.inputs.tensors), prompt.inputs.prompt_tokens

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from trimtab.errors import RequestError, gib
 from trimtab.plan.execution import BUCKETS, KERNEL_ROWS
-from trimtab.runtime import ends, hf_slots, many_rows, short_ops, tables
+from trimtab.runtime import company, ends, hf_slots, many_rows, short_ops, tables
 from trimtab.runtime.devices import outside_torch
 from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.kernels import Kernels
@@ -114,6 +114,8 @@ class Steps:
         count = len(self.batch.active)
         names = [row.adapter for row in self.batch.active]
         self.wrote_tokens = False
+        if self.batch.is_invariant:
+            return self._run_invariant(names)
         if not self.has_placeholder():
             found = self._run_graph(count, names) if self.is_captured else None
             if found is not None:
@@ -121,6 +123,37 @@ class Steps:
             step = self._fused_step() if self.mode == "fused" else None
             return self._eager(count, names, step or self._short)
         return self._eager(count, names, self._modules)
+
+    def _run_invariant(self, names: Sequence[str | None]) -> tuple[Tensor, Tensor]:
+        """Return what `run` does, each row with the bits that it has alone: of one graph of all rows, whoever is active, and of
+        passes of one row for those that the graph cannot compute. See company.py."""
+        batch, count = self.batch, len(names)
+        apart = [number for number in range(count) if not self.is_captured or self._is_apart(number)]
+        before = batch.tokens.clone() if apart else None
+        found = None
+        if len(apart) < count:
+            found = self._run_graph(count, [None if number in apart else name for number, name in enumerate(names)])
+            if found is None:  # capturing failed: no row is in a graph from now on
+                return self._run_invariant(names)
+            self.wrote_tokens = not apart
+        if before is not None:
+            batch.tokens.copy_(before)
+            alone = company.one_by_one(self, {number: names[number] for number in apart})
+            if found is None:
+                return alone
+            for number, logits, token in zip(apart, *alone, strict=True):
+                found[0][number], found[1][number] = logits, token
+        assert found is not None
+        return found[0][:count], found[1][:count]
+
+    def _is_apart(self, number: int) -> bool:
+        """Whether a row's step cannot be part of a graph of all rows: its token is a picture's, or no table holds its adapter."""
+        row = self.batch.active[number]
+        if row.token_ids[-1] in self._placeholders:
+            return True
+        if row.adapter is None:
+            return False
+        return not self.kernels.has_lora or self._adapter_slots().why_not(row.adapter) is not None
 
     def has_placeholder(self) -> bool:
         # For a drawn picture token transformers embeds another one in its place.
@@ -158,10 +191,11 @@ class Steps:
             slots.empty(count)
         cache.begin()
         masks = hf_slots.step_masks(self.model.hf_model, cache, count)
+        step = cache.rows_of_step(count)
         if added_masks:
             masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
         found = self.model.hf_model(
-            input_ids=batch.tokens[:count], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
+            input_ids=batch.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
             attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
         )  # fmt: skip
         logits: Tensor = found.logits[:, -1]
@@ -177,6 +211,8 @@ class Steps:
         return self._finish(step, count, self.batch.tokens[:count, 0])
 
     def _places(self) -> int:
+        if self.batch.is_invariant and self.batch.context_tokens is not None:
+            return self.batch.context_tokens
         longest = max(len(row.token_ids) for row in self.batch.active) + self._ahead
         places = SMALLEST_PLACES
         while places < longest:
@@ -205,6 +241,8 @@ class Steps:
 
     def _run_graph(self, count: int, names: Sequence[str | None]) -> tuple[Tensor, Tensor] | None:
         bucket = next((size for size in BUCKETS if size >= count and size <= self.batch.rows), self.batch.rows)
+        if self.batch.is_invariant:
+            bucket = self.batch.rows
         padded = [*names, *[None] * (bucket - count)]
         step: Any = self._short
         kind = "modules"
@@ -227,7 +265,7 @@ class Steps:
         self._stage(bucket)
         found = self._graphs.get(key)
         if found is None:
-            found = self._capture(key, step, bucket, padded, slots if has_adapters else None)
+            found = self._capture(key, step, bucket, padded, slots if has_adapters or self.batch.is_invariant else None)
             if found is None:
                 return None
         self._graphs.move_to_end(key)
@@ -238,7 +276,7 @@ class Steps:
 
     def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
         """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
-        if not self.kernels.has_lora or not any(names):
+        if not self.kernels.has_lora or not (any(names) or (self.batch.is_invariant and self._has_adapters())):
             return None
         slots = self._adapter_slots()
         for name in dict.fromkeys(names):
@@ -247,6 +285,10 @@ class Steps:
                 self._choice.fall_back("adapters by table", why, asked=False)
                 return None
         return slots
+
+    def _has_adapters(self) -> bool:
+        """Whether adapters are there, or were when steps were captured: from then on every step looks them up."""
+        return bool(self.model.route.serials) or (self._slots is not None and self._slots.shape_key[1] > 0)
 
     def _adapter_slots(self) -> AdapterSlots:
         from trimtab.runtime.slots import LEAST_SLOTS, AdapterSlots
@@ -268,6 +310,8 @@ class Steps:
     def sizes(self) -> list[int]:
         """Return for how many rows steps are captured, the largest first: the smaller ones find room in its memory."""
         rows = self.batch.rows
+        if self.batch.is_invariant:
+            return [rows]
         return sorted({*(size for size in BUCKETS if size < rows), rows}, reverse=True)
 
     def prepare(self, expected: Iterable[lora.Fitting] = (), sizes: Sequence[int] | None = None) -> None:
@@ -285,12 +329,16 @@ class Steps:
 
     def _prepare(self, expected: Iterable[lora.Fitting], sizes: Sequence[int]) -> None:
         names: list[str | None] = [None]
-        if self.kernels.has_lora and self.model.route.serials:
+        expected = list(expected)
+        is_invariant = self.batch.is_invariant
+        if self.kernels.has_lora and (self.model.route.serials or (is_invariant and expected)):
             slots = self._adapter_slots()
             slots.cover(fitting for fitting in expected if not fitting.rest)  # the rest is seldom chosen by table
             names += [name for name in self.model.route.serials if slots.why_not(name) is None][:1]
         rows = list(self.batch.active)
         free = self._free_bytes()
+        if is_invariant:
+            names = [None]
         for name in names:
             for size in sizes:
                 self.batch.active[:] = rows[:size]

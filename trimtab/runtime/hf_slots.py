@@ -46,12 +46,13 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return the places that the step looks at."""
         count = key_states.shape[0]
-        rows = self.shared.row_numbers[:count]
-        places = (self.shared.ring_places[self.places] if self.is_ring else self.shared.positions)[:count]
+        step = self.shared.rows_of_step(count)
+        rows = self.shared.row_numbers[step]
+        places = (self.shared.ring_places[self.places] if self.is_ring else self.shared.positions)[step]
         self.keys[rows, :, places] = key_states[:, :, 0]
         self.values[rows, :, places] = value_states[:, :, 0]
         seen = min(self.places, self.shared.seen_places)
-        return self.keys[:count, :, :seen], self.values[:count, :, :seen]
+        return self.keys[step, :, :seen], self.values[step, :, :seen]
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
@@ -106,6 +107,12 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._masks: dict[int, Tensor] = {}
         self._numbers = torch.arange(context_tokens, device=device)
         self.has_prompt_row = False
+        # The first row of the step: 0, but where rows are computed one by one.
+        self.first_row = 0
+
+    def rows_of_step(self, count: int) -> slice:
+        """Return which rows a step of `count` rows is of."""
+        return slice(self.first_row, self.first_row + count)
 
     @property
     def held_rows(self) -> int:
@@ -177,9 +184,9 @@ class SlotCache(Cache):  # type: ignore[misc]
             torch.le(self._numbers[:count], self.positions[:, None], out=mask.view(self.rows, count))
 
     def mask(self, count: int, *, is_ring: bool) -> Tensor:
-        """Return which places the first `count` rows look at: [count, 1, 1, places], True where they do."""
+        """Return which places the step's rows look at: [count, 1, 1, places], True where they do."""
         window = next(iter(self.ring_places)) if is_ring else self.context_tokens
-        return self._masks[window][:count, :, :, : min(window, self.seen_places)]
+        return self._masks[window][self.rows_of_step(count), :, :, : min(window, self.seen_places)]
 
     def _own(self) -> list[LayerCache]:
         return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
@@ -187,7 +194,7 @@ class SlotCache(Cache):  # type: ignore[misc]
     def window_mask(self, count: int, window: int) -> Tensor:
         """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
         seen = min(self.context_tokens, self.seen_places)
-        positions = self.positions[:count, None, None, None]
+        positions = self.positions[self.rows_of_step(count), None, None, None]
         return (self._numbers[:seen] <= positions) & (self._numbers[:seen] > positions - window)
 
     @property
@@ -256,8 +263,8 @@ def step_masks(hf_model: Any, cache: SlotCache, count: int) -> Any:
 def step_positions(hf_model: Any, cache: SlotCache, count: int) -> Tensor:
     """Return the `position_ids` of a decode step: [count, 1], or the same for each of three axes [3, count, 1]."""
     if _rope_module(hf_model) is None:
-        return cache.positions[:count, None]
-    return (cache.positions + cache.offsets)[:count, None].expand(3, count, 1)
+        return cache.positions[cache.rows_of_step(count), None]
+    return (cache.positions + cache.offsets)[cache.rows_of_step(count), None].expand(3, count, 1)
 
 
 def prompt_positions(

@@ -19,7 +19,7 @@ import torch
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.request import GenerateRequest, check_choice
-from trimtab.runtime import hf_slots
+from trimtab.runtime import company, hf_slots
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.generate import Answer, Detokenizer, TokenLogprob, detokenizer_of, generate_text, logprobs_of
 
@@ -76,6 +76,7 @@ def answers(
     rows = model.plan.request.batch if rows is None else rows
     if rows < 1:
         raise RequestError("a batch has at least one row", field="rows", value=rows)
+    company.check_rows(model, rows)
     if isinstance(requests, (str, Mapping)):
         raise RequestError("is one request; give a list of requests", field="requests", value=type(requests).__name__)
     prepared = (_prepared(model, index, one, options) for index, one in enumerate(requests))
@@ -130,7 +131,7 @@ def _together(
     from trimtab.runtime.batch import Batch
 
     with model._answering(None):
-        batch = model.rows() if rows == 1 else None
+        batch = model.rows() if rows == 1 or model.plan.request.batch_invariant else None
         is_own = batch is None
         if batch is None:
             model.forget_batch()

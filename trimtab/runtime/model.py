@@ -426,7 +426,8 @@ class LoadedModel(Asking):
         return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
 
     def rows(self) -> Batch | None:
-        """Return the batch of one row that `answer` and `generate` decode with, None where transformers' generation does.
+        """Return the batch that `answer` and `generate` decode with, None where transformers' generation does. It has one row, or
+        the plan's rows where answers are batch-invariant.
 
         Errors: DeviceError if a way to decode was requested by name and cannot be had.
         """
@@ -435,10 +436,12 @@ class LoadedModel(Asking):
         # transformers' generation would not use the prefix cache.
         keeps = self.prefix_cache is not None and self.prefix_cache.why_not is None
         is_eager = self.decode == "eager" or (self.decode == "auto" and self.device.type != "cuda")
+        is_invariant = self.plan.request.batch_invariant
+        keeps |= is_invariant  # an answer alone is a row of as many as a batch has
         if is_eager and not keeps:
             return None
         if self._single is None and not self._fallbacks:
-            self._single = Batch(self, rows=1)
+            self._single = Batch(self, rows=self.plan.request.batch if is_invariant else 1)
             if self.decode == "auto" and not self._single.steps.is_captured and not keeps:
                 self._fallbacks, self._single = tuple(self._single.steps.fallbacks), None
         return self._single

@@ -130,6 +130,8 @@ class Packs:
         prompts = self.prompts
         if not prompts.is_on:
             return "prompts are not captured"
+        if prompts.model.plan.request.batch_invariant:
+            return "answers are batch-invariant"
         if prompts.batch.rows < 2:
             return "the batch has one row"
         if prompts.captures and prompts.staged_tables:

@@ -177,7 +177,7 @@ class Prompts:
         return left - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
-        """Return what is counted for captured prompts on the device, beside the plan; `sizes` None for those in use."""
+        """Return what is counted for captured prompts beside the plan; `sizes` None for those in use."""
         plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.route.holders
         use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
         held = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
@@ -192,7 +192,7 @@ class Prompts:
         """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested."""
         if prompt in self.jobs:
             return True
-        if not self.sizes or prompt.done_tokens or not self._is_row_free():
+        if not self.sizes or prompt.done_tokens or not self.is_row_free:
             return False
         job = self._begin(prompt)
         if job is None:
@@ -213,7 +213,9 @@ class Prompts:
             del self._graphs[one]
         self.towers.forget(key)
 
-    def _is_row_free(self) -> bool:
+    @property
+    def is_row_free(self) -> bool:
+        """Whether no prompt is on its way in the prompts' row."""
         owner = None if self._owner is None else self._owner()
         return owner is None and (self.batch.cache.has_prompt_row or not self.batch.active)
 
@@ -301,8 +303,7 @@ class Prompts:
         self.jobs.pop(prompt, None)
 
     def evict(self, row: int, but: Prompt | None) -> None:
-        """Make room where a row is about to be filled in the place of the prompts' row: a prompt that waits there starts again,
-        as transformers runs it."""
+        """Make room where the prompts' row is about to be filled: a prompt that waits there starts again in transformers' pass."""
         owner = None if self._owner is None else self._owner()
         if owner is None or owner is but or row != self.batch.cache.prompt_row:
             return
@@ -352,7 +353,7 @@ class Prompts:
     def _may_capture(self, key: tuple[Hashable, ...]) -> bool:
         if not self.captures:
             return False
-        if key in self._met:
+        if key in self._met or self.model.plan.request.batch_invariant:
             return True
         self._met.add(key)
         return False
@@ -394,7 +395,7 @@ class Prompts:
     def prepare(self, token: int, adapter: str | None, sizes: Sequence[int] | None = None) -> None:
         """Capture a prompt of one chunk of every size before it is needed, the largest first: the others find room in its memory.
         No row may be active. sizes: of these alone; without any, passes of several prompts alone."""
-        if not self.captures or not self.sizes or not self._is_row_free():
+        if not self.captures or not self.sizes or not self.is_row_free:
             return
         before = outside_torch(self.device)
         self._prepare(token, adapter, self.sizes if sizes is None else sizes)

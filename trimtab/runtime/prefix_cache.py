@@ -15,7 +15,8 @@ every prompt and answer, and where a second prompt parts from an earlier one (at
 system prompt, of tools). Families whose state is not keys and values by position are refused by name (`why_not`).
 
 A prompt that resumes where one of its own chunks begins computes the same bits; elsewhere its chunks have other sizes, which
-round in another order, as chunks of any sizes do.
+round in another order, as chunks of any sizes do. Batch-invariant prompts (company.py) resume only where their own pieces begin;
+only whole pieces of prompts are kept then, no answers and no prompts with media.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
-from trimtab.runtime import encoder_cache, hf_slots
+from trimtab.runtime import company, encoder_cache, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
@@ -370,9 +371,14 @@ class Prefixes:
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
             return Match()
+        piece = company.piece_tokens(self.batch) if self.batch.is_invariant else 0
+        if piece and inputs.has_media:
+            return Match()
         serial = None if row.adapter is None else self.model.route.serials.get(row.adapter)
         scope = cache.scope(row.client, self.model.adapter_content(row.adapter))
         row.reuse = reuse = Reuse(PrefixKey(scope, inputs.token_ids, inputs.marks), serial)
+        if piece:
+            return self._find_pieces(row, piece)
         if cache.store is None:
             return Match()
         match = self._find_all(cache, reuse, inputs.prompt_tokens, may_end_at)
@@ -386,6 +392,20 @@ class Prefixes:
             border = max(turns, default=match.shared_tokens)
             if border - match.tokens >= LEAST_SAVED_TOKENS and may_end_at(border):
                 reuse.border = border
+        return match
+
+    def _find_pieces(self, row: Row, piece: int) -> Match:
+        """Return the whole pieces of a batch-invariant prompt that are kept, and cut it behind its last one to keep them."""
+        cache, reuse = self.cache, row.reuse
+        assert cache is not None and reuse is not None
+        match = Match()
+        if cache.store is not None:
+            match = cache.store.find(
+                reuse.key, limit=row.prompt_tokens - 1, may_end_at=lambda place: place % piece == 0
+            )
+        row.cached_tokens, reuse.offset = match.tokens, match.offset
+        whole = row.prompt_tokens // piece * piece
+        reuse.border = whole if whole > match.tokens else None
         return match
 
     def _is_gone(self, adapter: str | None) -> bool:
@@ -477,7 +497,13 @@ class Prefixes:
     def encoders(self, prompt: Prompt) -> AbstractContextManager[None]:
         """Return a context in which the towers answer from what is kept of a prompt's images and audio."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
-        if cache is None or row.client is None or not inputs.marks or self._is_gone(row.adapter):
+        if (
+            cache is None
+            or row.client is None
+            or not inputs.marks
+            or self._is_gone(row.adapter)
+            or self.batch.is_invariant
+        ):
             return nullcontext()
         cache.learn(self.batch.cache)
         scope = cache.scope(row.client, self.model.tower_content(row.adapter))
@@ -487,10 +513,12 @@ class Prefixes:
 
     def piece_done(self, prompt: Prompt) -> None:
         """Keep a prompt's states where it was cut for a snapshot."""
-        reuse = prompt.row.reuse
+        reuse, cache = prompt.row.reuse, self.cache
         if reuse is None or reuse.border is None or prompt.done_tokens != reuse.border:
             return
         reuse.border = None
+        if cache is None or not cache.learn(self.batch.cache):
+            return
         if self.batch.prompts.holds(prompt):
             states: States = self._row_states(self.batch.cache.prompt_row)
         else:
@@ -507,13 +535,15 @@ class Prefixes:
         counts.hits += bool(row.cached_tokens)
         counts.hit_tokens += row.cached_tokens
         row.reuse.offset = prompt.offset
+        if self.batch.is_invariant:  # kept where its last whole piece ended
+            return
         kept = self._keep(row, row.prompt_tokens, self._row_states(row.number), snapshot=True, offset=prompt.offset)
         if kept and cache.store.snapshot_pages and prompt.logits is not None:
             cache.put_blob(_logits_key(row.reuse.key), prompt.logits)
 
     def leaving(self, row: Row) -> None:
         """Keep the answer of a row that is about to leave, for the next turn of its chat."""
-        if row.reuse is None or row.error is not None or row.finish == "error":
+        if row.reuse is None or row.error is not None or row.finish == "error" or self.batch.is_invariant:
             return
         # A row that others stepped on with after its end has lost the oldest positions of its rings.
         is_whole = row.written <= len(row.token_ids)

@@ -1,0 +1,158 @@
+"""What an answer's bits and time depend on: who else is answered. Batch-invariant execution, and without, on a GPU.
+
+    python -m bench.company --work FOLDER --size e4b --rows 8 --save bench/results/company.json
+
+A random checkpoint of a size (as bench.load has it), 8 adapters, prompts of 64 to 700 tokens. Each request is answered alone, then
+among others that come and go. A row: `invariant`; `same_bits`: of how many answers tokens and log-probabilities are equal in bits;
+`same_tokens`; `largest`: the largest difference of a log-probability where tokens are the same; `alone_ms`, `full_ms`: a step of
+one row and of all; `prompt_ms`: 512 tokens to the first token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.together import ids
+
+TOKENS = 24
+LENGTHS = (64, 200, 520, 700)
+REPEAT = 20
+
+
+def began(batch: Any, ask: tuple[str | None, list[int]], tokens: int = TOKENS) -> Any:
+    from trimtab.request import GenerateRequest
+
+    request = GenerateRequest(max_new_tokens=tokens)
+    return batch.begin(batch.model.prepare(ask[1]), request, adapter=ask[0], top_logprobs=0, client=None)
+
+
+def through(prompt: Any, chance: random.Random | None = None) -> Any:
+    while not prompt.step(None if chance is None else chance.choice((16, 64, 256))):
+        pass
+    return prompt.batch.join(prompt)
+
+
+def alone(batch: Any, ask: tuple[str | None, list[int]]) -> list[tuple[int, float]]:
+    """Return (token, its log-probability) of an answer that nobody is answered beside."""
+    drawn = [through(began(batch, ask))]
+    while drawn[0].row.finish is None:
+        drawn += batch.step()
+    batch.leave(drawn[0].row)
+    return [(one.token_id, one.logprob) for one in drawn]
+
+
+def beside(batch: Any, asked: list[tuple[str | None, list[int]]], seed: int) -> dict[int, list[tuple[int, float]]]:
+    """Return the same of answers among others."""
+    chance, waiting = random.Random(seed), list(enumerate(asked))
+    said: dict[int, list[tuple[int, float]]] = {}
+    rows: dict[Any, int] = {}
+    while waiting or batch.active:
+        while waiting and batch.free_rows and (not batch.active or chance.random() < 0.5):
+            number, ask = waiting.pop(0)
+            drawn = through(began(batch, ask), chance)
+            rows[drawn.row], said[number] = number, [(drawn.token_id, drawn.logprob)]
+        for one in batch.step():
+            said[rows[one.row]].append((one.token_id, one.logprob))
+        for row in [row for row in batch.active if row.finish is not None]:
+            batch.leave(row)
+    return said
+
+
+def differences(expected: list[list[tuple[int, float]]], said: dict[int, list[tuple[int, float]]]) -> dict[str, Any]:
+    """Return how many answers are equal in bits and in tokens, and the largest difference of a log-probability."""
+    largest = 0.0
+    for number, whole in enumerate(expected):
+        for (token, logprob), (other, found) in zip(whole, said[number], strict=False):
+            if token != other:
+                break
+            largest = max(largest, abs(logprob - found))
+    return {
+        "answers": len(expected), "same_bits": sum(said[number] == whole for number, whole in enumerate(expected)),
+        "same_tokens": sum(
+            [token for token, _ in said[number]] == [token for token, _ in whole] for number, whole in enumerate(expected)
+        ),
+        "largest": float(f"{largest:.3g}"),
+    }  # fmt: skip
+
+
+def step_ms(batch: Any, asked: list[tuple[str | None, list[int]]], count: int) -> float:
+    """Return the median milliseconds of a step of so many rows, the host's share included."""
+    rows = [through(began(batch, (name, tokens[:64]), 4 * REPEAT)).row for name, tokens in asked[:count]]
+    times = []
+    for _ in range(REPEAT + 3):
+        start = time.perf_counter()
+        batch.step()
+        times.append(time.perf_counter() - start)
+    for row in rows:
+        batch.leave(row)
+    return round(1000 * statistics.median(times[3:]), 2)
+
+
+def prompt_ms(batch: Any, name: str | None) -> float:
+    times = []
+    for number in range(7):
+        start = time.perf_counter()
+        row = through(began(batch, (name, ids(511, 90 + number)), 1)).row
+        times.append(time.perf_counter() - start)
+        batch.leave(row)
+    return round(1000 * statistics.median(times[2:]), 2)
+
+
+def measured(
+    folder: Path, adapters: dict[str, Path], *, rows: int, invariant: bool, device: str, quant: str
+) -> dict[str, Any]:
+    """Return the row of one execution."""
+    import trimtab
+    from trimtab.runtime.batch import Batch
+
+    plan = trimtab.plan(
+        folder, quant=quant, adapters=adapters, context=1024, batch=rows, device=device, images=0, audio_s=0.0,
+        batch_invariant=invariant,
+    )  # fmt: skip
+    names = [None, *adapters]
+    with trimtab.load(plan) as model:
+        batch = Batch(model, rows)
+        batch.ends = frozenset()
+        batch.prepare()
+        asked = [
+            (names[number % len(names)], ids(LENGTHS[number % len(LENGTHS)], number)) for number in range(3 * rows)
+        ]
+        expected = [alone(batch, ask) for ask in asked]
+        found = differences(expected, beside(batch, asked, 1))
+        return {
+            "invariant": invariant, "rows": rows, "adapters": len(adapters), **found,
+            "alone_ms": step_ms(batch, asked, 1), "full_ms": step_ms(batch, asked, rows),
+            "prompt_ms": prompt_ms(batch, names[-1]), "captures": batch.steps.captures,
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--size", default="e4b")
+    parser.add_argument("--rows", type=int, nargs="*", default=(8,))
+    parser.add_argument("--save", type=Path)
+    given = parser.parse_args()
+    from bench.load import environment, sized
+
+    made = sized(given.size, given.work, 8, device="cuda")
+    found: list[dict[str, Any]] = []
+    for rows in given.rows:
+        for invariant in (False, True):
+            found.append(
+                measured(made.folder, made.adapters, rows=rows, invariant=invariant, device="cuda", quant="nf4-dq")
+            )
+            print(json.dumps(found[-1]), flush=True)
+            if given.save:
+                values = {"environment": environment("cuda"), "size": given.size, "rows": found}
+                given.save.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
