@@ -109,7 +109,7 @@ def plan(
 
 @dataclass
 class PlanInputs:
-    """What plans of one model share, for a caller that makes several: its module tree, what it was read as, and the machine.
+    """Data that several plans of one model share: its module tree, its anatomies, and the machine.
 
     process_bytes: host memory of this process before it began to load libraries, where it has begun; None: asked now.
     """

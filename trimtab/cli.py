@@ -135,7 +135,7 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 def _close_output() -> None:
-    """Let what stdout still holds go nowhere: the interpreter flushes it once more at exit, which must not fail a second time."""
+    """Discard what stdout still holds: the interpreter flushes it again at exit, which must not fail a second time."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -147,7 +147,7 @@ def exit_code(error: TrimtabError) -> int:
 
 
 def _prepare_terminal() -> None:
-    """Let a terminal that cannot show a character show a question mark, and upstream notes not hide the answer."""
+    """Print a question mark for characters that a terminal cannot show, and hide upstream notes around the answer."""
     import logging
     import warnings
 

@@ -37,7 +37,7 @@ MOST_JSON_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class Pulled:
-    """What was fetched. folder: of the snapshot. revision: its commit. license: as the hub states it, None where it does not.
+    """The downloaded snapshot. folder: its path. revision: its commit. license: as the hub states it, None where it does not.
 
     bytes: of all files; fetched_bytes: those that were not in the cache before.
     """
@@ -170,7 +170,7 @@ def _check_room(model: str, needed: int) -> None:
 
 
 def _record(model: str, name: str, commit: str) -> None:
-    """Let a branch or tag of the cache name a commit, as huggingface_hub does: `refs/main` is what a hub id stands for."""
+    """Make a branch or tag of the cache point to a commit, as huggingface_hub does: a hub id means `refs/main`."""
     path = hub_cache() / "--".join(("models", *model.split("/"))) / "refs" / name
     if not path.resolve().is_relative_to(path.parents[len(Path(name).parts) - 1].resolve()):
         raise RequestError("is not a revision name", field="revision", value=name)

@@ -26,13 +26,13 @@ def is_command() -> bool:
 
 
 def end_at_once() -> None:
-    """Let Ctrl-C end the process without a word of Python's, if it is our command and was not started without Ctrl-C."""
+    """Make Ctrl-C end the process without Python's traceback, if this is trimtab's command and Ctrl-C was not disabled."""
     if is_command() and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again, where `end_at_once` has changed that; a second one ends at once."""
+    """Make Ctrl-C raise KeyboardInterrupt again after `end_at_once`; a second Ctrl-C ends the process immediately."""
     if signal.getsignal(signal.SIGINT) in (_end, _end_second):
         signal.signal(signal.SIGINT, _raise)
 

@@ -32,7 +32,7 @@ ENDINGS = (DONE, FAILED, TIMEOUT, OOM_HOST, CRASHED)
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of the work.
+    """The result of the work.
 
     ended: "done" (it said all), "failed" (an exception left `main`), "timeout" and "oom-host" (killed by us at the limit,
     or by the system's own killer), "crashed" (a signal or an exit inside native code). lines: what `tell` was given, in

@@ -104,7 +104,7 @@ def check_picture_size(width: int, height: int, *, max_pixels: int, field_name: 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadRequest:
-    """What to load, for which use, within which budgets.
+    """A request to load a model: the model, its use, and the budgets.
 
     model: a checkpoint folder, a hub-cache snapshot or a cached hub id. adapters: name -> PEFT adapter folder.
     gpu_memory_bytes, host_memory_bytes: budgets; None is the free memory of the machine. disk_memory_bytes: the most that

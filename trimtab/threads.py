@@ -24,7 +24,7 @@ CGROUP = Path("/sys/fs/cgroup")
 def use(
     requested: int | str | None, *, beside_others: bool = True, environ: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Let torch compute with that many threads, in this process and in those that it starts.
+    """Set the number of torch's threads, in this process and in its children.
 
     requested: a flag's value; None takes TRIMTAB_THREADS, else what the user has set for OpenMP, else `choose`. beside_others:
     leave out the cores that other programs keep busy now. Errors: RequestError.

@@ -32,7 +32,7 @@ def inject_first(base_model: Any, config: Any, adapter_name: str) -> Any:
 
 
 def inject_next(peft_model: Any, config: Any, adapter_name: str) -> None:
-    """Put the layers of one more adapter in place, still without data and not active."""
+    """Attach the layers of one more adapter, without data and inactive."""
     with _quiet(), hooks_aside(peft_model):
         peft_model.add_adapter(adapter_name, config, low_cpu_mem_usage=True)
 
@@ -242,7 +242,7 @@ def _move_to_execution_device(layer: Any, adapter_name: str, device: torch.devic
 
 
 def follow(module: nn.Module, hook: Any) -> None:
-    """Let a module's inputs come to the device of a hook that hangs elsewhere; nothing of the module is moved."""
+    """Move a module's inputs to the device of a hook of another module; the module itself is not moved."""
     from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
     add_hook_to_module(module, AlignDevicesHook(hook.execution_device, skip_keys=hook.skip_keys))

@@ -89,7 +89,7 @@ def _hidden(tuner: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _brought(base: nn.Module) -> Iterator[None]:
-    """Bring a base layer's weights to where it computes; keep what was made of them, unless it failed."""
+    """Load a base layer's weights where it computes, and keep the result unless it failed."""
     hook = offload_hook(base)
     own = [*base.named_parameters(recurse=False)]
     if hook is None or not any(tensor.device.type == "meta" for _, tensor in own):

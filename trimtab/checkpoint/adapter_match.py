@@ -93,7 +93,7 @@ class AdapterSpec:
 
 
 class _Places:
-    """Where the paths of a model lead: to a module, through a wrapper to its inner one, or to nothing on purpose."""
+    """The target of each path of a model: a module, the inner module of a wrapper, or none by design."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.rows = anatomy.by_path()

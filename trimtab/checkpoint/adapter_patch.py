@@ -122,7 +122,7 @@ def _renamed(spec: AdapterSpec) -> dict[str, str]:
 
 
 def _weights(source: Path, copy: Path, renamed: dict[str, str]) -> bool:
-    """Bring the weights to the copy; return whether they are a link to the same file."""
+    """Link or copy the weights; return whether they are a link to the same file."""
     if not renamed:
         try:
             os.link(source, copy)

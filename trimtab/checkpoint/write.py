@@ -44,7 +44,7 @@ def width_of(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """A file before it is written: the bytes in front of the data, and the place of every tensor in data order."""
+    """The layout of a file before it is written: its header bytes, and the offset of every tensor in data order."""
 
     head: bytes
     places: Mapping[str, TensorEntry]
@@ -107,7 +107,7 @@ class PositionedWriter:
         self._is_finished = False
 
     def write(self, data: memoryview | bytes, start: int) -> None:
-        """Put the bytes at an offset."""
+        """Write the bytes at an offset."""
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -126,7 +126,7 @@ class PositionedWriter:
         return self._direct is not None
 
     def write_aligned(self, data: memoryview, start: int) -> None:
-        """Put bytes whose address, number and offset are multiples of PAGE; around the system's cache if it is direct."""
+        """Write bytes whose address, number and offset are multiples of PAGE; bypasses the page cache if it is direct."""
         done = 0
         while self._direct is not None and done < len(data) and done % PAGE == 0:
             try:
@@ -144,11 +144,11 @@ class PositionedWriter:
             os.close(handle)
 
     def flush(self) -> None:
-        """Bring what was written so far to the disk; other threads may go on writing."""
+        """Flush everything written so far to the disk; other threads may continue to write."""
         getattr(os, "fdatasync", os.fsync)(self._file.fileno())
 
     def finish(self) -> None:
-        """Bring every byte to the disk and close the file."""
+        """Flush every byte to the disk and close the file."""
         self._close_direct()
         os.fsync(self._file.fileno())
         self._file.close()
@@ -174,7 +174,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's list of names to the disk, where the system has a call for that."""
+    """Flush a folder's directory entries to the disk, where the system has a call for that."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

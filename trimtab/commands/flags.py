@@ -166,7 +166,7 @@ IN_PLACE = "in_place"
 
 
 def give_model(options: argparse.Namespace) -> None:
-    """Let the file of --plan stand in MODEL's place, and what was read as MODEL in the next one's.
+    """Use the file of --plan as MODEL, and shift the positional arguments by one.
 
     Errors: RequestError if a model is given too; CheckpointError if the file is not there.
     """

@@ -31,7 +31,7 @@ def print_json(value: Any) -> None:
 
 
 class Report(Protocol):
-    """What a long command ends with: a text for people, JSON, and a file."""
+    """The output of a long command: a text for people, JSON, and a file."""
 
     def to_json(self) -> dict[str, Any]: ...
 

@@ -36,7 +36,7 @@ Run = Callable[[Path, str], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Range:
-    """What is searched: a package from one release to another, both included."""
+    """The search range: a package from one release to another, both included."""
 
     package: str
     low: str
@@ -55,7 +55,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Bisection:
-    """What the search found.
+    """The result of the search.
 
     rows: every release that was tried, the oldest first. changes: all that were found, the oldest first. releases: how
     many there are in the range. others: the versions that all environments share. stopped: by Ctrl-C.

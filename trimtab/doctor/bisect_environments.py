@@ -189,7 +189,7 @@ class Environments:
         (home / READY).write_text(json.dumps({"pins": pins}), encoding="utf-8")
 
     def _link(self, python: Path) -> None:
-        """Let the environment see the base's packages behind its own, editable ones included."""
+        """Add the base's packages to the environment's search path after its own, editable ones included."""
         code, output = self.runner([str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], 60.0)
         if code != 0:
             raise InstallError(f"the environment does not start: {reason_of(output)}")

@@ -47,7 +47,7 @@ class Bug:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a probe saw: state is one of STATES, evidence the fact it rests on (numbers, a message, file and line)."""
+    """The result of a probe: state is one of STATES, evidence the fact behind it (numbers, a message, file and line)."""
 
     state: str
     evidence: str

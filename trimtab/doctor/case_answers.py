@@ -94,7 +94,7 @@ def ask(
     model: Any, mode: str, inputs: Mapping[str, Any], references: References, *, to: str, folder: Path,
     enter: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return one mode's entry of a record; enter is told the stage. Errors: whatever the stack raises."""
+    """Return one mode's entry of a record; enter is called with the stage. Errors: whatever the stack raises."""
     enter("first forward")
     logits = forward(model, inputs)
     enter("generate")

@@ -106,7 +106,7 @@ def _imitate(card: Card) -> None:
 
 
 def _tell_accelerate(read: Callable[[], dict[Any, int]], *, main: Any = 0) -> None:
-    """Let accelerate read the free memory from `read`; max_memory that a user gives stays, its 0 being main."""
+    """Make accelerate read the free memory from `read`; a user's max_memory is kept, with 0 as the main device."""
     import accelerate.utils.modeling
     import transformers.integrations.accelerate as of_transformers
 

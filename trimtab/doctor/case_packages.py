@@ -17,7 +17,7 @@ VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "saf
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell the versions of this interpreter's packages, which of the needed ones cannot be found, and if there is a GPU."""
+    """Report the versions of this interpreter's packages, the missing ones, and whether there is a GPU."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     has_gpu = False
     if not missing:

@@ -81,7 +81,7 @@ class Case:
 
     @property
     def unquantized(self) -> str:
-        """What stays unquantized: "towers" by skip list or by their place off the GPU, "all", or "" (the default list)."""
+        """The unquantized modules: "towers" (by skip list or by their placement), "all", or "" (the default list)."""
         if self.quant == "none" or self.base_map == "cpu":
             return "all"
         return "towers" if self.keep or self.base_map not in ("all", "auto") else ""

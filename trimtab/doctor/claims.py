@@ -28,7 +28,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Decision:
-    """What the runs say about a claim: state, the runs that refute it, the runs that were asked."""
+    """The decision on a claim: state, the runs that refute it, the runs that test it."""
 
     claim: Claim
     state: str

@@ -100,7 +100,7 @@ class Withheld:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What was written. folder: None if nothing was."""
+    """The written drafts. folder: None if nothing was written."""
 
     folder: Path | None
     drafts: tuple[Draft, ...]

@@ -164,7 +164,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Probed:
-    """What a probe of the installation saw."""
+    """The result of a probe of the installation."""
 
     bug_id: str
     state: str
@@ -275,7 +275,7 @@ def nearest_pass(run: Run, runs: Sequence[Run]) -> Run | None:
 
 
 def _distance(run: Run, other: Run) -> tuple[int, int, bool]:
-    """Return how far apart two runs are: what is asked of the format first, then whole groups, then the call."""
+    """Return the distance of two runs: the requested format first, then whole groups, then the call."""
     formats = sum(name.startswith("base.quantization_config.") for name in differences(run, other))
     return formats, setting_groups(run, other), other.call != run.call
 

@@ -53,7 +53,7 @@ def readable(output: str) -> str:
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Run the script of `request["text"]` and tell its exit code and output."""
+    """Run the script of `request["text"]` and report its exit code and output."""
     tell({"versions": versions_of(PACKAGES)})
     with tempfile.TemporaryDirectory(prefix="trimtab-reproducer-", ignore_cleanup_errors=True) as folder:
         Path(folder, "reproducer.py").write_text(request["text"], encoding="utf-8")

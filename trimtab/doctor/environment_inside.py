@@ -24,7 +24,7 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {"triton": ("pytorch-triton", "trit
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell the interpreter's packages, then its torch with the GPUs: a torch that crashes leaves the first."""
+    """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain."""
     version = ".".join(str(number) for number in sys.version_info[:3])
     tell({
         "python": {"version": version, "implementation": platform.python_implementation()},

@@ -232,7 +232,7 @@ def installed_source(module: str, needle: str) -> tuple[str, int] | None:
 
 
 def from_package(filename: str, library: str) -> str:
-    """Return a file's name from the library's folder on, so that nobody's own folders are shown."""
+    """Return a file's path from the library's folder on, without private folders."""
     parts = Path(filename).parts
     places = [index for index, part in enumerate(parts[:-1]) if part == library]
     installed = [index for index in places if index and parts[index - 1] in ("site-packages", "dist-packages")]
@@ -274,7 +274,7 @@ def quiet() -> Iterator[list[str]]:
 
 
 def _forget_said_once() -> None:
-    """Let transformers say again what it says only once in a process: each probe must hear it."""
+    """Reset the messages that transformers prints only once per process, so that each probe gets them."""
     stack = sys.modules.get("transformers")
     if stack is not None:
         stack.utils.logging.warning_once.cache_clear()

@@ -19,7 +19,7 @@ CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 
 def main(request: Mapping[str, Any], tell: Tell) -> None:
-    """Run one case by trimtab and tell its record's fields. request: as `stock_case.main`."""
+    """Run one case on trimtab and report its record's fields. request: as `stock_case.main`."""
     tell({"stage": "import"})
     from trimtab.doctor import case_packages
     from trimtab.doctor.case_record import Cleaner, exception_json, listening
@@ -124,7 +124,7 @@ class _Run:
         return str(out), {**kept, "quant": "none"}
 
     def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
-        """Tell where everything is: the tiers by count, and whether what was asked off the GPU is off it.
+        """Report the placement: the number of blocks per tier, and whether the requested modules are off the GPU.
 
         A catch-all entry asks it of everything that can leave; the plan says of the others why they cannot.
         """

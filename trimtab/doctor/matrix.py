@@ -85,7 +85,7 @@ def run_matrix(
 
 
 class _Matrix:
-    """What the cases of one call share: the adapter's variants, the questions, the references."""
+    """Data that the cases of one call share: the adapter's variants, the prompts, the references."""
 
     def __init__(
         self, work: Path, cases: Sequence[Case], python: str | os.PathLike[str] | None, model: str | Path | None,

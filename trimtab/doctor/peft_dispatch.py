@@ -36,7 +36,7 @@ class _Planned(BaseException):
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell the plan, or why PEFT stopped before it made one."""
+    """Report the plan, or why PEFT stopped before it made one."""
     tell(plan_of(request))
 
 
@@ -72,7 +72,7 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def empty_base(folder: str, dtype: str) -> Any:
-    """Return the model that transformers makes of a checkpoint, on the meta device, with tied parameters tied."""
+    """Return transformers' model of a checkpoint on the meta device, with tied parameters."""
     model = hf.probe(read_checkpoint(folder), dtype).model
     made: dict[int, Any] = {}
     for module in model.modules():
@@ -149,7 +149,7 @@ class _TorchWithGpus(types.ModuleType):
 
 @contextlib.contextmanager
 def _accelerate_sees(free: Mapping[int | str, int]) -> Iterator[None]:
-    """Let accelerate find these devices with this much free memory (bytes)."""
+    """Make accelerate find these devices with this much free memory (bytes)."""
     read = accelerate_modeling.get_max_memory
     count = 1 + max((device for device in free if isinstance(device, int)), default=-1)
 

@@ -128,7 +128,7 @@ def _refusal(reply: Mapping[str, Any]) -> TrimtabError:
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell the shape, or the error of ours that was raised."""
+    """Report the shape, or trimtab's error."""
     try:
         shape = shape_of(request["model"], request["device_map"], request["quant"], request["dtype"])
     except TrimtabError as exc:

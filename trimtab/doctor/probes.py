@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one probe saw, and how long it took."""
+    """The result of one probe, and its time."""
 
     bug: Bug
     seen: Seen

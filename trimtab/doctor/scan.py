@@ -103,7 +103,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Scan:
-    """What is where in one model.
+    """The placement and the findings of one model.
 
     classes: part -> class -> how many linears, embeddings, fused experts. devices: place -> bytes of weights ("cuda:0",
     "offloaded to cpu", "offloaded to disk", "meta"). adapters: name -> modules, tensors by part, whether it is active.

@@ -17,7 +17,7 @@ Tell = Callable[[dict[str, Any]], None]
 
 
 def main(request: Mapping[str, Any], tell: Tell) -> None:
-    """Run one case and tell its record's fields.
+    """Run one case and report its record's fields.
 
     request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device,
     pressure (null: the case's own), names (path -> how a text of the record calls it).
@@ -139,7 +139,7 @@ class _Run:
         return steady(PeftModel.from_pretrained(model, adapter, **given).eval())
 
     def look(self, model: Any) -> None:
-        """Tell where everything is now."""
+        """Report the current placement."""
         from trimtab.doctor import case_model
         from trimtab.doctor.kit import quantized
 
@@ -192,12 +192,12 @@ class _Run:
         self.enter(self.failed_stage or "done")
 
     def enter_mode(self, stage: str) -> None:
-        """Tell the stage of a mode; the record keeps the one where the first mode failed."""
+        """Report the stage of a mode; the record keeps the stage in which the first mode failed."""
         self.stage = stage
         self.enter(self.failed_stage or stage)
 
     def end(self) -> None:
-        """Tell the memory, even of a run that failed."""
+        """Report the memory, even of a failed run."""
         with suppress(Exception):  # a CUDA error leaves nothing to ask
             self.facts(memory=self.card.memory())
 

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "bitsandbytes")
 
 @dataclass(frozen=True)
 class TorchBuild:
-    """What torch was built for. cuda: such as (12, 8), None for a build without it. has_hip: a build for AMD's GPUs."""
+    """The build of torch. cuda: such as (12, 8), None for a build without it. has_hip: a build for AMD's GPUs."""
 
     version: str
     cuda: tuple[int, ...] | None

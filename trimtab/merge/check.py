@@ -140,7 +140,7 @@ def _check_packed(out: Out, rows: PackedRows, sources: Sources, is_same: bool) -
 
 
 class _Slope:
-    """The regression of what is there on what should be there, through zero."""
+    """The regression of written on expected values, through zero."""
 
     def __init__(self) -> None:
         self._along = self._length = 0.0

@@ -59,7 +59,7 @@ class EntryRows:
 
 @dataclass(eq=False)
 class Change:
-    """What one adapter does to one parameter.
+    """The change of one parameter by one adapter.
 
     left [rows, R] and right [R, D]: their product times `scale` is added; for a stack of experts left [E, rows, R] and
     right [E, R, D]. add: added as it is times `scale` (lora_bias). magnitude: DoRA's, [rows] for a linear layer; [D] for a

@@ -65,7 +65,7 @@ class StackPair:
 
 @dataclass(frozen=True)
 class Stacks:
-    """What an adapter does to experts: pairs by the stack's tensor_path, and pairs by the file tensor of one expert."""
+    """The changes of experts by an adapter: pairs by the stack's tensor_path, and pairs by the file tensor of one expert."""
 
     by_parameter: Mapping[str, StackPair]
     by_leaf: Mapping[str, StackPair]

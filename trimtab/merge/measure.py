@@ -12,7 +12,7 @@ from typing import Any
 
 
 def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Merge as asked, and tell what it took."""
+    """Run the requested merge and report its time and memory."""
     import torch
 
     from trimtab.merge import merge

@@ -95,7 +95,7 @@ class Workplace:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _recover(self) -> None:
-        """Put back a model that a crash caught between the two renames of an overwrite."""
+        """Restore a model after a crash between the two renames of an overwrite."""
         old = self._old()
         if old.is_dir():
             if self.out.exists():

@@ -35,7 +35,7 @@ _CUTS = ("chunk", "split", "tensor_split", "narrow", "select", "__getitem__", "u
 
 @dataclass(frozen=True)
 class Ask:
-    """What one adapter (by its place in the request) does to one parameter; made into a `Change` when it is needed."""
+    """The change of one parameter by one adapter (an index into the request); becomes a `Change` when it is needed."""
 
     place: int
     lora: AdapterTarget | None = None
@@ -60,7 +60,7 @@ class Edit:
 
 @dataclass
 class Recipe:
-    """What a merge does to the files.
+    """The changes of a merge to the files.
 
     edits: by file tensor, what changes in it; several only where a loader cuts it up. copies: file tensor -> (the file
     tensor that its values come from, edit): a tied partner that is stored too, or gets a tensor of its own (`added`).
@@ -210,7 +210,7 @@ def _by_expert(path: str, asks: tuple[Ask, ...], recipe: Recipe, probe: Probe, c
 
 
 def _add(recipe: Recipe, leaf: str, ask: Ask) -> None:
-    """Put an ask on a file tensor that changes by rows, after those of adapters named before."""
+    """Add a change to a file tensor that changes by rows, after those of earlier adapters."""
     known = recipe.edits.get(leaf, [])
     asks = [*known[0].asks, ask] if known else [ask]
     asks.sort(key=lambda one: one.place)

@@ -58,14 +58,14 @@ class CheckedTensor:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the tensor, in words."""
+        """The problem of the tensor, as text."""
         share = "" if self.slope is None else f" ({self.slope:.4g} of its change is present)"
         return f"{self.tensor_name} is not as computed{share}"
 
 
 @dataclass(frozen=True)
 class MergeCheck:
-    """What a second look at the written files found: changed tensors computed again, all others compared bit by bit."""
+    """The result of checking the written files: changed tensors computed again, all others compared bit by bit."""
 
     changed: tuple[CheckedTensor, ...]
     equal: int
@@ -105,7 +105,7 @@ class MergeCheck:
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What was merged into what. changed: names of file tensors. parity: filled in by a caller who compared answers."""
+    """The report of a merge. changed: names of file tensors. parity: filled in by a caller who compared answers."""
 
     out: str
     base: str
@@ -129,7 +129,7 @@ class MergeReport:
         return sum(file.file_bytes for file in self.files)
 
     def record(self) -> dict[str, Any]:
-        """Return what is written beside the model: nothing in it depends on when or where the merge ran."""
+        """Return the record in the new folder; it does not depend on when or where the merge ran."""
         return {
             "format": 1, "made_by": "trimtab merge", "base": self.base,
             "base_files": {file.name: file.base_sha256 for file in self.files},

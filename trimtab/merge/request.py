@@ -29,7 +29,7 @@ Part = NamedAdapter
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRequest:
-    """What to merge into what.
+    """A merge: adapters, their base and the output.
 
     dtype: of every floating-point tensor that is written; None keeps what the files have (a packed base becomes the
     dtype of its config). requantize: None, "nf4" or "nf4-dq". Errors: RequestError.

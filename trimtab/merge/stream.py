@@ -45,7 +45,7 @@ ALIGNED_BYTES = 4 * 2**20
 
 @dataclass
 class Sources:
-    """What a merge reads: the base's files and the adapters. Files are opened once, by any thread.
+    """The inputs of a merge: the base's files and the adapters. Files are opened once, by any thread.
 
     whole: held by the one thread that holds tensors whole, so that no two of them take memory at a time.
     """
@@ -192,7 +192,7 @@ class _Aligned:
         self._held = self._start = 0
 
     def write(self, data: memoryview, start: int) -> None:
-        """Put the bytes behind those of the last call; called on one thread. Errors: OSError."""
+        """Append the bytes; called on one thread. Errors: OSError."""
         assert start == self._start + self._held
         done = 0
         while done < len(data):
@@ -212,7 +212,7 @@ class _Aligned:
 
 
 class _Flushed:
-    """Writes a file, and has what was written brought to the disk behind, so that the end has little left to wait for."""
+    """Writes a file and flushes it in the background, so that little is left to flush at the end."""
 
     def __init__(self, writer: PositionedWriter, behind: _Behind) -> None:
         self._writer, self._behind = writer, behind
@@ -220,7 +220,7 @@ class _Flushed:
         self._last: Future[Any] | None = None
 
     def write(self, data: memoryview, start: int) -> None:
-        """Put the bytes at an offset; called on one thread. Errors: OSError, also of an earlier flush."""
+        """Write the bytes at an offset; called on one thread. Errors: OSError, also of an earlier flush."""
         self._writer.write(data, start)
         self._bytes += len(data)
         if self._bytes >= FLUSH_BYTES and (self._last is None or self._last.done()):
@@ -239,7 +239,7 @@ class _Flushed:
 
 @dataclass
 class Written:
-    """What came of one file: sha256 of the base's and of the new one, and what went wrong in which tensor."""
+    """The result of one file: sha256 of the base's and of the new one, and the problem of each tensor."""
 
     base_sha256: str
     sha256: str

@@ -60,7 +60,7 @@ Placed = tuple[Choice, Item, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What a placement takes: peaks of running and loading on the device, host and disk bytes, seconds per request.
+    """The cost of a placement: peaks of running and loading on the device, host and disk bytes, seconds per request.
 
     staged_bytes: one staging buffer, of which there are `slots`. buffer_bytes: the host buffers of the disk tier.
     """

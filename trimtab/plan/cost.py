@@ -134,7 +134,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one block does in a request: rows through it in the prompt phase and in one decoding step.
+    """The work of one block in a request: its rows in the prompt phase and in one decode step.
 
     passes: how often its weights are needed in the prompt phase (pieces of the prompt, or one for a tower).
     """
@@ -146,7 +146,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """What a block's seconds depend on: packed bytes, multiply-adds a row, kernels a pass; row bytes of a table."""
+    """The inputs of a block's time: packed bytes, multiply-adds per row, kernels per pass; row bytes of a table."""
 
     nbytes: int
     flops: int

@@ -203,7 +203,7 @@ def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, h
 
 @dataclass(frozen=True)
 class BlockWork:
-    """What a step reads, copies first and launches of one block. is_layer: whether it is a decoder layer."""
+    """Reads, copies and launches of one block in a step. is_layer: whether it is a decoder layer."""
 
     device_bytes: int
     link_bytes: int
@@ -213,7 +213,7 @@ class BlockWork:
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """What one step reads and launches. device_bytes: weights that the device reads; link_bytes: those of them that are copied
+    """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are copied
     to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head). blocks: in
     the order of computing, () where that is not known."""
 

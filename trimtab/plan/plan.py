@@ -254,7 +254,7 @@ class Plan:
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:
-    """Let `write` make a file beside its place, then rename it: readers see the old file or the new one, never a part.
+    """Write a temporary file with `write`, then rename it: readers see the old file or the new one, never a part.
 
     Errors: RequestError if the place cannot be written; nothing is left behind.
     """

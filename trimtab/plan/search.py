@@ -39,7 +39,7 @@ class _Group:
 
 
 class _Destinations:
-    """Where each group goes within a staging cap, and what that frees and costs, group by group."""
+    """The tier of each group within a staging cap, with the bytes that it frees and its cost."""
 
     def __init__(self, groups: Sequence[_Group], limits: Limits, cap: int) -> None:
         self.groups, self.limits, self.cap = groups, limits, cap

@@ -81,7 +81,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """What one route differs from itself by: the maxima over `pairs`. skipped: order changes that could not be made.
+    """The differences between runs of one route: the maxima over `pairs`. skipped: order changes that could not be made.
 
     The maxima are for the reader; verdicts use `limits`.
     """
@@ -113,7 +113,7 @@ class NoiseFloor:
 
     @cached_property
     def limits(self) -> dict[str, Limits]:
-        """What a difference has to exceed to be more than noise, by prompt; empty if too few runs could be made."""
+        """The limit of the noise for each prompt; empty if there were too few runs."""
         draws: dict[str, list[dict[str, float]]] = {}
         least: dict[str, dict[str, float]] = {}
         for pair in self.pairs:

@@ -34,7 +34,7 @@ PLANNED_AUDIO_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is compared: which route answers first, which is held against it, and with which adapters."""
+    """One comparison: the reference route, the route that is compared with it, and the adapters."""
 
     against: str
     model: str

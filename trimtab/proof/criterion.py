@@ -25,7 +25,7 @@ _SMALLEST = 1e-14
 
 @dataclass(frozen=True)
 class Limits:
-    """What a difference has to exceed on one prompt to be more than noise, for each of MEASURES."""
+    """The limit of the noise on one prompt, for each of MEASURES."""
 
     mean_abs: float
     max_abs: float

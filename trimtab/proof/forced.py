@@ -141,7 +141,7 @@ def cpu_threads(count: int) -> Iterator[None]:
 
 @contextmanager
 def rounded_layers(hf_model: Any, seed: int) -> Iterator[None]:
-    """Let every layer round its output again: each value moves by a uniform number of up to one step of its dtype.
+    """Add a random rounding to every layer's output: each value moves by a uniform number of up to one step of its dtype.
 
     That is the noise of a route which rounds as often and as finely, but not to the same values. What only looks up rows
     (an embedding) rounds nothing and is left as it is.

@@ -21,7 +21,7 @@ from trimtab.request import MAX_SOUND_S
 
 
 class _Asked:
-    """What `chat.prepare` needs of a model, without its weights."""
+    """A stand-in for a model without weights, with the attributes that `chat.prepare` reads."""
 
     def __init__(self, folder: Path, dtype: str) -> None:
         from trimtab.runtime import hf

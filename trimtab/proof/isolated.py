@@ -10,7 +10,7 @@ from trimtab.errors import TrimtabError
 
 
 def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Run the `main` of request["module"]; an error of this package is told, any other ends the process as usual."""
+    """Run the `main` of request["module"]; an error of trimtab is reported, any other ends the process as usual."""
     try:
         importlib.import_module(request["module"]).main(request["request"], tell)
     except TrimtabError as exc:

@@ -61,7 +61,7 @@ class OtherChange:
 
 @dataclass(frozen=True)
 class LoadedChanges:
-    """What two routes loaded, compared. modules: how many changes were compared. wrong: those that are not the same."""
+    """The comparison of what two routes loaded. modules: how many changes were compared. wrong: those that are not the same."""
 
     modules: int
     wrong: tuple[OtherChange, ...]

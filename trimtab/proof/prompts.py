@@ -49,7 +49,7 @@ class Prompt:
 
     @property
     def kind(self) -> str:
-        """What it asks about: "text", "image", "audio" or "image+audio"."""
+        """Its modalities: "text", "image", "audio" or "image+audio"."""
         media = [name for name in ("image", "audio") if getattr(self, name)]
         return "+".join(media) or "text"
 

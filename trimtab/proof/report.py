@@ -50,7 +50,7 @@ class PromptParity:
 
     @property
     def merged_matches(self) -> str | None:
-        """What the merged model's answer is: "ADAPTER", "BASE" or "NEITHER"; None where nothing was merged."""
+        """The side that the merged model's answer equals: "ADAPTER", "BASE" or "NEITHER"; None without a merge."""
         if self.base_is_merged is None:
             return None
         return "ADAPTER" if self.same_text else "BASE" if self.base_is_merged else "NEITHER"

@@ -62,7 +62,7 @@ def _answer(
 def merged_in_memory(
     model: Any, adapter: str, seed: int | None, packed: Mapping[str, str] | None = None
 ) -> Iterator[None]:
-    """Let every layer that a merge changes compute with its new weight, rounded once to its own dtype or to 4 bits."""
+    """Make every layer that a merge changes compute with its new weight, rounded once to its dtype or to 4 bits."""
     route = model.route
     before = route.name
     forms = packed or {}

@@ -77,7 +77,7 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a route said to one item. file: of its logits. repeats: whether a second pass gave the same bits."""
+    """A route's answer to one item. file: of its logits. repeats: whether a second pass gave the same bits."""
 
     id: str
     file: str

@@ -92,7 +92,7 @@ def _merged(model: Any, dequantize: bool, tell: Tell) -> tuple[Any, dict[str, in
 
 
 def _watch(module_path: str, module: Any, rows: list[Survival]) -> None:
-    """Let a layer's `merge` be measured when it is called."""
+    """Measure a layer's `merge` when it is called."""
     merge = module.merge
 
     def measured(*args: Any, **kwargs: Any) -> None:

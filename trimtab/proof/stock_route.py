@@ -197,7 +197,7 @@ def run_item(
     model: Any, tokenizer: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None,
     request: Mapping[str, Any], *, name: str = "run",
 ) -> dict[str, Any]:  # fmt: skip
-    """Return what the model says to one item, its logits written beside: the line that is told."""
+    """Return the report line of the model's answer to one item; its logits are written to a file."""
     device = next(model.parameters()).device
     inputs = forced.read_inputs(item["file"], device)
     token_ids = greedy(model, inputs, int(request["new_tokens"]))
@@ -283,7 +283,7 @@ def recorded_warnings() -> Iterator[Counter[str]]:
 
 @contextmanager
 def told_if_raised(tell: Tell) -> Iterator[None]:
-    """Tell what stock raised, with the library whose frame it came from, instead of ending in a traceback."""
+    """Report an error of the stock stack with the library of its frame, instead of ending in a traceback."""
     try:
         yield
     except Exception as exc:  # anything that four libraries may raise

@@ -23,7 +23,7 @@ _PIECE_VALUES = 4 * 2**20
 
 @dataclass(frozen=True)
 class Survival:
-    """What became of one module's change. delta_norm: its length; relative to that of the base's weight: delta_share."""
+    """The retained change of one module. delta_norm: its length; relative to that of the base's weight: delta_share."""
 
     module_path: str
     survived: float

@@ -68,7 +68,7 @@ class Sums:
 
     @property
     def fault_size(self) -> float:
-        """What `size` would be with a scale wrong by SCALE_FAULT."""
+        """The `size` with a scale that is wrong by SCALE_FAULT."""
         return abs(self.fault_along) / math.sqrt(self.fault_squares) if self.fault_squares else 0.0
 
 
@@ -107,7 +107,7 @@ class MergedWeights:
 
     @property
     def limit(self) -> float:
-        """What `size` must exceed, with one false-alarm rate for all modules and their sum."""
+        """The limit of `size`, with one false-alarm rate for all modules and their sum."""
         return symmetric_limit(self.false_alarm_rate, len(self.modules) + 1)
 
     @property

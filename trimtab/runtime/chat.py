@@ -33,7 +33,7 @@ CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a forward pass takes: tensors on the execution device, floats in the model's dtype. One row.
+    """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype. One row.
 
     marks: which tokens stand for which picture or sound, by its content; empty where that is not known. turns: how many tokens
     there are up to the end of each turn.

@@ -87,13 +87,13 @@ def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Ma
 
 
 def bound_workspaces(budget_bytes: int) -> None:
-    """Let cuBLAS take the smaller workspaces where the budget is small; without effect once a product ran in this process."""
+    """Make cuBLAS use smaller workspaces where the budget is small; has no effect after the first matmul of the process."""
     if budget_bytes < SMALL_BUDGET_BYTES:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", WORKSPACE_CONFIG)
 
 
 def bound_stacks(device: str | torch.device) -> bool:
-    """Let the context keep smaller stacks for the threads of kernels; returns whether the driver took it.
+    """Make the context keep smaller stacks for the threads of kernels; returns whether the driver accepted it.
 
     The driver makes them larger for a kernel that needs more, at its launch; a kernel whose need it does not know (recursion, calls
     by address) has this much. Without it, or where the driver refuses, a context takes 1 MiB a multiprocessor more than is counted.

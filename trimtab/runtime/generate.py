@@ -138,7 +138,7 @@ class Detokenizer:
 
 @dataclass
 class _Stream:
-    """What the worker tells: generation puts tokens in (`put`), the consumer reads `queue` until None."""
+    """The queue between the worker and the consumer: generation adds tokens (`put`), the consumer reads until None."""
 
     detokenizer: Detokenizer | None
     end_ids: frozenset[int]

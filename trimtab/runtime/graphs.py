@@ -83,7 +83,7 @@ class Steps:
 
     @property
     def fallbacks(self) -> list[Fallback]:
-        """What runs the slower way, and why."""
+        """The slower computations in use, with reasons."""
         return self._choice.fallbacks
 
     @property

@@ -64,7 +64,7 @@ class HeldAdapter:
 
     @cached_property
     def host_bytes(self) -> int:
-        """What it takes in host memory."""
+        """Its bytes in host memory."""
         beside = (tensor.nbytes for key, tensor in self.tensors.items() if key not in self.places)
         return int(self.memory.tensor.nbytes + sum(beside))
 
@@ -75,7 +75,7 @@ class HeldAdapter:
 
     @cached_property
     def device_bytes(self) -> int:
-        """What it takes on the execution device."""
+        """Its bytes on the execution device."""
         return self.spec.nbytes(ADAPTER_DTYPE)
 
 

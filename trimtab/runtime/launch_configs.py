@@ -46,7 +46,7 @@ class Target:
 
 @dataclass(frozen=True)
 class KernelLimits:
-    """What the driver says of a compiled kernel. local_bytes: of a thread, registers that had no room."""
+    """The driver's figures for a compiled kernel. local_bytes: per thread, for registers that were spilled."""
 
     registers: int
     max_threads: int

@@ -35,7 +35,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Loaded:
-    """What `fill` made: the model tree in place and everything that must be closed with it.
+    """The result of `fill`: the model tree and everything that must be closed with it.
 
     left_out: what runs the slower way here -> why.
     """
@@ -313,7 +313,7 @@ class _Filler:
         self.probe.model.set_submodule(row.module_path, leaf.eval())
 
     def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
-        """Put the 8-bit copy of the head in its tier; it is made there piece by piece, never whole beside its source."""
+        """Make the 8-bit copy of the head in its tier, slice by slice, never complete beside its source."""
         weight = row.weight
         assert weight is not None, row.module_path
         shape = (weight.shape[0], weight.shape[1])
@@ -464,7 +464,7 @@ class _Filler:
         return self.owners[owner]
 
     def _fill_fixed(self, row: ModuleRow, module: nn.Module, paths: set[str]) -> None:
-        """Put the named tensors, and every buffer computed at load, on the execution device."""
+        """Load the named tensors, and every buffer computed at load, to the execution device."""
         for tensor in self._in_order(row):
             if tensor.tensor_path not in paths:
                 continue

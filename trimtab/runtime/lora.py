@@ -147,7 +147,7 @@ class Route:
 
 @dataclass(eq=False)
 class LinearAdapter:
-    """What one adapter does to one linear layer: y -> y + scale B A x, with DoRA also a rescaling of y.
+    """One adapter's change of one linear layer: y -> y + scale B A x, with DoRA also a rescaling of y.
 
     Shapes: A [R, D_in], B [D_out, R], B_bias [D_out], magnitude (DoRA: magnitude / norm) [1, D_out]. weight
     [D_out, D_in] and bias [D_out] replace the base's (modules_to_save). All on the execution device.
@@ -184,7 +184,7 @@ class LinearAdapter:
 
 @dataclass(eq=False)
 class EmbeddingAdapter:
-    """What one adapter does to one embedding table: rows + scale (B A)^T rows, times the table's own scale.
+    """One adapter's change of one embedding table: rows + scale (B A)^T rows, times the table's own scale.
 
     Shapes: A [V, R] (transposed, so that a token is one row), B [D, R], magnitude (DoRA: magnitude / norm) [D]. weight
     [V, D] replaces the table (modules_to_save).
@@ -415,7 +415,7 @@ class PlainPlace:
 
 @dataclass(eq=False)
 class Fitting:
-    """Where one adapter goes on one model, found and checked once, so that putting it on again is a short loop.
+    """The targets of one adapter on one model, matched and checked once, so that attaching it again is a short loop.
 
     plain: what is taken from one piece of memory that holds all of A and B. rest: by module path, all else, which is read
     tensor by tensor. kinds: of the decoder's linear layers that it changes (`kind_of`). largest_rank: there.
@@ -478,7 +478,7 @@ def attach(
     model: nn.Module, spec: AdapterSpec, name: str, *, read: Callable[[TensorEntry], Tensor],
     device: torch.device | str, route: Route, dtype: str = "float32",
 ) -> None:  # fmt: skip
-    """Put an adapter on the model under a name: every tensor of it, or nothing and an error.
+    """Attach an adapter under a name: every tensor of it, or nothing and an error.
 
     read: gives a tensor of the file on the CPU. dtype: of the LoRA tensors; PEFT casts half precision up to float32.
     Errors: RequestError for a name in use; AdapterError for modules that the model does not hold or cannot adapt.
@@ -490,7 +490,7 @@ def attach_fitted(
     fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, route: Route,
     dtype: str = "float32", piece: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Put an adapter on the model that it was fitted to: every tensor of it, or nothing and an error.
+    """Attach an adapter to the model that it was fitted to: every tensor of it, or nothing and an error.
 
     piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. Errors:
     RequestError for a name in use.

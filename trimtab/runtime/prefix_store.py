@@ -50,7 +50,7 @@ def scope_of(*parts: bytes | str) -> bytes:
 
 @dataclass(frozen=True)
 class PrefixKey:
-    """What a prefix is known by: its scope, its tokens, and the content of images and audio among them."""
+    """The key of a prefix: its scope, its tokens, and the content of images and audio among them."""
 
     scope: bytes
     token_ids: Sequence[int]
@@ -100,7 +100,7 @@ class _Item:
 
 @dataclass
 class PrefixCounts:
-    """What has happened since the store began, in prompts, tokens and items."""
+    """Counts since the store was created, in prompts, tokens and items."""
 
     lookups: int = 0
     hits: int = 0

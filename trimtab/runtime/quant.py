@@ -294,7 +294,7 @@ def why_not_repacked(packed: Packed, dtype: torch.dtype) -> str | None:
 
 
 def repacked_bytes(packed: Packed) -> int:
-    """Return what `repack` takes beside the weight: its rounded scales."""
+    """Return the bytes that `repack` takes in addition to the weight: its rounded scales."""
     return 2 * packed.shape[0] * packed.shape[1] // packed.blocksize
 
 

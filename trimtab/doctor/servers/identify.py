@@ -25,7 +25,7 @@ MAX_MODELS = 200
 
 @dataclass(frozen=True)
 class Identity:
-    """What answers. kind: "" if it is none that is known. why: what that rests on. models: as the server lists them."""
+    """The identified server. kind: "" if unknown. why: the evidence. models: as the server lists them."""
 
     kind: str
     version: str | None

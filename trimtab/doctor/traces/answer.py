@@ -29,7 +29,7 @@ ASK_UNKNOWN = (
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What is known about one exception of a paste.
+    """The known facts about one exception of a paste.
 
     label: its name, UNKNOWN for none. meaning: in a line. exception: as pasted, its first line. rests_on: by what it was
     recognized. bug: the entry of the catalogue, None without one. bucket: the issue that it belongs into. owner: whose
@@ -68,7 +68,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a pasted text shows. answers: known failures first, surest first. versions: that the text says."""
+    """The diagnosis of a pasted text. answers: known failures first, most certain first. versions: that the text says."""
 
     answers: tuple[Answer, ...]
     versions: Mapping[str, str] = field(default_factory=dict)

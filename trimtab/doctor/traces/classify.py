@@ -18,7 +18,7 @@ HIGH, MEDIUM, NONE = "high", "medium", "none"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one exception of a paste is. match: None for UNKNOWN. asks: what would decide an UNKNOWN one."""
+    """The classification of one exception of a paste. match: None for UNKNOWN. asks: information that would decide it."""
 
     trace: Trace | None
     match: Match | None
@@ -80,7 +80,7 @@ def _of_whole(paste: Paste) -> Match | None:
 
 
 def _asks(kind: str, message: str) -> tuple[str, ...]:
-    """Return what would decide: what each signature with this message needs beside it."""
+    """Return the missing information: what each signature with this message also needs."""
     plain = plain_message(message)
     return tuple(dict.fromkeys(
         signature.ask for signature in SIGNATURES

@@ -36,7 +36,7 @@ class Reply:
 
     @property
     def words(self) -> str:
-        """What the server says of a refusal, cut short and on one line."""
+        """The server's error text, shortened to one line."""
         error = self.value.get("error", self.value) if isinstance(self.value, dict) else None
         text = error.get("message", error.get("detail")) if isinstance(error, dict) else error
         return plain(text) if isinstance(text, str) else ""

@@ -106,7 +106,7 @@ class Reference:
 
     @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:
-        """Put another adapter in the place of our own for a while. Errors: AdapterError."""
+        """Use another adapter instead of trimtab's own while the block runs. Errors: AdapterError."""
         own = self.model._specs[self.adapter].file.folder
         self.model.unload_adapter(self.adapter)
         try:
@@ -148,7 +148,7 @@ class Reference:
         return [made[place] for place in range(len(rows))]
 
     def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Return the places of rows that go through the model together.
+        """Return the indices of rows that are computed together.
 
         Texts of one length alone: what fills up a shorter one changes its roundings by as much as a small fault changes an answer.
         """

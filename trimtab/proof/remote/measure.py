@@ -22,7 +22,7 @@ OWN_TOP = 5
 
 @dataclass(frozen=True)
 class Values:
-    """What one hypothesis says to one row: the logprobs of the compared tokens, and its distance from the server's answer."""
+    """One hypothesis on one row: the logprobs of the compared tokens, and the distance from the server's answer."""
 
     logprobs: Tensor
     distance: float

@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Weighed:
-    """One fault beside the right adapter.
+    """One fault compared with the right adapter.
 
     size: how far it moves the answers. distance, right_distance: of the server's answers from it and from the right ones, on the
     `questions` that tell of it. nearer: on how many of them the fault is nearer; farther: the right one. Ties count for neither.
@@ -95,7 +95,7 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out. fault: which one, "" for none that is known here. confidence: of the word, None where nothing can be told.
+    """The verdict. fault: its name, "" for no known fault. confidence: of the verdict, None for "cannot tell".
 
     false_alarm_rate: at most how often a right server would be called wrong. noise: mean distance of the right answers' kind.
     visible_from: the smallest mean shift that would have been seen. unseen: faults that remain possible; none where the word is
@@ -128,7 +128,7 @@ def sign_test(successes: int, failures: int) -> float:
 
 
 def weigh(questions: Sequence[Asked], name: str, what: str, *, is_part: bool, floor: float) -> Weighed:
-    """Return one fault beside the right adapter. floor: how far the nearest of all hypotheses is from the answers."""
+    """Return one fault compared with the right adapter. floor: how far the nearest of all hypotheses is from the answers."""
     largest = max((one.size[name] for one in questions), default=0.0)
     least = min(TELLING * largest, max(TELLING_ABOVE_NOISE * largest, TWICE * floor))
     telling = [one for one in questions if one.size[name] >= max(least, SMALLEST)]

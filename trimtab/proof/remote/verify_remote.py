@@ -64,7 +64,7 @@ def is_remote(against: str) -> bool:
 
 @dataclass
 class _Work:
-    """What is known while a server is examined."""
+    """The state while a server is examined."""
 
     client: Client
     remote_model: str
