@@ -244,7 +244,7 @@ def test_commands_in_the_docs_can_be_parsed(command):
 def test_examples_are_found_in_the_docs():
     assert len(PYTHON_BLOCKS) >= 2
     assert {shlex.split(command.values[0])[1] for command in COMMANDS} == {
-        "adapters", "bench", "chat", "completion", "doctor", "inspect", "merge", "models", "plan", "pull", "run", "serve",
+        "adapters", "bench", "chat", "completion", "demo", "doctor", "inspect", "merge", "models", "plan", "pull", "run", "serve",
         "tune", "verify",
     }  # fmt: skip
 

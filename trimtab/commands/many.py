@@ -121,7 +121,7 @@ def _values(answer: Any) -> dict[str, Any]:
 def _text(summary: Mapping[str, Any]) -> str:
     text = f"{summary['out']}: {summary['answered']} answered"
     if summary["answered_before"]:
-        text += f", {summary['answered_before']}were answered before"
+        text += f", {summary['answered_before']} were answered before"
     if summary["errors"]:
         text += f", {summary['errors']} failed (their lines have the error)"
     return text

@@ -134,7 +134,7 @@ def _mode_reason(mode: str, asked: str | None, refused: Mapping[str, str], befor
     if machine.on_cpu:
         return "the CPU computes"
     if before:
-        return f"faster here than {before[-1].execution.step.mode}steps, which compute every layer on the GPU"
+        return f"faster here than {before[-1].execution.step.mode} steps, which compute every layer on the GPU"
     why = "; ".join(f"no {name} steps: {reason}" for name, reason in refused.items())
     return why or "the fastest way that this model and card support"
 

@@ -242,7 +242,7 @@ def _changes(case: Case, reference: Ran, subject: Ran) -> LoadedChanges | None:
 
 def _other_changes(changes: LoadedChanges | None) -> list[str]:
     wrong = changes.wrong if changes is not None else ()
-    more = [f"and {len(wrong) - SHOWN_MODULES}more modules"] if len(wrong) > SHOWN_MODULES else []
+    more = [f"and {len(wrong) - SHOWN_MODULES} more modules"] if len(wrong) > SHOWN_MODULES else []
     return [f"loaded differently: {row}" for row in wrong[:SHOWN_MODULES]] + more
 
 
@@ -284,7 +284,7 @@ def _wrong_weights(weights: MergedWeights) -> list[str]:
         + (f", {row.beyond} values are outside the rounding bound" if row.beyond else "")
         for row in rows[:SHOWN_MODULES]
     ]
-    return lines + ([f"and {len(rows) - SHOWN_MODULES}more modules"] if len(rows) > SHOWN_MODULES else [])
+    return lines + ([f"and {len(rows) - SHOWN_MODULES} more modules"] if len(rows) > SHOWN_MODULES else [])
 
 
 def _with_lanes(

@@ -139,7 +139,7 @@ class Packs:
         if prompts.model.streamer is not None:
             return "layers are streamed"
         if prompts.captures and not self._has_products():
-            return "there is no product of many rows"
+            return "there is no kernel for many rows"
         if prompts.captures and not prompts.has_room_for(PACK_GRAPHS, SPARE_BYTES):
             return "their graphs have no room"
         return None

@@ -33,7 +33,7 @@ class TuneReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        lines = [f"{self.products}matmuls were timed on {self.card}; the next load uses the fastest."]
+        lines = [f"{self.products} matmuls were timed on {self.card}; the next load uses the fastest."]
         lines += [f"  {one['product']}, {one['rows']} rows: {one['cut']} ({one['status']})" for one in self.known]
         return "\n".join(lines)
 

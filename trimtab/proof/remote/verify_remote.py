@@ -281,7 +281,7 @@ def _open_channels(work: _Work, reference: Reference, is_ollama: bool) -> None:
         except RequestError as exc:
             if not work.channels:
                 raise
-            work.notes.append(f"{kind}questions were not sent ({str(exc)[:300]})")
+            work.notes.append(f"{kind} questions were not sent ({str(exc)[:300]})")
 
 
 def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
