@@ -244,7 +244,7 @@ def test_a_lenient_server_says_in_a_header_what_it_did_not_use():
         ({"response_format": {"type": "json_schema"}}, 400, "response_format.json_schema"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}}, 400,
          "response_format.json_schema.schema"),
-        ({"stop": [""]}, 400, "stop"),
+        ({"stop": [""]}, 400, "stop"), ({"stop": "x" * 1025}, 400, "stop"), ({"stop": ["a", "x" * 1025]}, 400, "stop[1]"),
         ({"messages": [{"role": "user", "content": "x" * 200_000}]}, 400, "messages"),
         ({"messages": [{"role": "user", "content": ""}]}, 400, "messages[0].content"),
         ({"messages": [{"role": "system", "content": "a"}, {"role": "user", "content": [{"type": "text", "text": " "}]}]}, 400,

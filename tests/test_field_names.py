@@ -75,6 +75,7 @@ def test_an_error_of_a_response_names_the_field_that_was_sent(fields, param):
         ({"messages": [user("a")], "tools": [ANTHROPICS_TOOL], "tool_choice": {"type": "tool", "name": "g"}},
          "tool_choice.name"),
         ({"messages": [user("a")], "stop_sequences": [""]}, "stop_sequences"),
+        ({"messages": [user("a")], "stop_sequences": ["x" * 1025]}, "stop_sequences[0]"),
     ],
 )  # fmt: skip
 def test_an_error_of_a_message_names_the_field_that_was_sent(fields, param):

@@ -415,3 +415,90 @@ def test_a_server_under_all_of_these_has_written_nothing(server):
     assert server.ask("GET", "/health")[0] == 200
     server.process.terminate()
     assert server.process.communicate(timeout=WAIT_S)[1] == ""
+
+
+def odd(head, *lines, body=b""):
+    return b"\r\n".join([head + b" HTTP/1.1", b"Host: localhost", *lines, b"", b""]) + body
+
+
+CHUNKED = (b"Content-Type: application/json", b"Transfer-Encoding: chunked")
+ODD = {
+    "upgrade to websocket": (
+        odd(
+            b"GET /health",
+            b"Upgrade: websocket",
+            b"Connection: Upgrade",
+            b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==",
+            b"Sec-WebSocket-Version: 13",
+        ),
+        200,
+    ),
+    "upgrade to h2c": (
+        odd(
+            b"GET /health",
+            b"Upgrade: h2c",
+            b"Connection: Upgrade, HTTP2-Settings",
+            b"HTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
+        ),
+        200,
+    ),
+    "preface of HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 404),
+    "CONNECT": (odd(b"CONNECT evil:443"), 404),
+    "OPTIONS *": (odd(b"OPTIONS *"), 404),
+    "TRACE": (odd(b"TRACE /health"), 405),
+    "an address of another server": (odd(b"GET http://evil.com/health"), 404),
+    "a path of 40 KB": (odd(b"GET /" + b"a" * 40_000), 431),
+    "5,000 header lines": (odd(b"GET /health", *[b"a: b"] * 5000), 431),
+    "control characters in a name": (odd(b"GET /v1/models/%00%0a%1b[31m"), 404),
+    "no UTF-8 in a name": (odd(b"GET /v1/models/%ff%fe"), 404),
+    "a way out of the page": (odd(b"GET /page/..%2f..%2f..%2fetc%2fpasswd"), 404),
+    "two hosts": (odd(b"GET /health", b"Host: evil"), 400),
+    "a zero byte in a header": (odd(b"GET /health", b"X: a\0b"), 400),
+    "a key of 20 KB": (odd(b"GET /health", b"Authorization: Bearer " + b"\xff" * 20_000), 200),
+    "lengths that differ": (odd(b"POST /v1/completions", b"Content-Length: 5, 6", body=b"aaaaa"), 400),
+    "a signed length": (odd(b"POST /v1/completions", b"Content-Length: +5", body=b"aaaaa"), 400),
+    "a length of 5,000 digits": (odd(b"POST /v1/completions", b"Content-Length: " + b"9" * 5000, body=b"aaaaa"), 400),
+    "gzip, chunked": (
+        odd(b"POST /v1/completions", b"Content-Type: application/json", b"Transfer-Encoding: gzip, chunked"),
+        501,
+    ),
+    "chunked twice": (odd(b"POST /v1/completions", *CHUNKED, b"Transfer-Encoding: chunked"), 501),
+    "a chunk with an extension": (
+        odd(b"POST /v1/completions", *CHUNKED, body=b'%x;a="b"\r\n%b\r\n0;c=d\r\n\r\n' % (len(BODY), BODY)),
+        200,
+    ),
+    "a chunk with an extension of 40 KB": (
+        odd(b"POST /v1/completions", *CHUNKED, body=b"1;" + b"a" * 40_000 + b"\r\n{\r\n0\r\n\r\n"),
+        400,
+    ),
+    "a chunk of a negative size": (odd(b"POST /v1/completions", *CHUNKED, body=b"-1\r\n{"), 400),
+    "multipart": (
+        odd(
+            b"POST /v1/chat/completions",
+            b"Content-Type: multipart/form-data; boundary=x",
+            b"Content-Length: 10000000",
+            body=b"--x\r\n" * 1000,
+        ),
+        415,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_requests_are_answered_and_the_next_client_too(server, name):
+    data, expected = ODD[name]
+    with open_to(server, data) as raw:
+        assert raw.recv(2**16).split(b" ", 2)[1] == b"%d" % expected
+    assert server.ask("GET", "/health")[0] == 200
+
+
+def test_who_asks_without_reading_ends_without_an_answer_to_all(server):
+    """Requests one behind the other are answered one by one, and no further than the client reads."""
+    before = peak_bytes(server)
+    with open_to(server) as raw:
+        raw.settimeout(2)
+        with suppress(OSError):
+            for _ in range(40):
+                raw.sendall(odd(b"GET /openapi.json") * 500)
+        assert server.ask("GET", "/health")[0] == 200
+    assert peak_bytes(server) - before < 64 * 2**20

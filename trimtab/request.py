@@ -212,6 +212,8 @@ class LoadRequest:
 
 LEAST_TEMPERATURE = 1e-6
 PENALTIES = (0.01, 100.0)
+# Of one text that ends an answer: every token is compared with every beginning of it.
+MOST_STOP_CHARACTERS = 1024
 # The ranges of OpenAI's API.
 MOST_PENALTY, MOST_BIAS = 2.0, 100.0
 # As many as OpenAI's API reports.
@@ -292,6 +294,11 @@ class GenerateRequest:
             raise RequestError(f"must be an integer from 0 to {MOST_LOGPROBS}", field="logprobs", value=self.logprobs)
         if isinstance(self.stop, str):
             raise RequestError("is a string; pass a list of strings", field="stop", value=self.stop)
+        for text in self.stop:
+            if len(text) > MOST_STOP_CHARACTERS:  # every token is compared with every beginning of it
+                raise RequestError(
+                    f"a stop text has at most {MOST_STOP_CHARACTERS} characters", field="stop", value=len(text)
+                )
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every answer immediately", field="stop", value=self.stop)
         if self.temperature == 0:

@@ -10,6 +10,7 @@ Everything is refused here that can be told from the request alone; how an answe
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -191,6 +192,8 @@ class _Api:
     ) -> None:
         self.pool, self.settings, self.metrics, self.folders = pool, settings, metrics, folders
         self.beside_api = beside_api
+        # The description as bytes, by whether it asks for a key.
+        self._described: dict[bool, Any] = {}
         self.quotas = Quotas(settings.key_limits)
         self.fetcher, self.reader = Fetcher(settings), Reader(settings.limits, lenient=settings.lenient)
         models = [entry["id"] for entry in pool.models() if entry["parent"] is None]
@@ -254,7 +257,11 @@ class _Api:
         return Response(body, media_type=kind)
 
     async def openapi(self, request: Request) -> Response:
-        return JSONResponse(description(has_key=bool(self.settings.api_keys), beside=self.beside_api))
+        has_key = bool(self.settings.api_keys)
+        if has_key not in self._described:  # a tenth of a second, once
+            make = partial(description, has_key=has_key, beside=self.beside_api)
+            self._described[has_key] = await asyncio.to_thread(lambda: JSONResponse(make()).body)
+        return Response(self._described[has_key], media_type="application/json")
 
     async def status(self, request: Request) -> Response:
         shown = {**self.pool.status(), "requests": self.metrics.recent()}

@@ -23,6 +23,7 @@ from trimtab.serve.wire import (
     FunctionName,
     Label,
     Name,
+    StopText,
     Strict,
     Text,
     text_or_list,
@@ -161,7 +162,7 @@ class MessagesRequest(_Question):
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    stop_sequences: Annotated[list[Text], Field(max_length=16), FIRST_ERROR] | None = None
+    stop_sequences: Annotated[list[StopText], Field(max_length=16), FIRST_ERROR] | None = None
     stream: bool = False
     # A label of the client's own; no answer depends on it.
     metadata: Metadata | None = None

@@ -25,7 +25,7 @@ from pydantic import (
 from pydantic_core import from_json, to_json
 
 from trimtab.errors import RequestError
-from trimtab.request import MOST_BIAS, MOST_PENALTY, PENALTIES
+from trimtab.request import MOST_BIAS, MOST_PENALTY, MOST_STOP_CHARACTERS, PENALTIES
 from trimtab.serve.field_names import Names, client_field
 
 Asked = TypeVar("Asked", bound=BaseModel)
@@ -156,8 +156,9 @@ Content = Annotated[
     Annotated[Text, Tag("<text>")] | Annotated[list[Part], FIRST_ERROR, Tag("<list>")],
     Discriminator(text_or_list, custom_error_type="content", custom_error_message="must be a text or a list of parts"),
 ]
+StopText = Annotated[str, Field(max_length=MOST_STOP_CHARACTERS)]
 Stop = Annotated[
-    Annotated[Text, Tag("<text>")] | Annotated[list[Text], Field(max_length=16), FIRST_ERROR, Tag("<list>")],
+    Annotated[StopText, Tag("<text>")] | Annotated[list[StopText], Field(max_length=16), FIRST_ERROR, Tag("<list>")],
     Discriminator(text_or_list, custom_error_type="stop", custom_error_message="must be a text or a list of texts"),
 ]
 Prompt = Annotated[
