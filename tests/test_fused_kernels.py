@@ -163,3 +163,35 @@ def test_a_step_with_kernels_at_its_ends_alone_is_that_of_plain_torch(on_cpu, re
             assert tokens[0] == tokens[1] and int((found[0] != found[1]).sum()) <= 2
             assert (found[0] - found[1]).abs().max() <= 2**-7 * found[0].abs().max()
         assert on_cpu.ends.launches == ["rows", "likeliest_8"] * 4  # captured, then three steps
+
+
+@pytest.mark.parametrize("decode", ["auto", "graph"])
+def test_batch_invariant_steps_are_one_graph_of_all_rows_whoever_is_active(on_cpu, replayed, tmp_path, decode):  # noqa: F811
+    """A tiny Llama: bits of a row's scores are the same alone and beside others with other adapters, in another row, and beside one
+    whose adapter no table holds."""
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {
+        name: pico.adapter(base, tmp_path / name, seed=seed, rank=r) for seed, (name, r) in enumerate(RANKS.items())
+    }
+    adapters["dora"] = pico.adapter(base, tmp_path / "dora", seed=5, rank=4, dora=True)
+    plan = trimtab.plan(base, quant="none", adapters=adapters, context=64, device="cpu", batch=4, batch_invariant=True)
+    with trimtab.load(plan) as model:
+
+        def scores(*asked, of):
+            batch = joined(model, decode, [(name, ids, {}) for name, ids in asked], rows=4)
+            assert batch.steps.is_captured and batch.is_invariant
+            found = [batch.logits()[of].clone() for _ in range(3)]
+            captures = batch.steps.captures
+            return torch.stack(found), captures
+
+        for ask in (("a", [5, 6, 7]), (None, [9, 8, 3, 4]), ("dora", [4, 9])):
+            wanted, captures = scores(ask, of=0)
+            assert captures == (ask[0] != "dora")
+            for of, others in (
+                (0, [("b", [4])]),
+                (2, [(None, [30, 31]), ("dora", [7]), ("a", [8, 8])]),
+                (1, [("b", [12, 13]), ("b", [1])]),
+            ):
+                beside = [*others[:of], ask, *others[of:]]
+                found, _ = scores(*beside, of=of)
+                assert torch.equal(found, wanted)

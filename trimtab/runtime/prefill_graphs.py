@@ -98,7 +98,8 @@ class Prompts:
         self._graphs: GraphCache[_Captured] = GraphCache()
         self._met: set[tuple[Hashable, ...]] = set()
         self.layouts = Layouts(self)
-        self.towers = Towers(self.model, mode, self.fall_back)
+        # Towers are captured while others are answered: batch-invariant ones always run as they are.
+        self.towers = Towers(self.model, "eager" if batch.is_invariant else mode, self.fall_back)
         self._outputs: dict[tuple[bool, int], Tensor] = {}
         self._takes_media = True
         self.staged_tables = [
