@@ -1,5 +1,6 @@
 """Prompts that cannot be answered end by name and alone: longer than the context, with a picture that no chunk holds, with an
-adapter that goes while they wait, with a prefix cache that runs out of memory. The others' answers are what they are without them."""
+adapter that goes while they wait, with a prefix cache that runs out of memory. The others' answers are what they are without
+them."""
 
 from __future__ import annotations
 
