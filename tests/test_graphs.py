@@ -212,6 +212,17 @@ def test_a_capture_that_fails_is_told_and_the_modules_go_on(model, replayed, mon
         answers(joined(model, "graph", ASKED[:2]))
 
 
+def test_a_step_keeps_the_row_numbers_that_its_graph_reads(model, replayed):
+    """The route forgets them with the next prompt, and a replay would read whatever lies there then."""
+    batch = joined(model, "graph", [("rslora-dora", "Hello", {}), (None, "Hello", {}), ("style", "Hello", {})])
+    batch.step()
+    (captured,) = batch.steps._graphs.values()
+    model.route.none()
+    assert not model.route.indices
+    (groups,) = captured.keep[1].values()
+    assert sorted((name, index.tolist()) for name, index in groups) == [("rslora-dora", [0]), ("style", [2])]
+
+
 def test_a_replay_that_gives_other_scores_is_found():
     expected = torch.tensor([[1.0, -8.0, 3.0], [0.0, 2.0, 1.0], [9.0, 9.0, 9.0]])
     step_capture.check_replay(expected + 2**-7, expected, 3)

@@ -30,7 +30,7 @@ class MockEngine:
     """A job's prompt is {"pieces": turns of its prompt}; it answers max_new_tokens tokens."""
 
     def __init__(self, rows=2, slots=None):
-        self.rows, self.slots = rows, slots
+        self.rows, self.slots, self.pool = rows, slots, None
         self.active, self.placed, self.log = [], [], []
         self.chosen, self.together, self.fail_together = [], 1, []
         self.chunk_sizes, self.times, self.asked_for = (16, 64, 128, 256, 512, 1024), [], []
@@ -55,6 +55,10 @@ class MockEngine:
     def is_ready(self, adapter):
         used = {answer.job.adapter for answer in (*self.active, *self.chosen)} | {adapter}
         return self.slots is None or len(used - {None}) <= self.slots
+
+    def has_room(self, answer):
+        kept = sum(one.tokens_left for one in (*self.active, *self.placed, *self.chosen))
+        return self.pool is None or answer.tokens_left + kept <= self.pool
 
     def choose(self, answer):
         self.chosen.append(answer)

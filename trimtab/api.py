@@ -60,6 +60,7 @@ def plan(
     max_memory: Mapping[int | str, int | str] | None = None,
     prefix_cache: int | float | str | None = None,
     batch_invariant: bool = False,
+    kv_tokens: int | None = None,
 ) -> Plan:
     """Return the plan of a model: where every block goes, from headers alone. Nothing is loaded.
 
@@ -76,7 +77,8 @@ def plan(
     head: "int8" computes with an 8-bit copy of the output head, "full" with the checkpoint's; "auto" takes 8 bits where
     they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph", "fused" or "repacked". card:
     plan for this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an
-    estimate. batch_invariant: an answer has the same bits alone and in a batch.
+    estimate. batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the
+    rows of a batch hold together; None: each its whole context.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -103,6 +105,7 @@ def plan(
             card=card,
             prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
             batch_invariant=batch_invariant,
+            kv_tokens=kv_tokens,
         )
     )
 

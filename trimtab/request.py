@@ -121,6 +121,8 @@ class LoadRequest:
     explicitly requested mode that is unavailable is an error. prefix_cache_bytes: host memory for cached keys and values; 0
     is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows, and prompts go
     through one at a time in pieces of fixed size.
+    kv_tokens: how many tokens of prompts and answers the rows of a batch hold together, in pages of a shared
+    pool; at least one context. None: each row has its whole context.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 
@@ -145,6 +147,7 @@ class LoadRequest:
     decode: str = "auto"
     prefix_cache_bytes: int = 0
     batch_invariant: bool = False
+    kv_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -158,6 +161,11 @@ class LoadRequest:
                 raise RequestError(f"must be an integer of at least {low}", field=name, value=value)
         if not isinstance(self.batch_invariant, bool):
             raise RequestError("must be True or False", field="batch_invariant", value=self.batch_invariant)
+        if self.kv_tokens is not None and (not _is_whole(self.kv_tokens) or self.kv_tokens < self.context_tokens):
+            raise RequestError(
+                f"must be an integer of at least the context, {self.context_tokens}", field="kv_tokens",
+                value=self.kv_tokens,
+            )  # fmt: skip
         if isinstance(self.audio_s, numbers.Real) and not isinstance(self.audio_s, (int, float)):
             object.__setattr__(self, "audio_s", float(self.audio_s))  # numpy's numbers
         if not isinstance(self.audio_s, (int, float)) or not 0 <= self.audio_s <= MAX_SOUND_S:

@@ -63,6 +63,10 @@ def add_placement(
         "--batch-invariant", action="store_true", default=None,
         help="give an answer the same bits alone and beside others (slower: steps compute all rows)",
     )  # fmt: skip
+    group.add_argument(
+        "--kv-tokens", type=int, metavar="N",
+        help="tokens that all rows of a batch hold together (default: the whole context for each row)",
+    )  # fmt: skip
     add_device(group)
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)"
@@ -198,6 +202,7 @@ PLACEMENT = {
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
     "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
     "batch_invariant": "batch_invariant",
+    "kv_tokens": "kv_tokens",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 

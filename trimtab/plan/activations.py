@@ -18,6 +18,7 @@ from types import MappingProxyType
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cost import HEAD_CHUNK_VALUES
+from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import LoadRequest
 
 # The prompt goes through the model in pieces of this many tokens; a piece holds every picture and sound of its prompt.
@@ -104,6 +105,7 @@ class Use:
     patches: int
     soft_tokens: int
     sound_s: float
+    pool_tokens: int | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -131,6 +133,7 @@ def use_of(
         context_tokens=request.context_tokens, prefill_tokens=min(request.context_tokens, piece),
         answer_tokens=min(answer_tokens, max(request.context_tokens // 2, 1)), batch=request.batch,
         patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
+        pool_tokens=pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens),
     )  # fmt: skip
 
 
@@ -153,15 +156,26 @@ def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, token
     return total + copied
 
 
-def row_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int) -> int:
-    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, a window of a
-    sliding one (runtime/hf_slots.py)."""
+def row_cache_bytes(
+    layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None
+) -> int:  # fmt: skip
+    """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the `pool` of
+    tokens that the rows share (runtime/kv_pages.py), and a window of a sliding one (runtime/hf_slots.py)."""
     total = 0
     for layer in layers:
         if layer.shares is None:
-            positions = context_tokens if layer.window is None else min(layer.window, context_tokens)
-            total += 2 * rows * layer.kv_heads * positions * layer.head_dim * DTYPE_BYTES[dtype]
+            positions = rows * (context_tokens if layer.window is None else min(layer.window, context_tokens))
+            if pool is not None and layer.window is None:
+                positions = (FIRST + pages_of(pool)) * PAGE_TOKENS
+            total += 2 * layer.kv_heads * positions * layer.head_dim * DTYPE_BYTES[dtype]
     return total
+
+
+def paged_copy_bytes(layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int) -> int:
+    """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
+    positions of `rows` rows."""
+    full = [layer.kv_heads * layer.head_dim for layer in layers if layer.shares is None and layer.window is None]
+    return 2 * rows * context_tokens * max(full, default=0) * DTYPE_BYTES[dtype]
 
 
 @dataclass(frozen=True)
@@ -225,13 +239,15 @@ def needs_of(
     has_rows: bool = False,
     chunk_tokens: int = 0,
     is_unpacked_elsewhere: bool = False,
+    is_fused: bool = False,
 ) -> Needs:
     """Return what a request needs beside weights, at its worst.
 
     has_rows: whether every sequence has fixed buffers for its keys and values, as it has where steps are captured or several
     sequences are decoded together. A prompt goes through by itself, with a cache of its own beside them; in captured chunks of
     up to `chunk_tokens` it is written into such a buffer, one more than there are rows where there are several.
-    is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself.
+    is_unpacked_elsewhere: whether a prompt's 4-bit weights are unpacked into room that is counted by itself. is_fused: whether
+    steps read pages of keys and values where they are.
     """
     kind = quant_of(anatomy, quant)
     has_rows = has_rows or use.batch > 1
@@ -241,7 +257,12 @@ def needs_of(
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = chunk_tokens or use.prefill_tokens
     rows = use.batch + (1 if chunk_tokens and use.batch > 1 else 0)
-    fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=use.context_tokens) if has_rows else 0
+    pool, context = use.pool_tokens, use.context_tokens
+    fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=context, pool=pool) if has_rows else 0
+    copies = [
+        0 if pool is None else paged_copy_bytes(layers, dtype, rows=count, context_tokens=context)
+        for count in (1, 0 if is_fused else use.batch)
+    ]
     stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1)
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
@@ -251,9 +272,9 @@ def needs_of(
                 if chunk_tokens
                 else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece)
             ),
-            prompt.text(piece, use.context_tokens),
+            prompt.text(piece, use.context_tokens) + copies[0],
         ),
-        "step": (stepped, several.text(1, use.context_tokens)),
+        "step": (stepped, several.text(1, use.context_tokens) + copies[1]),
     }
     if use.patches:
         phases["pictures"] = (fixed, one.pictures())
@@ -271,7 +292,7 @@ def smaller_needs(
     half = max(use.context_tokens // 2, 1)
     tries = {
         f"context={half}": replace(use, context_tokens=half, prefill_tokens=min(use.prefill_tokens, half)),
-        "batch=1": replace(use, batch=1),
+        "batch=1": replace(use, batch=1, pool_tokens=None),
         "no pictures": replace(use, patches=0, soft_tokens=0),
         "no sound": replace(use, sound_s=0.0),
     }

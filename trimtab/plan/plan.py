@@ -20,6 +20,7 @@ from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
 from trimtab.plan.execution import MODES, Execution
+from trimtab.plan.kv_pool import pool_tokens
 from trimtab.plan.reading import read_row
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
@@ -128,6 +129,12 @@ class Plan:
     def tiers(self) -> dict[str, str]:
         """Return block_path -> tier."""
         return {row.block_path: row.tier for row in self.placements}
+
+    @property
+    def pool_tokens(self) -> int | None:
+        """How many tokens all rows hold together in pages; None where every row has its whole context."""
+        request = self.request
+        return pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens)
 
     @property
     def request_s(self) -> float:

@@ -219,6 +219,7 @@ class _Planner:
         self.needs = needs_of(
             anatomy, self.use, quant=request.quant, has_adapters=bool(adapters), has_rows=self.is_captured,
             chunk_tokens=max(self.chunks, default=0), is_unpacked_elsewhere=bool(self.chunks) and not captures_prompts,
+            is_fused=mode == "fused",
         )  # fmt: skip
         self.prompt_bytes = self._prompt_bytes()
         self.adapter_bytes = sum(adapters.values())

@@ -122,6 +122,12 @@ def _execution(plan: Plan) -> list[str]:
         *_towers(execution.towers),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
+    if (pool := plan.pool_tokens) is not None:
+        request = plan.request
+        why = f"{pool} tokens for {request.batch} rows of up to {request.context_tokens}"
+        if step.mode != "fused":
+            why += "; every step copies the pages that its rows look at"
+        rows.append(("keys and values", "pages", gib(plan.gpu["kv_cache"]), "-", why))
     return _aligned(rows, right=(2,))
 
 

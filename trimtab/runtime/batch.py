@@ -33,6 +33,7 @@ from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, pref
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
+from trimtab.runtime.kv_pages import RowPages
 
 if TYPE_CHECKING:
     from trimtab.runtime.held_adapter import HeldAdapter
@@ -70,6 +71,7 @@ class Row:
     group: str = ""
     logits: Tensor | None = None
     shared_tokens: int = 0
+    pages: tuple[int, ...] | None = None  # of the pool, where rows share one
 
     @property
     def answer_ids(self) -> list[int]:
@@ -175,7 +177,10 @@ class Batch:
             raise RequestError("a batch has at least one row", field="rows", value=self.rows)
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
-        self.cache = hf_slots.SlotCache(self.rows, self.context_tokens, self.model.device)
+        self.cache = hf_slots.SlotCache(
+            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens
+        )
+        self.pages = RowPages(self.cache, self.context_tokens)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
         # Python needs as long between two steps as a fast device for one of them: it computes the next meanwhile.
@@ -208,6 +213,7 @@ class Batch:
             yield
         finally:
             self.active.clear()
+            self.pages.forget_all(one)
             self.prompts.release(prompt)
             self.cache.positions.zero_()
             self.model.route.none()
@@ -236,15 +242,9 @@ class Batch:
             )
         sampler = hf_generate.Sampler(request, self.model.device)
         row = Row(
-            adapter,
-            request,
-            sampler,
-            list(inputs.token_ids),
-            inputs.prompt_tokens,
-            constraint=constraint,
-            client=client,
+            adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint, client=client,
             group=group,
-        )
+        )  # fmt: skip
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
 
     def _fork(self, prompt: Prompt) -> bool:
@@ -318,12 +318,13 @@ class Batch:
         together = self.prompts.packs.choose(prompts, most_tokens)
         if together is None:
             return [], 0
+        self.pages.reserve(*(prompt.row for prompt in together.prompts))
         numbers = self._places_behind(len(together.prompts))
         for number in numbers:
             self.prompts.evict(number, None)
-        for prompt, number, logits in zip(
-            together.prompts, numbers, self.prompts.packs.run(together, numbers), strict=True
-        ):
+        with self.pages.unbound_on_error(numbers):
+            found = self.prompts.packs.run(together, numbers)
+        for prompt, number, logits in zip(together.prompts, numbers, found, strict=True):
             prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
             self.cache.positions[number], self.cache.offsets[number] = prompt.done_tokens, 0
             self._is_placed(prompt, number)
@@ -399,12 +400,12 @@ class Batch:
 
     def _fill(self, number: int, prompt: Prompt) -> None:
         self.prompts.evict(number, prompt)
-        if prompt.source is not None:
-            self.cache.move(prompt.source.number, number)
-            self.cache.positions[number] = prompt.row.prompt_tokens
-            return
-        if self.prompts.holds(prompt):
+        if prompt.source is None and self.prompts.holds(prompt):
             self.cache.take(number, prompt.inputs.prompt_tokens, offset=prompt.offset)
+            return
+        self.pages.bind(prompt.row, number)
+        if prompt.source is not None:
+            self.cache.copy(prompt.source.number, number, prompt.row.prompt_tokens)
             return
         try:
             self.cache.fill(number, prompt.cache, prompt.inputs.prompt_tokens, offset=prompt.offset)
@@ -585,16 +586,16 @@ class Batch:
         """Remove a request; the last row takes its place. Errors: RequestError if it is not in the batch."""
         if row in self.placed:
             self.placed.remove(row)
-            row.number = -1
+            self.pages.vacate(row)
             return
         if row not in self.active:
             raise RequestError("this request is not in the batch", field="row", value=row.number)
         self.prefixes.leaving(row)
         last = self.active.pop()
         del self._top[row]
+        number = self.pages.vacate(row)
         if last is not row:
-            self.cache.move(last.number, row.number)
-            self.active[row.number] = last
-            last.number = row.number
+            self.cache.move(last.number, number)
+            self.active[number] = last
+            last.number = number
             self.tell_tokens()
-        row.number = -1

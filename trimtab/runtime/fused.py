@@ -26,7 +26,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.runtime import nvrtc
+from trimtab.runtime.kv_pages import PageTable
 
 ACTIVATIONS = ("gelu_tanh", "silu", "gelu")
 MODES = ("own", "shared", "k_is_v")
@@ -67,13 +69,15 @@ def prepare(module: nvrtc.Module) -> None:
 
 
 def attention_options(
-    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False
+    heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, turn: bool = False, is_paged: bool = False
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it."""
+    """Return what attend.cu is compiled with for this kind of layer. turn: norms and rotation are a part of it. is_paged: keys and
+    values lie in pages."""
     size = next(size for size in (128, 256, 512) if size >= dim)
+    paged = (f"-DPAGE={PAGE_TOKENS}",) if is_paged else ()
     return (
         f"-DDIM={size}", f"-DHEAD={dim}", f"-DGROUP={heads // kv_heads}", f"-DHALF={int(dtype == torch.float16)}",
-        f"-DROTATES={int(turn)}",
+        f"-DROTATES={int(turn)}", *paged,
     )  # fmt: skip
 
 
@@ -286,28 +290,33 @@ def _splits(count: int, kv_heads: int, dim: int, places: int, multiprocessors: i
 def attend(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
     scratch: Tensor | None, module: nvrtc.Module | None = None, *, dependent: bool | None = None,
+    pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     """Write attention of each row over places 0..min(positions[i], L-1) of its own cache row to out.
 
     Shapes: q [n, Hq, D], keys and values [rows, Hkv, L, D] with rows >= n, positions [n] int64, out [n, Hq * D], scratch
-    float32 with `scratch_values` places or None (made here). A ring is looked at as a whole once it is full. softcap:
+    float32 with `scratch_values` places or None (made here). With `pages` keys and values are [Hkv, P, D], and a row's L places
+    are where its table says. A ring is looked at as a whole once it is full. softcap:
     scores become softcap * tanh(score / softcap). Places beyond a row's own are never read by the kernel.
     """
     heads, dim = q.shape[1:]
     if not _may_attend(q, heads, dim, keys, values, out, module) or not q.is_contiguous():
+        if pages is not None:
+            keys, values = (pages.rows(x, q.shape[0]) for x in (keys, values))
         _attend_torch(q, keys, values, positions, scaling, softcap, out)
         return
     given: list[nvrtc.Argument] = [q, heads * dim, None, None, 0.0, None, 0, None, 0, 0]
     _launch_attend(
-        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False
-    )
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=False,
+        pages=pages,
+    )  # fmt: skip
 
 
 def turn_and_attend(
     qkv: Tensor, heads: int, q_weight: Tensor, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, keys: Tensor,
     values: Tensor, places: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor,
     queries: Tensor, scratch: Tensor | None, module: nvrtc.Module | None = None, *, mode: str = "own",
-    dependent: bool | None = None, ahead: Sequence[Tensor] = (),
+    dependent: bool | None = None, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     """Do `rope_write` and then `attend`, in one launch where the shapes suit; queries [n, Hq, D] are for two.
 
@@ -315,7 +324,7 @@ def turn_and_attend(
     share of the cache has a row's new place writes it. With mode "shared", an earlier layer of the step may have written the row's
     place in `places`, and no other. ahead: up to four tensors that a later kernel reads, to be brought into L2 at the same time.
     """
-    _, kv_heads, _, dim = keys.shape
+    kv_heads, dim = keys.shape[-3], keys.shape[-1]
     size = attention_options(heads, kv_heads, min(dim, MAX_HEAD), qkv.dtype)[0]
     values_a_lane = int(size.partition("=")[2]) // 64
     suits = (
@@ -323,26 +332,35 @@ def turn_and_attend(
         and all(_fits(x, qkv, values_a_lane) for x in (qkv, q_weight, k_weight, cos, sin))
     )  # fmt: skip
     if not suits:
-        own = mode != "shared"
+        own, new_keys, new_values, at = mode != "shared", keys, values, places
+        if own and pages is not None:  # written to one place a row, and from there to its page
+            new_keys, new_values = (x.new_empty(qkv.shape[0], kv_heads, 1, dim) for x in (keys, values))
+            at = torch.zeros_like(places)
         rope_write(
-            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, keys if own else None, values if own else None,
-            places, queries, module=module, mode=mode, dependent=dependent,
+            qkv, heads, kv_heads, dim, q_weight, k_weight, eps, cos, sin, new_keys if own else None,
+            new_values if own else None, at, queries, module=module, mode=mode, dependent=dependent,
         )  # fmt: skip
-        attend(queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent)
+        if own and pages is not None:
+            for pool, new in ((keys, new_keys), (values, new_values)):
+                pool[:, pages.written(places)] = new[:, :, 0].transpose(0, 1)
+        attend(
+            queries, keys, values, positions, scaling, softcap, out, scratch, module, dependent=dependent, pages=pages
+        )  # fmt: skip
         return
     given: list[nvrtc.Argument] = [
         qkv, qkv.stride(0), q_weight, k_weight, float(eps), cos, cos.stride(0), sin, sin.stride(0),
         {"shared": 0, "own": 1, "k_is_v": 2}[mode],
     ]  # fmt: skip
     _launch_attend(
-        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead
+        given, heads, dim, keys, values, positions, scaling, softcap, out, scratch, module, dependent, turn=True, ahead=ahead,
+        pages=pages,
     )  # fmt: skip
 
 
 def _may_attend(
     q: Tensor, heads: int, dim: int, keys: Tensor, values: Tensor, out: Tensor, module: nvrtc.Module | None
 ) -> bool:  # fmt: skip
-    kv_heads = keys.shape[1]
+    kv_heads = keys.shape[-3]
     return (
         module is not None and _runs(module, q) and why_not(heads, kv_heads, dim, q.dtype) is None
         and keys.is_contiguous() and values.is_contiguous() and out.is_contiguous()
@@ -353,17 +371,20 @@ def _may_attend(
 def _launch_attend(
     given: list[nvrtc.Argument], heads: int, dim: int, keys: Tensor, values: Tensor, positions: Tensor, scaling: float,
     softcap: float | None, out: Tensor, scratch: Tensor | None, module: nvrtc.Module | None, dependent: bool | None, *,
-    turn: bool, ahead: Sequence[Tensor] = (),
+    turn: bool, ahead: Sequence[Tensor] = (), pages: PageTable | None = None,
 ) -> None:  # fmt: skip
     assert module is not None
-    n, kv_heads, places = out.shape[0], keys.shape[1], keys.shape[2]
+    n, kv_heads, places = out.shape[0], keys.shape[-3], keys.shape[-2] if pages is None else pages.places
     splits = _splits(n, kv_heads, dim, places, module.multiprocessors)
     needed = n * heads * splits * (dim + 2) if splits > 1 else 0
     if needed and (scratch is None or scratch.numel() < needed):
         scratch = torch.empty(needed, dtype=torch.float32, device=out.device)
     group = heads // kv_heads
     here = splits * group * dim * 4 <= _COMBINE_BYTES and splits * group <= _MAX_SHARES
-    options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn)
+    options = attention_options(heads, kv_heads, dim, out.dtype, turn=turn, is_paged=pages is not None)
+    table: list[nvrtc.Argument] = []
+    if pages is not None:
+        table = [pages.table, pages.table.stride(0), nvrtc.Long(keys.shape[-2])]
     own = load_attention(module, options)
     dependent = module.overlap if dependent is None else dependent
     parts = scratch if needed else None
@@ -372,7 +393,7 @@ def _launch_attend(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
             *given, keys, values, positions, parts, sums, module.kept["arrived"], out, places, float(scaling),
-            float(softcap or 0.0), int(here), *ahead_arguments(ahead),
+            float(softcap or 0.0), int(here), *table, *ahead_arguments(ahead),
         ],
         dependent=dependent,
     )  # fmt: skip

@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.runtime import nvrtc
 from trimtab.runtime.fused import ACTIVATIONS, add_norm, attend, gated, rope_write, scratch_values, turn_and_attend
+from trimtab.runtime.kv_pages import PagePool
 
 _Make = Callable[..., Tensor]
 _Wrong = Callable[[str, Sequence[Tensor], Sequence[Tensor]], "str | None"]
@@ -172,6 +174,50 @@ def _wrong_turn(
             one, other = ([x[i].nan_to_num() for x in pair] for pair in (found, (keys, values)))
             if reason := wrong(f"cache of turn_and_attend ({mode})", one, other):
                 return reason
+    return None
+
+
+def check_pages(
+    module: nvrtc.Module, attention: Sequence[tuple[int, int, int]], dtype: torch.dtype = torch.bfloat16
+) -> str | None:  # fmt: skip
+    """Return what is wrong with attention over pages on this device, or None: it has the bits of attention over rows in one piece.
+
+    attention: (heads, kv heads, head size) of each kind of layer that lies in pages. What is needed for it is compiled here.
+    """
+    generator = torch.Generator(device=module.device).manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=module.device, generator=generator).to(dtype)
+
+    n, length = 2, 4 * PAGE_TOKENS + 40
+    pool = PagePool(10 * PAGE_TOKENS, n, length, module.device)
+    pages = [pool.take(length)[::-1] for _ in range(n)]
+    for row in range(n):
+        pool.bind(row, pages[row])
+    at = pool.table.written(torch.arange(length, device=module.device).expand(n, -1), pool.table.table).flatten()
+    for heads, kv_heads, dim in attention:
+        whole = [random(n, kv_heads, length, dim) for _ in range(2)]
+        paged = [
+            torch.full((kv_heads, pool.places, dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)
+        ]
+        for to, source in zip(paged, whole, strict=True):
+            to[:, at] = source.transpose(0, 1).flatten(1, 2)
+        cos, sin, weight, scale = random(n, dim), random(n, dim), random(dim), dim**-0.5
+        positions = torch.tensor([length - 1, 2 * PAGE_TOKENS], device=module.device)
+        for mode, parts in (("own", 2), ("shared", 0)):
+            qkv, q = random(n, (heads + parts * kv_heads) * dim), random(n, heads, dim)
+            outs = [torch.full((n, heads * dim), math.nan, dtype=dtype, device=module.device) for _ in range(2)]
+            for (keys, values), out, table in ((whole, outs[0], None), (paged, outs[1], pool.table)):
+                turn_and_attend(
+                    qkv, heads, weight, weight, 1e-6, cos, sin, keys, values, positions, positions, scale, None, out, q, None,
+                    module, mode=mode, pages=table,
+                )  # fmt: skip
+            same = [(outs[0], outs[1])]
+            same += [
+                (a, b[:, at].view(kv_heads, n, length, dim).transpose(0, 1)) for a, b in zip(whole, paged, strict=True)
+            ]
+            if not all(torch.equal(a, b) for a, b in same):
+                return f"attention over pages ({mode}), {heads} heads over {kv_heads}, {dim} each: other bits"
     return None
 
 

@@ -393,6 +393,7 @@ class Steps:
             start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
                 found = self._capturing.record(run, slots, count)
+                found.keep = slots, dict(route.indices)  # the route forgets them with the next prompt
         except RequestError:
             raise
         except Exception as exc:

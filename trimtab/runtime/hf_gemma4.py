@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trimtab.runtime import cuts, ends, fused, lora, many_rows, matvec
+from trimtab.runtime import cuts, ends, fused, fused_check, lora, many_rows, matvec
 from trimtab.runtime.hf_slots import SlotCache
 from trimtab.runtime.leaves import Leaf, ResidentLeaf, staged_in
 from trimtab.runtime.lora import SavedModule
@@ -71,10 +71,13 @@ def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
     return list(groups.values())
 
 
-def attention_kinds(hf_model: Any) -> list[tuple[int, int, int]]:
-    """Return (heads, kv heads, head size) of each kind of layer."""
+def attention_kinds(hf_model: Any, of: str | None = None) -> list[tuple[int, int, int]]:
+    """Return (heads, kv heads, head size) of each kind of layer. of: only layers of this entry of `layer_types`."""
     found: dict[tuple[int, int, int], None] = {}
-    for layer in text_model(hf_model).layers:
+    text = text_model(hf_model)
+    for layer, kind in zip(text.layers, text.config.layer_types, strict=True):
+        if of not in (None, kind):
+            continue
         own = layer.self_attn
         heads = own.q_proj.out_features // own.head_dim
         found[heads, heads // own.num_key_value_groups, own.head_dim] = None
@@ -157,6 +160,7 @@ class FusedStep:
         tables = (self.text.embed_tokens, getattr(self.text, "embed_tokens_per_layer", None))
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
         self._staged = [next(iter(staged_in(layer)), None) for layer in self._layers]
+        self._why_no_pages = self._wrong_pages()
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -168,8 +172,17 @@ class FusedStep:
             many_rows.why_not(leaf.packed(), leaf.dtype) is None for leaf in group
         )
 
+    def _wrong_pages(self) -> str | None:
+        """Return what is wrong with the kernels of layers that lie in pages; compiles them, which no capture may."""
+        if self.cache.pool is None or self.kernels.small is None:
+            return None
+        kinds = attention_kinds(self.hf_model, "full_attention")
+        return fused_check.check_pages(self.kernels.small, kinds, self.text.norm.weight.dtype)
+
     def why_not_rows(self) -> str | None:
         """Return why a step cannot be made of kernels now, None if it can."""
+        if self._why_no_pages is not None:
+            return self._why_no_pages
         if not self.cache.has_rings and "sliding_attention" in self.config.layer_types:
             return "this transformers release keeps the full cache of sliding layers"
         if any(isinstance(module, SavedModule) for module in self.text.modules()):
@@ -323,6 +336,8 @@ class FusedStep:
         is_ring = kind == "sliding_attention"
         places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
         mode, keys, values = "shared", None, None
+        # Layers of one kind that share keys and values have them in pages, or all of them in one piece.
+        pages = self.cache.pool.table if self.cache.pool is not None and not is_ring else None
         if not attention.is_kv_shared_layer:
             mode = "own" if attention.v_proj is not None else "k_is_v"
             own = self.cache.layers[number]
@@ -336,7 +351,7 @@ class FusedStep:
         fused.turn_and_attend(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
             self.cache.positions[:count], attention.scaling, None, looked, queries, self._scratch(count, heads, dim),
-            self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]),
+            self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]), pages=pages,
         )  # fmt: skip
         return looked
 

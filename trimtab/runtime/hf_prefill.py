@@ -31,7 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.runtime import hf_slots
-from trimtab.runtime.hf_slots import LayerCache, SlotCache
+from trimtab.runtime.hf_slots import LayerCache, PagedLayer, SlotCache
 
 CHUNKS = (16, 64, 128, 256, 512, 1024)
 # Attention of a chunk that is not the first reads this many places at least, doubled until its last token fits.
@@ -144,9 +144,14 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         return keys, values
 
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Shapes: kept [rows, H, places, D], new [1, H, size, D]."""
+        """Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]."""
         owner = self.owner
-        form, row = owner.form, kept[owner.row]
+        form = owner.form
+        if isinstance(self.target, PagedLayer):
+            table = self.target.pool.table
+            kept.index_copy_(1, owner.paged_places(), new[0])
+            return new if form.is_first else table.of(kept, table.table[owner.row : owner.row + 1], form.places)
+        row = kept[owner.row]
         if self.target.is_ring:
             both = new if form.is_first else torch.cat((row[None], new), dim=2)
             row.copy_(both[0].index_select(1, owner.ring_sources(self.target.places)))
@@ -363,6 +368,7 @@ class ChunkForward:
         self.row = 0
         self.form = Form(0, 0, is_last=False)
         self._ring_sources: dict[int, Tensor] = {}
+        self._paged_places: Tensor | None = None
         # Any mask of four dimensions is one that is ready: each layer gets its own instead.
         self._ready = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.device)
 
@@ -423,6 +429,7 @@ class ChunkForward:
         buffers = self.buffers
         buffers.derive()
         self._ring_sources.clear()
+        self._paged_places = None
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
         if form.has_embeddings:
@@ -460,6 +467,17 @@ class ChunkForward:
                     newest >= buffers.start, places + newest - buffers.start, numbers
                 )
         return self._ring_sources[places]
+
+    def paged_places(self) -> Tensor:
+        """Return where a pool's pages hold the pass's positions: [size], of several rows one after the other."""
+        if self._paged_places is None:
+            self._paged_places = self._places_in_pages()
+        return self._paged_places
+
+    def _places_in_pages(self) -> Tensor:
+        assert self.cache.pool is not None
+        table = self.cache.pool.table
+        return table.written(self.buffers.places[None], table.table[self.row : self.row + 1])[0]
 
     def _mask(self, kind: str) -> Tensor | None:
         """Return what is added to the scores of a kind of layer [1, 1, size, keys], None where they are causal."""

@@ -6,7 +6,8 @@ one position of each row in place: shapes, addresses and control flow stay the s
 hold, which is what a CUDA graph needs, and rows of different length share one step.
 
 A full layer has a place for every position; a sliding layer is a ring: position p lies in place p % window. The keys are
-already rotated when they get here, so their order among the places does not matter to attention.
+already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
+smaller than all their contexts, full layers lie in pages (kv_pages.py): a row has as many as its request was promised.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from trimtab.plan.kv_pool import PAGE_TOKENS, pool_tokens
+from trimtab.runtime.kv_pages import PagedRow, PagePool
 
 
 class UnsupportedLayersError(Exception):
@@ -36,6 +40,11 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         super().__init__()
         self.shared, self.places, self.is_ring = shared, places, is_ring
         self.is_sliding = is_ring
+
+    @property
+    def heads(self) -> int:
+        """How many heads of keys there are."""
+        return int(self.keys.shape[-3])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         rows = self.shared.held_rows
@@ -74,6 +83,11 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         self.keys[target].copy_(self.keys[source])
         self.values[target].copy_(self.values[source])
 
+    def row_states(self, name: str, row: int) -> Tensor | PagedRow:
+        """Return one row's "keys" or "values"."""
+        states: Tensor = getattr(self, name)[row]
+        return states
+
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return min(self.places, self.shared.seen_places), 0
 
@@ -87,15 +101,69 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         return self.places
 
 
+class PagedLayer(LayerCache):
+    """A full layer's keys and values in pages of a pool: [H, P, D]."""
+
+    def __init__(self, shared: SlotCache, pool: PagePool) -> None:
+        super().__init__(shared, shared.context_tokens, is_ring=False)
+        self.pool = pool
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        places = self.pool.places
+        self.keys = key_states.new_zeros(key_states.shape[1], places, key_states.shape[-1])
+        self.values = value_states.new_zeros(value_states.shape[1], places, value_states.shape[-1])
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one position of each row of the step, and return a copy of the places that the step looks at."""
+        count = key_states.shape[0]
+        step, table = self.shared.rows_of_step(count), self.pool.table
+        places = self.shared.step_places[step]
+        self.keys[:, places] = key_states[:, :, 0].transpose(0, 1)
+        self.values[:, places] = value_states[:, :, 0].transpose(0, 1)
+        seen = min(self.places, self.shared.seen_places)
+        return table.of(self.keys, table.table[step], seen), table.of(self.values, table.table[step], seen)
+
+    def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        self.clear(self.pool.of_row(row))
+        first = length - keys.shape[-2]
+        table = self.pool.table
+        at = table.written(torch.arange(first, length, device=self.keys.device)[None], table.table[row : row + 1])[0]
+        for target, source in ((self.keys, keys), (self.values, values)):
+            target.index_copy_(1, at, source[0])
+
+    def row_states(self, name: str, row: int) -> Tensor | PagedRow:
+        return PagedRow(getattr(self, name), self.pool.pages_at(row))
+
+    def clear(self, pages: Tensor) -> None:
+        """Set pages to zero: the places that a row has not written yet are masked, which zeros are needed for."""
+        for target in (self.keys, self.values):
+            target.view(target.shape[0], -1, PAGE_TOKENS * target.shape[-1]).index_fill_(1, pages, 0.0)
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy pages."""
+        for held in (self.keys, self.values):
+            pages = held.view(held.shape[0], -1, PAGE_TOKENS * held.shape[-1])
+            pages.index_copy_(1, targets, pages.index_select(1, sources))
+
+    def move(self, source: int, target: int) -> None:
+        """Do nothing: the pool's table says where a row is."""
+
+
 class SlotCache(Cache):  # type: ignore[misc]
     """The keys and values of `rows` rows of up to `context_tokens` positions.
 
     positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
     `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt that goes
-    through in pieces; it can be set until the first states are kept.
+    through in pieces; it can be set until the first states are kept. kv_tokens: what full layers hold for all rows together, None
+    for every row's whole context.
     """
 
-    def __init__(self, rows: int, context_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, rows: int, context_tokens: int, device: torch.device, *, kv_tokens: int | None = None
+    ) -> None:  # fmt: skip
         super().__init__(layers=[])
         self.rows, self.context_tokens, self.device = rows, context_tokens, device
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)
@@ -107,6 +175,9 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._masks: dict[int, Tensor] = {}
         self._numbers = torch.arange(context_tokens, device=device)
         self.has_prompt_row = False
+        shared = pool_tokens(kv_tokens, rows=rows, context_tokens=context_tokens)
+        self.pool = None if shared is None else PagePool(shared, rows + 1, context_tokens, device)
+        self.step_places = torch.zeros_like(self.positions)  # in the pool
         # The first row of the step: 0, but where rows are computed one by one.
         self.first_row = 0
 
@@ -144,17 +215,34 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
-        held = [tensor[row] for layer in self._own() for tensor in (layer.keys, layer.values)]
+        held = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
         if held:
             torch._foreach_zero_(held)
+        if self.pool is not None and (pages := self.pool.of_row(row)).numel():
+            for layer in self._paged():
+                layer.clear(pages)
+
+    def bind(self, row: int, pages: Sequence[int] | None) -> None:
+        """Let a row's positions be in these pages of the pool, if there is one; None: in none."""
+        if self.pool is not None:
+            self.pool.unbind(row) if pages is None else self.pool.bind(row, pages)
+
+    def unbind_all(self) -> None:
+        """Let no row have any pages."""
+        for row in range(self.rows + 1):
+            self.bind(row, None)
 
     def take(self, row: int, length: int, *, offset: int = 0) -> None:
         """Give a row the prompt of `length` tokens that was written to the prompt's row."""
         if row != self.prompt_row:
             pairs = [
-                (tensor[row], tensor[self.prompt_row]) for layer in self._own() for tensor in (layer.keys, layer.values)
-            ]
-            torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+                (tensor[row], tensor[self.prompt_row])
+                for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)
+            ]  # fmt: skip
+            if pairs:
+                torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
+            if self.pool is not None:
+                self.pool.move(self.prompt_row, row)
         self.positions[row] = length
         self.offsets[row] = offset
 
@@ -166,6 +254,8 @@ class SlotCache(Cache):  # type: ignore[misc]
                 if window not in self.ring_places:
                     self.ring_places[window] = torch.zeros_like(self.positions)
                     self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
+            elif type(layer) is DynamicLayer and self.pool is not None:
+                self.layers.append(PagedLayer(self, self.pool))
             elif type(layer) is DynamicLayer:
                 self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
             elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
@@ -182,6 +272,8 @@ class SlotCache(Cache):  # type: ignore[misc]
             torch.remainder(self.positions, window, out=places)
         for count, mask in self._masks.items():
             torch.le(self._numbers[:count], self.positions[:, None], out=mask.view(self.rows, count))
+        if self.pool is not None:
+            self.step_places.copy_(self.pool.table.written(self.positions))
 
     def mask(self, count: int, *, is_ring: bool) -> Tensor:
         """Return which places the step's rows look at: [count, 1, 1, places], True where they do."""
@@ -190,6 +282,12 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _own(self) -> list[LayerCache]:
         return [layer for layer in self.layers if isinstance(layer, LayerCache) and layer.is_initialized]
+
+    def _in_one_piece(self) -> list[LayerCache]:
+        return [layer for layer in self._own() if not isinstance(layer, PagedLayer)]
+
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self._own() if isinstance(layer, PagedLayer)]
 
     def window_mask(self, count: int, window: int) -> Tensor:
         """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
@@ -202,10 +300,27 @@ class SlotCache(Cache):  # type: ignore[misc]
         return bool(self.ring_places)
 
     def move(self, source: int, target: int) -> None:
-        """Copy one row over another."""
+        """Give a row what another one holds, which is nobody's then."""
         for layer in self._own():
             layer.move(source, target)
+        if self.pool is not None:
+            self.pool.move(source, target)
         self.positions[target] = self.positions[source]
+        self.offsets[target] = self.offsets[source]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` positions of a row over another, which has pages of its own."""
+        for layer in self._own():
+            layer.move(source, target)
+        if self.pool is not None:
+            own, (sources, targets) = (
+                self.pool.of_row(target),
+                (self.pool.of_row(row, length) for row in (source, target)),
+            )
+            for paged in self._paged():
+                paged.clear(own)
+                paged.copy(sources, targets)
+        self.positions[target] = length
         self.offsets[target] = self.offsets[source]
 
     def rings(self, rows: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

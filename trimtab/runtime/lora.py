@@ -54,12 +54,12 @@ class Route:
         self.name: str | None = None
         self.rows: tuple[str | None, ...] | None = None
         self.towers: dict[str, tuple[str | None, ...]] = {}
-        self._indices: dict[tuple[tuple[str | None, ...], torch.device], list[tuple[str, Tensor]]] = {}
+        self.indices: dict[tuple[tuple[str | None, ...], torch.device], list[tuple[str, Tensor]]] = {}
 
     def none(self) -> None:
         """Use the base model for every row."""
         self.name, self.rows, self.towers = None, None, {}
-        self._indices.clear()
+        self.indices.clear()
 
     def set(self, name: str | None) -> None:
         """Use one adapter for every row. Errors: RequestError for a name that is not attached."""
@@ -129,14 +129,14 @@ class Route:
                 f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),
                 hint="Run the requests one adapter at a time",
             )  # fmt: skip
-        found = self._indices.get((rows, device))
+        found = self.indices.get((rows, device))
         if found is None:
             found = [
                 (name, torch.tensor([i for i, row in enumerate(rows) if row == name], device=device))
                 for name in dict.fromkeys(rows)
                 if name is not None
             ]
-            self._indices[rows, device] = found
+            self.indices[rows, device] = found
         return found
 
     def _check(self, names: Sequence[str | None]) -> None:

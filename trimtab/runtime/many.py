@@ -138,13 +138,21 @@ def _together(
             batch = Batch(model, rows=rows)
         flights: dict[Any, _Flight] = {}
         waiting: _Prepared | None = next(prepared, None)
+        begun: tuple[int, Any, float] | None = None  # its prompt has not gone through
         try:
-            while waiting is not None or flights:
-                while waiting is not None and batch.free_rows:
-                    index, question = waiting
-                    waiting = next(prepared, None)
+            while waiting is not None or begun is not None or flights:
+                while (waiting is not None or begun is not None) and batch.free_rows:
+                    question = None
+                    if begun is None and waiting is not None:
+                        (index, question), waiting = waiting, next(prepared, None)
                     try:
-                        _join(model, batch, index, question, flights, group)
+                        if question is not None:
+                            begun = index, *_begin(model, batch, question, group)
+                        assert begun is not None
+                        if not batch.pages.has_room(begun[1].row):
+                            break  # until an answer ends
+                        (index, prompt, start), begun = begun, None
+                        _join(model, batch, index, prompt, start, flights)
                     except RequestError as exc:
                         yield index, on_error(exc)
                 for drawn in batch.step() if any(row.finish is None for row in flights) else ():
@@ -161,21 +169,26 @@ def _together(
             if is_own:
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
+                begun = prompt = None  # they know the batch
                 gc.collect()  # a batch and its steps know each other
                 if model.device.type == "cuda":
                     torch.cuda.empty_cache()
 
 
-def _join(model: Any, batch: Any, index: int, question: Any, flights: dict[Any, _Flight], group: str) -> None:
+def _begin(model: Any, batch: Any, question: Any, group: str) -> tuple[Any, float]:
     inputs, request, adapter = question()
     start = time.perf_counter()
     name = model._adapter_name(adapter, {row.adapter for row in batch.active})
-    prompt = batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group)
+    return batch.begin(inputs, request, adapter=name, top_logprobs=request.logprobs, group=group), start
+
+
+def _join(model: Any, batch: Any, index: int, prompt: Any, start: float, flights: dict[Any, _Flight]) -> None:
+    request = prompt.row.request
     detokenizer = detokenizer_of(model, request.stop)
     while not prompt.step():
         pass
     drawn = batch.join(prompt)
-    flight = _Flight(index, detokenizer, batch.ends | set(request.stop_token_ids), inputs.prompt_tokens, start)
+    flight = _Flight(index, detokenizer, batch.ends | set(request.stop_token_ids), prompt.inputs.prompt_tokens, start)
     flights[drawn.row] = flight
     flight.take(drawn)
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from trimtab.runtime.hf_prefill import SMALLEST_PLACES, ChunkForward, ChunkLayer, Form, covered
-from trimtab.runtime.hf_slots import LayerCache, SlotCache
+from trimtab.runtime.hf_slots import LayerCache, PagedLayer, SlotCache
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,12 @@ class _PackLayer(ChunkLayer):
     owner: PackForward
 
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Shapes: kept [cache rows, H, places, D], new [rows, H, size, D]."""
+        """Shapes: kept [cache rows, H, places, D], in pages [H, P, D]; new [rows, H, size, D]."""
         form, buffers = self.owner.form, self.owner.pack
+        if isinstance(self.target, PagedLayer):
+            table = self.target.pool.table
+            kept.index_copy_(1, self.owner.paged_places(), new.transpose(0, 1).flatten(1, 2))
+            return new if form.is_first else table.of(kept, table.table.index_select(0, buffers.row), form.places)
         if self.target.is_ring:
             both = new if form.is_first else torch.cat((kept.index_select(0, buffers.row), new), dim=2)
             sources = self.owner.ring_sources(self.target.places)[:, None, :, None]
@@ -141,6 +145,7 @@ class PackForward(ChunkForward):
         buffers = self.pack
         buffers.derive()
         self._ring_sources.clear()
+        self._paged_places = None
         masks = {kind: self._mask(kind) for kind in dict.fromkeys(self._kinds)}
         forwards = {layer: self._layer(number, masks) for number, layer in enumerate(self.layers)}
         if self.first_shared == len(self.layers):
@@ -171,6 +176,11 @@ class PackForward(ChunkForward):
                 newest = end - torch.remainder(end - numbers, places)
                 self._ring_sources[places] = torch.where(newest >= start, places + newest - start, numbers)
         return self._ring_sources[places]
+
+    def _places_in_pages(self) -> Tensor:
+        assert self.cache.pool is not None
+        table = self.cache.pool.table
+        return table.written(self.pack.places, table.table.index_select(0, self.pack.row)).flatten()
 
     def _mask(self, kind: str) -> Tensor | None:
         """Return what is added to the scores of a kind of layer [1 or rows, 1, size, keys], None where they are causal."""

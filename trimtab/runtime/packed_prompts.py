@@ -225,6 +225,7 @@ class Packs:
         self._new_forward()  # the cache's layers are known from then on
         pieces = []
         for prompt, match, row in zip(together.prompts, together.matches, rows, strict=True):
+            self.prompts.batch.pages.bind(prompt.row, row)
             self.prompts.batch.cache.clear(row)
             self.prompts.batch.prefixes.into_row(match, row)
             pieces.append(Piece(prompt.inputs.token_ids, match.tokens, row))

@@ -199,6 +199,7 @@ class Prompts:
         if job is None:
             return False
         self.jobs[prompt], self._owner = job, weakref.ref(prompt)
+        self.batch.pages.bind(prompt.row, self.batch.cache.prompt_row)
         self._new_forward().begin(self.batch.cache.prompt_row)
         self.batch.prefixes.into_row(job.kept, self.batch.cache.prompt_row)
         return True

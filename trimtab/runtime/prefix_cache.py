@@ -34,6 +34,7 @@ from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
 from trimtab.runtime import company, encoder_cache, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
+from trimtab.runtime.kv_pages import PagedRow
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
 
@@ -86,7 +87,7 @@ class Layout:
                 continue
             for name, tensor in (("keys", layer.keys), ("values", layer.values)):
                 places = layer.places if layer.is_ring else block_tokens
-                shape = (int(tensor.shape[1]), places, int(tensor.shape[3]))
+                shape = (layer.heads, places, int(tensor.shape[-1]))
                 one = _Field(number, name, shape, tensor.dtype, ends[layer.is_ring])
                 fields[layer.is_ring].append(one)
                 ends[layer.is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
@@ -113,7 +114,7 @@ def _end(fields: Sequence[_Field]) -> int:
 
 
 # By layer and name, one row's or prompt's keys and values [H, places, D].
-States = Mapping[tuple[int, str], Tensor]
+States = Mapping[tuple[int, str], Tensor | PagedRow]
 
 
 class PrefixCache:
@@ -274,12 +275,15 @@ class PrefixCache:
         assert self.layout is not None
         size = self.block_tokens
         pages = flat.view(count, self.layout.page_bytes)
-        there = [field.view(pages) for field in self.layout.blocks]
         part = slice(first * size, (first + count) * size)
-        here = [
-            states[field.layer, field.name][:, part].unflatten(1, (count, size)).transpose(0, 1)
-            for field in self.layout.blocks
-        ]
+        there, here = [], []
+        for field in self.layout.blocks:
+            view, state = field.view(pages), states[field.layer, field.name]
+            if isinstance(state, PagedRow):
+                state.write(first, view) if into_states else view.copy_(state.read(first, count, size))
+                continue
+            there.append(view)
+            here.append(state[:, part].unflatten(1, (count, size)).transpose(0, 1))
         _copy(here, there) if into_states else _copy(there, here)
 
     def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
@@ -292,13 +296,12 @@ class PrefixCache:
             while fields and fields[0].offset + fields[0].nbytes - start <= self._room():
                 group.append(fields.pop(0))
             flat = self._buffer(group[-1].offset + group[-1].nbytes - start)
-            there, here = [], []
+            there, here = list[Tensor](), list[Tensor]()
             for field in group:
                 view, state = field.view(flat[None], field.offset - start)[0], states[field.layer, field.name]
-                if field.offset >= _end(self.layout.rings):
-                    view, state = view[:, :tail], state[:, tokens - tail : tokens]
-                there.append(view)
-                here.append(state)
+                is_ring = field.offset < _end(self.layout.rings)
+                there.append(view if is_ring else view[:, :tail])
+                here.append(state[:, :] if is_ring else state[:, tokens - tail : tokens])
             if into_states:
                 self._from_pages(pages, start, flat)
                 _copy(here, there)
@@ -568,7 +571,7 @@ class Prefixes:
 
     def _row_states(self, row: int) -> States:
         return {
-            (number, name): getattr(layer, name)[row]
+            (number, name): layer.row_states(name, row)
             for number, layer in enumerate(self.batch.cache.layers)
             if isinstance(layer, LayerCache) and layer.is_initialized
             for name in ("keys", "values")

@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.plan.activations import row_cache_bytes
 from trimtab.plan.execution import CAPTURED, GRAPH_BYTES, MOST_GRAPHS, graph_count, step_bytes
+from trimtab.plan.kv_pool import pool_tokens
 
 
 def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
@@ -19,9 +20,12 @@ def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
         return 0
     has_rows = planned.mode in CAPTURED or plan.request.batch > 1
     caches = [
-        row_cache_bytes(anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens)
+        row_cache_bytes(
+            anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens,
+            pool=pool_tokens(plan.request.kv_tokens, rows=count, context_tokens=context_tokens),
+        )
         for count in (rows, plan.request.batch if has_rows else 0)
-    ]
+    ]  # fmt: skip
     wanted = step_bytes(
         mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters)
     )

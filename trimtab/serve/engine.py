@@ -247,6 +247,9 @@ class LoadedEngine:
     def is_ready(self, adapter: str | None) -> bool:
         return self.shelf.has_room_for(adapter, self._in_use())
 
+    def has_room(self, answer: Answer) -> bool:
+        return answer.prompt is None or self.batch.pages.has_room(answer.row)
+
     def _in_use(self) -> list[str | None]:
         """Return the keys that rows and prompts on their way have."""
         used = [row.adapter for row in (*self.batch.active, *self.batch.placed)]
@@ -266,6 +269,8 @@ class LoadedEngine:
         """Put an answer's adapter on the model, where it stays until the prompt has gone through. Errors: as `prefill`."""
         with self._named("reading a prompt"):
             self._begin_adapter(answer)
+            if answer.prompt is not None:
+                self.batch.pages.reserve(answer.row)
         self._chosen.append(answer)
 
     def prefill_together(self, answers: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
@@ -437,6 +442,8 @@ class LoadedEngine:
         if answer in self._chosen:
             self._chosen.remove(answer)
         answer.prompt = None
+        if answer.row.number < 0:
+            self.batch.pages.forget(answer.row)
         if answer.row in self.batch.placed:
             self.batch.leave(answer.row)
         if answer.row in self._by_row:

@@ -42,7 +42,9 @@ POLL_S = 2.0
 ASK_S = 10.0
 TICK_S = 0.05
 # Which of a worker's numbers are added over copies; of the others the largest is shown.
-ADDED = ("rows", "running", "waiting", "queue_limit", "counts", "swaps", "reloads", "kv_bytes")
+ADDED = (
+    "rows", "running", "waiting", "queue_limit", "counts", "swaps", "reloads", "kv_bytes", "kv_tokens", "kv_reserved_tokens",
+)  # fmt: skip
 NAMES = ("adapters", "resident", "kept", "lost")
 
 log = logging.getLogger("trimtab.serve")

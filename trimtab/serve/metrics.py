@@ -42,6 +42,7 @@ PREFIX_CACHE = {
 # Of these, what only grows as long as a worker lives.
 PREFIX_COUNTS = ("lookups", "hits", "hit_tokens", "evicted", "media_lookups", "media_hits", "media_passes")
 # Of what `LoadedModel.memory` measures.
+POOL = ("kv_tokens", "kv_reserved_tokens")
 MEMORY = (
     "gpu_bytes", "gpu_peak_bytes", "gpu_process_bytes", "gpu_process_is_estimate", "gpu_planned_bytes", "host_peak_bytes",
 )  # fmt: skip
@@ -97,7 +98,10 @@ class Metrics:
             for name, text in (
                 ("queue_length", "Requests that wait for a row"), ("running", "Requests that are decoding or in prefill"),
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
-                ("kv_cache_bytes", "Bytes of keys and values"), ("gpu_bytes", "Bytes allocated on the device"),
+                ("kv_cache_bytes", "Bytes of keys and values"),
+                ("kv_tokens", "Tokens that the rows hold together in pages, 0 where each has its whole context"),
+                ("kv_reserved_tokens", "Tokens of those that requests have reserved"),
+                ("gpu_bytes", "Bytes allocated on the device"),
                 ("adapter_host_bytes", "Bytes of adapters in host memory"),
                 ("adapter_host_budget_bytes", "Bytes that adapters may take in host memory beside the plan"),
                 ("gpu_peak_bytes", "Most bytes allocated on the device"), ("host_peak_bytes", "Most bytes of the process"),
@@ -168,7 +172,7 @@ class Metrics:
             "queue_length": numbers.get("waiting", 0), "running": numbers.get("running", 0),
             "resident_adapters": len(numbers.get("resident", ())), "worker_ready": int(model["state"] == "ready"),
             "kv_cache_bytes": numbers.get("kv_bytes", 0),
-            **{key: numbers.get(key, 0) for key in ("adapter_host_bytes", "adapter_host_budget_bytes")},
+            **{key: numbers.get(key, 0) for key in (*POOL, "adapter_host_bytes", "adapter_host_budget_bytes")},
             **{key: memory.get(key, 0) for key in MEMORY},
             **{f"prefix_cache_{key}": kept.get(key, 0) for key in PREFIX_CACHE if key not in PREFIX_COUNTS},
         }  # fmt: skip

@@ -103,6 +103,9 @@ class Engine(Protocol):
     def is_ready(self, adapter: str | None) -> bool:
         """Whether an adapter can take part in the batch now (it is resident, or can be made so without harm)."""
 
+    def has_room(self, answer: Any) -> bool:
+        """Whether keys and values of an answer's prompt and longest answer find room beside those that are kept for others."""
+
 
 @dataclass(eq=False)
 class _Entry:
@@ -319,6 +322,10 @@ class Scheduler:
         is_barred = False
         for adapter, line in self._lines.items():
             if (adapter is None or not is_barred) and self.engine.is_ready(adapter):
+                if not self.engine.has_room(line[0].answer):
+                    return (
+                        None  # those that run will leave; a smaller one that passed it could keep it waiting for ever
+                    )
                 entry = line.popleft()
                 del self._lines[adapter]
                 if line:

@@ -313,7 +313,7 @@ class _Worker:
             "queue_limit": self.scheduler.queue_limit, "counts": asdict(self.scheduler.counts),
             "memory": self.model.memory(),
             "memory_shares": [one.to_json() for one in self.model.memory_shares(batch)],
-            "kv_bytes": batch.cache.nbytes(), "swaps": shelf.swaps, "reloads": shelf.reloads,
+            "kv_bytes": batch.cache.nbytes(), **batch.pages.numbers(), "swaps": shelf.swaps, "reloads": shelf.reloads,
             "adapter_host_bytes": shelf.host.nbytes,
             "adapter_host_budget_bytes": shelf.host.nbytes + shelf.host.room_bytes,
             "prompt_chunks": list(batch.prompts.sizes),

@@ -7,6 +7,10 @@
 // places but the newest: with ROTATES these are asked for before the kernel in front has ended. Then four round trips to L2 are
 // left: the products and cos and sin; that the parts are written; the count of blocks; the parts and sums.
 //
+// With PAGE a row's places lie in pages of so many places: `table` [rows][table_stride] says which page of the head's pool holds
+// places i PAGE and following. Page 0 stands for none and reads as zeros; what would be written there goes to page 1. A tile lies in
+// one page, so that order and grouping of all sums are those of a row in one piece.
+//
 // A block looks at its share of the places of one row and one head of keys, for the group of queries that use it, in tiles
 // of 32 places. Both products are tensor core instructions m16n8k16 whose 8 columns are the queries of the group.
 //   scores: 16 rows are places, k runs along the head; a warp takes 16 places and 128 values of the head. As in matvec4,
@@ -22,6 +26,14 @@
 #define AT_ONCE 16        // splits whose parts a thread asks for before it uses one
 #define EARLY 1           // 0: ROTATES too asks for keys and values when the kernel in front has ended
 constexpr int TILES = GROUP <= 8 ? 1 : 2;  // of 8 queries
+#ifndef PAGE
+#define PAGE 0  // places of a page, a multiple of TILE; 0: a row's places lie in one piece
+#endif
+#if PAGE
+#define PAGE_PARAMETERS const int *table, int table_stride, i64 pool_places,
+#else
+#define PAGE_PARAMETERS
+#endif
 __device__ __forceinline__ constexpr bool has_value(int d) { return HEAD == DIM || d < HEAD; }
 
 // Which splits have places to look at, from the position.
@@ -145,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     const u16* q, int q_stride, const u16* q_weight, const u16* k_weight, float eps, const u16* cos, int cos_stride,
     const u16* sin, int sin_stride, int mode, u16* keys, u16* values, const i64* positions, float* parts,
     float2* sums, u32* arrived, u16* out, int places, float scaling, float softcap, int combine_here,
-    AHEAD_PARAMETERS) {
+    PAGE_PARAMETERS AHEAD_PARAMETERS) {
   constexpr int WARPS = DIM / 64, SLICES = DIM / 128, HEADS = 8 * TILES, OWN = (GROUP + WARPS - 1) / WARPS;
   __shared__ float scores[SLICES][HEADS][SCORE_STRIDE];
   __shared__ __align__(16) u16 high[HEADS][WEIGHT_STRIDE], low[HEADS][WEIGHT_STRIDE];
@@ -167,13 +179,21 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
   const Share share = share_of(positions, row, places, splits);
   if (split >= share.splits) return wait();
   const int first = split * share.tiles * TILE, end = min(share.places, first + share.tiles * TILE);
-  const size_t cache = ((size_t)row * kv_heads + kv) * places * HEAD;
+#if PAGE
+  const int* pages = table + (size_t)row * table_stride;
+  const auto page_of = [&](int at) { return at < end ? __ldcg(pages + at / PAGE) : 0; };
+  const auto in_page = [](int page, int at) { return ((size_t)page * PAGE + at % PAGE) * HEAD; };
+  const size_t cache = (size_t)kv * pool_places * HEAD, tile = in_page(page_of(first), first);
+  int next_page = page_of(first + TILE);  // asked for a tile ahead
+#else
+  const size_t cache = ((size_t)row * kv_heads + kv) * places * HEAD, tile = (size_t)first * HEAD;
+#endif
   keys += cache;
   values += cache;
 
   // What is past the row's places is not read: nobody knows what lies there.
   const int slice = warp / 2, mine = (warp & 1) * 16 + g, d_k = slice * 128 + t * 8, d_v = warp * 64 + g * 8;
-  const u16 *k_at = keys + (size_t)(first + mine) * HEAD + d_k, *v_at = values + (size_t)(first + t * 4) * HEAD + d_v;
+  const u16 *k_at = keys + tile + mine * HEAD + d_k, *v_at = values + tile + t * 4 * HEAD + d_v;
   int score_at = (slice * HEADS + 2 * t) * SCORE_STRIDE + mine, weight_at = g * WEIGHT_STRIDE + t * 4;
   uint4 k0[4], k1[4], v[2][4], qs[4][TILES];
 #define LOAD_K(at, without)                                                                                              \
@@ -226,7 +246,12 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     _Pragma("unroll") for (int s = 0; s < 2; s++) _Pragma("unroll") for (int i = 0; i < 4; i++)        \
       if (of_v == s * 16 + i && has_value(d_v)) v[s][i] = from_v(d_v);                                 \
   }
-  u16 *const new_key = keys + (size_t)max(newest, 0) * HEAD, *const new_value = values + (size_t)max(newest, 0) * HEAD;
+#if PAGE
+  const size_t new_at = newest < 0 ? 0 : in_page(max(page_of(newest), 1), newest);
+#else
+  const size_t new_at = (size_t)max(newest, 0) * HEAD;
+#endif
+  u16 *const new_key = keys + new_at, *const new_value = values + new_at;
   if (newest >= 0 && !mode) {  // an earlier layer of this step wrote it
 #define FROM_K(d) __ldcg((const uint4*)(new_key + (d)))
 #define FROM_V(d) __ldcg((const uint4*)(new_value + (d)))
@@ -278,6 +303,9 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
 #pragma unroll
       for (int i = 0; i < 4; i++) sum[w][n][i] = 0.f;
 
+#if PAGE
+  const u16* v_next = v_at;
+#endif
 #pragma unroll 1
   for (int at = first; at < end; at += TILE) {
     float c[TILES][4];
@@ -297,7 +325,13 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
     }
     const bool goes_on = at + TILE < end;
     if (goes_on) {
+#if PAGE
+      const size_t to = in_page(next_page, at + TILE);
+      k_at = keys + to + mine * HEAD + d_k, v_next = values + to + t * 4 * HEAD + d_v;
+      next_page = page_of(at + 2 * TILE);
+#else
       k_at += TILE * HEAD;
+#endif
       LOAD_K(at + TILE, -1)
     }
     __syncthreads();
@@ -346,7 +380,11 @@ extern "C" __global__ void __launch_bounds__(DIM / 2, DIM == 256 && TILES == 1 ?
         OUTPUT(0, x) OUTPUT(1, y) OUTPUT(2, z) OUTPUT(3, w)
       }
     if (goes_on) {
+#if PAGE
+      v_at = v_next;
+#else
       v_at += TILE * HEAD;
+#endif
       LOAD_V(at + TILE, -1)
     }
   }

@@ -1,0 +1,78 @@
+"""Keys and values in pages on the GPU: tests/test_paged_rows.py with the device changed, captured steps, and the kernels at the
+sizes of Gemma 4."""
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a CUDA GPU", allow_module_level=True)
+
+import trimtab
+from tests.test_company import alone, asks, begun
+from tests.test_paged_rows import *
+from tests.test_paged_rows import CONTEXT, DEVICE, with_pool
+from trimtab.demo.line import ADAPTERS
+from trimtab.demo.line import FOLDER as DEMO
+from trimtab.plan.kv_pool import PAGE_TOKENS
+from trimtab.runtime import fused, fused_check
+from trimtab.runtime.batch import Batch
+
+
+@pytest.fixture
+def replayed():
+    """Nothing in the place of graphs: here they are captured."""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_attention_over_pages_has_the_same_bits_at_every_size_of_gemma_4(dtype):
+    module = fused.load("cuda")
+    kinds = [(8, 2, 512), (8, 1, 512), (16, 1, 512), (8, 2, 256), (8, 4, 256), (32, 8, 128)]
+    assert fused_check.check_pages(module, kinds, dtype) is None
+
+
+def said(model, decode, rows):
+    """Return every row's (token, its log-probability), all rows at once, and a second time, when everything is captured."""
+    batch = Batch(model, rows=rows, decode=decode)
+    found = []
+    for _ in range(2):
+        whose = {}
+        for number, ask in enumerate(asks(rows)):
+            prompt = begun(batch, ask, client=None)
+            while not prompt.step():
+                pass
+            drawn = batch.join(prompt)
+            whose[drawn.row] = number, [(drawn.token_id, drawn.logprob)]
+        while any(row.finish is None for row in whose):
+            for drawn in batch.step():
+                whose[drawn.row][1].append((drawn.token_id, drawn.logprob))
+        for row in whose:
+            batch.leave(row)
+        found += [pairs for _, pairs in sorted(whose.values())]
+    return found, batch
+
+
+@pytest.mark.parametrize("quant", ["nf4-dq", "none"])
+@pytest.mark.parametrize("decode", ["eager", "graph", "fused"])
+def test_the_demo_says_the_same_in_pages_to_the_last_bit(decode, quant):
+    names = {name: DEMO / "adapters" / name for name in ADAPTERS}
+    plan = trimtab.plan(
+        DEMO / "base", adapters=names, quant=quant, context=CONTEXT, device=DEVICE, batch=4, images=0, audio_s=0.0,
+        decode=decode,
+    )  # fmt: skip
+    with trimtab.load(plan) as model:
+        whole, batch = said(model, decode, 4)
+        assert batch.cache.pool is None
+        del batch
+        with_pool(model, CONTEXT + 2 * PAGE_TOKENS)
+        paged, batch = said(model, decode, 4)
+        assert batch.cache.pool.tokens == CONTEXT + 2 * PAGE_TOKENS and not batch.steps.fallbacks
+        assert [[token for token, _ in one] for one in paged] == [[token for token, _ in one] for one in whole]
+        if decode == "fused":
+            assert paged == whole
+        else:
+            # torch takes another kernel for a copy of the pages than for rows that lie apart, maybe.
+            assert (
+                max(abs(a[1] - b[1]) for x, y in zip(paged, whole, strict=True) for a, b in zip(x, y, strict=True))
+                < 0.05
+            )
+        assert len(alone(batch, asks(1)[0])) > 1
