@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import trimtab
-from trimtab import cli, errors, show
+from trimtab import cli, errors, exit_codes, show
 from trimtab.commands import flags
 from trimtab.commands import line as commands
 from trimtab.demo import line
@@ -128,7 +128,7 @@ def test_a_wrong_command_line_is_json_when_json_is_asked(capsys):
 
 def test_every_error_class_has_an_exit_code_of_its_own():
     kinds = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TrimtabError)}
-    table = dict(cli.EXIT_CODES)
+    table = dict(exit_codes.EXIT_CODES)
     assert set(table) == kinds - {errors.TrimtabError}
     assert len(set(table.values())) == len(table)
     assert {type(error): code for error, code, _ in ERRORS} == table

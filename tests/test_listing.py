@@ -12,7 +12,7 @@ import pytest
 
 import trimtab
 from tests import pico
-from trimtab import cli, demo
+from trimtab import cli, demo, exit_codes
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_exit_codes_are_in_the_help(capsys):
         cli.main(["--help"])
     text = capsys.readouterr().out
     assert "exit codes:" in text
-    for code in (*(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE):
+    for code in (*(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE):
         assert f"\n  {code}  " in text
 
 

@@ -103,6 +103,8 @@ def test_another_version_is_named_before_anything_else(version, tmp_path):
     with pytest.raises(CheckpointError, match="another release wrote this plan") as caught:
         Plan.load(file)
     assert str(file) in str(caught.value)
+    assert (caught.value.field, caught.value.value) == ("plan.version", version)
+    assert caught.value.allowed == (str(PLAN_VERSION),)
 
 
 def test_cards_of_a_file_are_checked_too():

@@ -11,7 +11,7 @@ import pytest
 
 import trimtab
 from tools import readme_numbers, rooms
-from trimtab import cli, errors
+from trimtab import cli, errors, exit_codes
 from trimtab.commands import flags, merging
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.proof.remote.report import EXIT_CANNOT_TELL
@@ -301,7 +301,7 @@ def test_the_exit_codes_in_the_docs_are_the_tables():
         0,
         merging.DIFFERS,
         EXIT_CANNOT_TELL,
-        *(code for _, code in cli.EXIT_CODES),
+        *(code for _, code in exit_codes.EXIT_CODES),
         cli.STOPPED,
         cli.READER_GONE,
     }

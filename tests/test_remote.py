@@ -156,7 +156,7 @@ def test_texts_of_one_length_go_through_the_model_together_and_change_no_number(
 
 
 def test_every_fault_of_an_adapter_is_an_adapter_that_loads_and_acts_otherwise(served, tmp_path):
-    faults, not_tried = write_faults(served._specs["style"], tmp_path, {"other": OTHER})
+    faults, not_tried = write_faults(served.adapter_spec("style"), tmp_path, {"other": OTHER})
     names = [fault.name for fault in faults]
     assert names == ["ignored", "scale", "A and B swapped", "merged twice", "one module dropped",
                      "another version of the adapter", "adapter other"]  # fmt: skip
@@ -171,7 +171,7 @@ def test_patterns_that_are_ignored_give_the_scale_of_the_defaults(tmp_path):
     folder = copied(STYLE, tmp_path / "patterned", alpha_pattern={"q_proj": 64})
     plan = trimtab.plan(BASE, adapters={"p": folder}, quant="none", context=64)
     with trimtab.load(plan, decode="eager") as model:
-        faults, _ = write_faults(model._specs["p"], tmp_path / "faults", {})
+        faults, _ = write_faults(model.adapter_spec("p"), tmp_path / "faults", {})
     without = next(fault for fault in faults if fault.name == "alpha_pattern ignored")
     assert {float(scale) for scale in trimtab.inspect(folder, model=BASE)["scales"]} == {2.0, 8.0}
     assert {float(scale) for scale in trimtab.inspect(without.folder, model=BASE)["scales"]} == {2.0}
@@ -195,7 +195,7 @@ def test_a_connectors_part_that_is_dropped_is_a_fault_of_its_own(tmp_path):
     save_file(tensors, str(file), metadata={"format": "pt"})
     plan = trimtab.plan(BASE, adapters={"j": folder}, quant="none", context=64)
     with trimtab.load(plan, decode="eager") as model:
-        spec = model._specs["j"]
+        spec = model.adapter_spec("j")
         assert {target.part for target in spec.targets} == {"language", "connector"}
         faults, _ = write_faults(spec, tmp_path / "faults", {})
     names = [fault.name for fault in faults]

@@ -25,7 +25,7 @@ def served(tmp_path_factory):
         audio_s=5.0,
     )  # fmt: skip
     with trimtab.load(plan, decode="eager") as model:
-        faults, _ = write_faults(model._specs["right"], tmp_path_factory.mktemp("faults"), {})
+        faults, _ = write_faults(model.adapter_spec("right"), tmp_path_factory.mktemp("faults"), {})
         for fault in faults:
             if fault.name in DROPPED:
                 model.unload_adapter(DROPPED[fault.name])

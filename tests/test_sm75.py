@@ -15,8 +15,8 @@ import torch
 
 import trimtab
 from tests import pico
-from trimtab import cli
-from trimtab.errors import DeviceError
+from trimtab import api, cli
+from trimtab.errors import DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.dtypes import choose_dtype
 from trimtab.request import LoadRequest
@@ -95,6 +95,15 @@ def test_a_plan_for_a_t4_says_its_type_and_how_it_runs(llama, tmp_path, capsys):
     assert step.mode == "graph" and "trimtab's kernels need 8.0" in step.reason
     assert cli.main(["plan", str(llama), "--card", "T4", "--context", "64"]) == 0
     assert "type: float16: bfloat16 is emulated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_type_and_a_mode_that_are_asked_for_are_named_with_their_cost_and_the_modes_that_are_left(llama, capsys):
+    assert cli.main(["plan", str(llama), "--card", "T4", "--dtype", "bfloat16", "--context", "64"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "type: bfloat16: asked for; bfloat16 is emulated on compute capability 7.5" in shown
+    with pytest.raises(RequestError) as caught:
+        api.plan(llama, card="T4", decode="fused", context=64)
+    assert caught.value.field == "decode" and caught.value.allowed == ("auto", "eager", "graph")
 
 
 def test_a_gpu_that_torch_has_to_be_asked_for_is_planned_for_in_its_type(llama, monkeypatch):

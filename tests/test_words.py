@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trimtab import cli
+from trimtab import cli, exit_codes
 from trimtab.commands.examples import EXAMPLES
 from trimtab.commands.merging import DIFFERS
 from trimtab.proof.remote.report import EXIT_CANNOT_TELL
@@ -149,7 +149,7 @@ def test_help_uses_the_fields_words(name):
 
 
 def test_help_lists_every_exit_code():
-    codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in cli.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
+    codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
     assert set(cli.EXIT_TEXTS) == codes
     assert all(
         f"{code} " in cli.exit_codes_text() and text in cli.exit_codes_text() for code, text in cli.EXIT_TEXTS.items()

@@ -18,6 +18,7 @@ if _mask is not None:
 
 from typing import TYPE_CHECKING, Any
 
+from trimtab._version import __version__
 from trimtab.api import inspect, load, plan
 from trimtab.errors import (
     AdapterError,
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from trimtab import bridge
     from trimtab.proof.verify import verify
     from trimtab.runtime.model import LoadedModel
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AdapterError",

@@ -26,7 +26,7 @@ from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.adapter_room import head_change, held_bytes
 from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
-from trimtab.plan.dtypes import choose_dtype
+from trimtab.plan.dtypes import choose_dtype, reason_of
 from trimtab.plan.max_memory import merged_budgets
 from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
@@ -196,7 +196,7 @@ def plan_request(
         with suppress(TrimtabError):  # for advice alone
             head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
         made = make(head8=head8)
-    made = replace(made, card=card, dtype_reason=dtype_reason)
+    made = replace(made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability))
     if inputs.probe is not None:
         # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
         # it is no part of the plan's value: not compared, not saved, not copied.

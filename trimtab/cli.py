@@ -37,32 +37,15 @@ from trimtab.commands.examples import examples_text
 from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
-from trimtab.errors import (
-    AdapterError,
-    CheckpointError,
-    DeviceError,
-    DoesNotFitError,
-    ParityError,
-    RequestError,
-    TrimtabError,
-    UpstreamError,
-)
+from trimtab.errors import AdapterError, RequestError, TrimtabError
+from trimtab.exit_codes import exit_code
 from trimtab.packages import versions_of
 
-EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
-    (RequestError, 2),
-    (CheckpointError, 3),
-    (DoesNotFitError, 4),
-    (AdapterError, 5),
-    (DeviceError, 6),
-    (ParityError, 7),
-    (UpstreamError, 8),
-)
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
 WITHOUT_THREADS, LASTING = ("plan", "inspect", "models", "adapters", "completion", "pull"), ("serve",)
 # What a disk says that takes no more, also of standard output.
 FULL_DISK = (errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC))
-MISSING, STOPPED, READER_GONE = 3, interrupts.STOPPED, 141
+STOPPED, READER_GONE = interrupts.STOPPED, 141
 
 
 class UsageError(RequestError):
@@ -137,13 +120,6 @@ def _main(arguments: Sequence[str] | None) -> int:
 def _close_output() -> None:
     """Discard what stdout still holds: the interpreter flushes it again at exit, which must not fail a second time."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def exit_code(error: TrimtabError) -> int:
-    """Return the exit code of an error; an adapter that is not there has the code of a model that is not there."""
-    if isinstance(error, AdapterError) and not os.path.exists(error.path):
-        return MISSING
-    return next(code for kind, code in EXIT_CODES if isinstance(error, kind))
 
 
 def _prepare_terminal() -> None:

@@ -10,7 +10,7 @@
       UpstreamError     a known bug is in the way          package, installed, fixed_in, url
 
 Raise with fields; the class writes the message: what, where, the numbers, the next step. Code reads the fields, never
-the text. Exit codes are a table in `cli.py`, not attributes here. Imports nothing outside the standard library.
+the text. Exit codes are a table in `exit_codes.py`, not attributes here. Imports nothing outside the standard library.
 """
 
 from __future__ import annotations
@@ -65,12 +65,22 @@ class RequestError(TrimtabError):
 
 
 class CheckpointError(TrimtabError):
-    """A file is not what it claims to be."""
+    """A file is not what it claims to be.
+
+    field, value, allowed: of a saved plan, what of it cannot be read, such as "plan.version"; field is None in other files.
+    """
+
+    field: str | None = None
+    value: Any = None
+    allowed: tuple[str, ...] = ()
 
     def __init__(
-        self, reason: str, *, path: str | os.PathLike[str], tensor_name: str | None = None, hint: str = ""
-    ) -> None:
+        self, reason: str, *, path: str | os.PathLike[str], tensor_name: str | None = None, cause: RequestError | None = None,
+        hint: str = "",
+    ) -> None:  # fmt: skip
         self.path, self.tensor_name = os.fspath(path), tensor_name
+        if cause is not None:
+            self.field, self.value, self.allowed = cause.field, cause.value, cause.allowed
         where = f"{self.path}, tensor {tensor_name}" if tensor_name else self.path
         super().__init__(f"{where}: {reason}", hint=hint)
 

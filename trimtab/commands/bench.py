@@ -9,6 +9,7 @@ from trimtab.checkpoint.adapter import read_adapter
 from trimtab.checkpoint.folder import find_folder
 from trimtab.commands.flags import adapter_to_use, add_placement, check_media, group_of, plan_or_request
 from trimtab.commands.saying import Command, give_report, saying
+from trimtab.exit_codes import exit_code
 from trimtab.plan import Plan
 from trimtab.request import DECODE_MODES
 
@@ -51,8 +52,6 @@ def run_bench(options: argparse.Namespace) -> int:
     give_report(report, options, draw=draw)
     if report.ours.failure is None:
         return 0
-    from trimtab.cli import exit_code
-
     return exit_code(report.ours.failure)
 
 

@@ -28,6 +28,7 @@ from trimtab.commands.flags import (
     check_media,
     decode_of,
     group_of,
+    is_saved_plan,
     load_request,
     plan_or_request,
     read_text,
@@ -45,7 +46,7 @@ from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.options import Option
 from trimtab.request import LoadRequest
 
-# Of an adapter that no command takes: the code of AdapterError (`cli.EXIT_CODES`).
+# Of an adapter that no command takes: the code of AdapterError (`exit_codes.EXIT_CODES`).
 SPOILED = 5
 
 
@@ -121,6 +122,11 @@ def run_plan(options: argparse.Namespace) -> int:
     from trimtab.plan.options import options_text
     from trimtab.plan.picture import check_path
 
+    if is_saved_plan(options):
+        raise RequestError(
+            "is a saved plan", field="MODEL", value=options.model,
+            hint="Give the model to plan again, or load the plan: trimtab run",
+        )  # fmt: skip
     request = load_request(options, head="auto", dtype="auto", decode=options.decode or "auto")
     if options.picture:
         check_path(options.picture)

@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import trimtab
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.anatomy_json import form, read_anatomy, write_anatomy
 from trimtab.checkpoint.folder import CONFIG, Checkpoint
@@ -47,7 +46,7 @@ def key_of(checkpoint: Checkpoint, request: LoadRequest) -> str:
         "form": form(), "files": {name: _hash_of(checkpoint.folder / name) for name in SHAPING_FILES},
         "tensors": hashlib.sha256(json.dumps(tensors).encode()).hexdigest(), "has_weights": checkpoint.has_weights,
         "quant": request.quant, "dtype": request.dtype, "keep_unquantized": request.keep_unquantized, "head": request.head,
-        "versions": versions(), "makers": [_stamp(Path(trimtab.__file__).parent / name) for name in MAKERS],
+        "versions": versions(), "makers": [_stamp(Path(__file__).parent.parent / name) for name in MAKERS],
     }  # fmt: skip
     return json.dumps(facts, sort_keys=True)
 

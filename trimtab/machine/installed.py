@@ -11,7 +11,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
-import trimtab
+from trimtab._version import __version__
 
 PACKAGES = ("torch", "transformers", "bitsandbytes")
 
@@ -51,7 +51,7 @@ def _folder(package: str) -> Path | None:
 @cache
 def versions() -> dict[str, str]:
     """Return what decides a module tree and a process's memory: releases, where they lie, and Python's own."""
-    values = {"python": platform.python_version(), "system": sys.platform, "trimtab": trimtab.__version__}
+    values = {"python": platform.python_version(), "system": sys.platform, "trimtab": __version__}
     for package in PACKAGES:
         try:
             values[package] = metadata.version(package)

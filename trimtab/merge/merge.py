@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trimtab._version import __version__
 from trimtab.checkpoint.folder import CONFIG, Checkpoint, check_unchanged, read_checkpoint
 from trimtab.checkpoint.write import write_whole
 from trimtab.errors import AdapterError, CheckpointError, ParityError, RequestError, TrimtabError
@@ -209,10 +210,8 @@ def versions() -> dict[str, str]:
     """Return the versions of what computed the result."""
     from importlib.metadata import version
 
-    import trimtab
-
     return {
-        "trimtab": trimtab.__version__, "torch": version("torch"), "transformers": version("transformers"),
+        "trimtab": __version__, "torch": version("torch"), "transformers": version("transformers"),
         "python": platform.python_version(),
     }  # fmt: skip
 

@@ -17,6 +17,13 @@ LEAST_BF16 = (8, 0)
 BEYOND_FLOAT16 = ("gemma",)
 
 
+def reason_of(dtype: str, capability: tuple[int, int] | None) -> str:
+    """Return what a type that was asked for costs on a device, "" where it costs nothing."""
+    if dtype != "bfloat16" or capability is None or capability >= LEAST_BF16:
+        return ""
+    return f"asked for; bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"
+
+
 def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:
     """Return the type that a model computes in on a device, and why it is not bfloat16 ("" where it is).
 

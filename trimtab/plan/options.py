@@ -122,9 +122,13 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
         return min(plans, key=lambda plan: plan.expected_s)
     if error is not None:
         raise error
+    facts: dict[str, Any] = {
+        "quant": quant_of(anatomy, request.quant), "on_cpu": machine.on_cpu, "capability": machine.capability,
+    }  # fmt: skip
     raise RequestError(
         f"decode steps cannot run this way: {refused[asked or 'eager']}", field="decode", value=request.decode,
-        allowed=("auto", "eager"), hint="Omit it to use an available mode",
+        allowed=("auto", *(mode for mode in MODES if unsupported_reason(mode, anatomy, **facts) is None)),
+        hint="Omit it to use an available mode",
     )  # fmt: skip
 
 

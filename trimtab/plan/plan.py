@@ -75,7 +75,8 @@ class Plan:
     checkpoint_stamps: (file, size, mtime in ns) of the planned files. rates: bytes per second of this machine or card.
     execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
     adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
-    machine's own. dtype_reason: why the dtype was chosen, "" for a requested or usual one. version: of the file format.
+    machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. version: of the
+    file format.
     """
 
     request: LoadRequest
@@ -247,7 +248,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Return the plan that `save` wrote. Errors: CheckpointError if the file is missing or holds no plan."""
+        """Return the plan that `save` wrote.
+
+        Errors: CheckpointError if the file cannot be read; also if it holds no plan of this version, with its field.
+        """
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as exc:
@@ -257,7 +261,7 @@ class Plan:
         try:
             return cls.from_json(values)
         except RequestError as exc:
-            raise CheckpointError(f"is not a plan of this version: {exc}", path=path) from exc
+            raise CheckpointError(f"is not a plan of this version: {exc}", path=path, cause=exc) from exc
 
 
 def write_whole(path: str | os.PathLike[str], write: Callable[[Path], object], *, field: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trimtab.errors import gib
+from trimtab.proof.cells import markdown_cell, markdown_table, number, table, yes
 from trimtab.proof.survival import mean_survival
-from trimtab.proof.words import markdown_cell, markdown_table, number, table, yes
 
 if TYPE_CHECKING:
     from trimtab.proof.lanes import LaneReport, LaneRun

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from trimtab.errors import gib
+from trimtab.proof.cells import markdown_cell, markdown_table, number, table, yes
 from trimtab.proof.criterion import FALSE_ALARM_RATE, MARGIN
+from trimtab.proof.lane_words import lanes_markdown
 from trimtab.proof.survival import mean_survival
 
 if TYPE_CHECKING:
@@ -18,16 +20,6 @@ HEAD = ("prompt", "kind", "verdict", "first", "max", "mean", "KL mean", "KL max"
 MERGE_HEAD = ("prompt", "merged is", "base != adapter", "adapter == merged", "base == merged", "KL", "KL base")
 WORST_MODULES = 5
 _DRAW_NUMBER = re.compile(r" \(\d+\)$")
-
-
-def number(value: float | None) -> str:
-    """Return a number for people: 0 only if it is exactly 0."""
-    return "-" if value is None else "0" if value == 0 else f"{value:.3g}"
-
-
-def yes(value: bool | None) -> str:
-    """Return yes, no, or - for what was not asked."""
-    return "-" if value is None else "yes" if value else "no"
 
 
 def prompt_row(row: PromptParity) -> tuple[str, ...]:
@@ -136,15 +128,6 @@ def survival_words(report: ParityReport) -> list[str]:
     return lines
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, indent: str = "") -> list[str]:
-    """Return lines of aligned columns."""
-    widths = [max(len(row[at]) for row in [head, *rows]) for at in range(len(head))]
-    return [
-        (indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
-        for row in [head, *rows]
-    ]
-
-
 def report_text(report: ParityReport) -> str:
     """Return the report as it is printed."""
     lines = [verdict_words(report), ""]
@@ -159,18 +142,6 @@ def report_text(report: ParityReport) -> str:
     if report.lanes is not None:
         lines += ["", str(report.lanes)]
     return "\n".join(lines)
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a Markdown table; bars and line ends in cells are escaped."""
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(markdown_cell(cell) for cell in row) + " |" for row in lines]
-
-
-def markdown_cell(text: str) -> str:
-    """Return text that stays inside its cell."""
-    escaped = text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "\\`")
-    return " ".join(escaped.split())
 
 
 def report_markdown(report: ParityReport) -> str:
@@ -192,8 +163,6 @@ def report_markdown(report: ParityReport) -> str:
     if report.findings:
         lines += ["", "## Findings", "", *[f"- {markdown_cell(finding)}" for finding in report.findings]]
     if report.lanes is not None:
-        from trimtab.proof.lane_words import lanes_markdown
-
         lines += ["", "## Merge lanes", "", lanes_markdown(report.lanes)]
     if report.versions:
         lines += ["", "Versions: " + ", ".join(f"{name} {found}" for name, found in report.versions.items())]

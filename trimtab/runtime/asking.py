@@ -154,11 +154,11 @@ class Asking:
         more than the plan leaves.
         """
         self._check_adapter(name)
-        before = self._specs[name].file
+        before = self.adapter_spec(name).file
         if tuple(read_adapter(before.folder, values=False).stamps) == tuple(before.stamps):
             return False
         held = self.read_adapter(before.folder)
-        free = self.free_adapter_bytes() + self._adapter_bytes[name]
+        free = self.free_adapter_bytes() + self.adapter_sizes[name]
         if held.device_bytes > free:
             raise DoesNotFitError(
                 f"the plan leaves {gib(max(free, 0))} for this adapter", block=f"adapter {name}", device=str(self.device),
@@ -167,6 +167,6 @@ class Asking:
         with self.turns.hold("reload_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
-            del self._specs[name], self._adapter_bytes[name]
+            del self._attached[name]
             self._attach(name, held)
         return True

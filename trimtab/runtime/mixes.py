@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from trimtab.adapter_names import check_weight, mix_name
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.runtime import lora
+from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter, PlainPlace
 
@@ -150,7 +151,8 @@ class Mixes:
         self._added.add(name)
         if self._model.prefix_cache is not None:
             made_of = [(weight, held.content) for weight, held in parts.values()]
-            self._model._contents[name] = hashlib.sha256(repr(made_of).encode()).hexdigest()
+            content = hashlib.sha256(repr(made_of).encode()).hexdigest()
+            self._model._attached[name] = replace(self._model._attached[name], content=content)
 
     def remove(self, name: str) -> None:
         """Take off a mix of `add`."""
@@ -182,8 +184,7 @@ class Mixes:
         if self._made.pop(name, None) is not None:
             self._added.discard(name)
             lora.detach(self._model.hf_model, name, route=self._model.route)
-            del self._model._adapter_bytes[name]
-            self._model._contents.pop(name, None)
+            del self._model._attached[name]
 
     def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None]) -> None:
         self._attach_parts(name, _parts_of(self._model.route, weights), in_use)
@@ -220,7 +221,7 @@ class Mixes:
             module.__dict__["adapters"][name] = adapter
         holders = Holders(fitting, [(parts[module][0], module) for module in rest], piece.data_ptr() if places else 0)
         model.route.attached(name, holders)
-        model._adapter_bytes[name] = needed
+        model._attached[name] = AttachedAdapter(None, needed)
 
 
 def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:

@@ -33,6 +33,7 @@ from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
+from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
@@ -78,8 +79,7 @@ class LoadedModel(Asking):
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
         self.route = lora.Route()
-        self._specs: dict[str, AdapterSpec] = {}
-        self._adapter_bytes: dict[str, int] = {}
+        self._attached: dict[str, AttachedAdapter] = {}
         # Where each held adapter goes here, for as long as someone holds it.
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
         self.turns = Turns()
@@ -88,7 +88,6 @@ class LoadedModel(Asking):
         self._single: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
         self.unpacked: UnpackedWeights | None = None
-        self._contents: dict[str, str] = {}
         self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
         self._baseline_bytes = 0
@@ -227,7 +226,17 @@ class LoadedModel(Asking):
     @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the loaded adapters."""
-        return tuple(self._specs)
+        return tuple(name for name, one in self._attached.items() if one.spec is not None)
+
+    def adapter_spec(self, name: str) -> AdapterSpec:
+        """Return what a loaded adapter is: its targets and files. Errors: RequestError if no adapter has this name."""
+        one = self._attached.get(name)
+        if one is None or one.spec is None:
+            raise RequestError(
+                "no adapter of this name is loaded", field="adapter", value=name,
+                allowed=near_names(name, list(self.adapters)) or list(self.adapters),
+            )  # fmt: skip
+        return one.spec
 
     @property
     def unquantized(self) -> tuple[Any, ...]:
@@ -248,9 +257,7 @@ class LoadedModel(Asking):
         self._single = self.unpacked = None
         if loaded is not None:
             loaded.close()
-        self._specs.clear()
-        self._adapter_bytes.clear()
-        self._contents.clear()
+        self._attached.clear()
         self._fittings.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.close()
@@ -301,12 +308,13 @@ class LoadedModel(Asking):
         """
         counted = self.plan.gpu.get("adapters", 0) - self._first_adapter_bytes
         left = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
-        return left - sum(self._adapter_bytes.values()) - self._copies_beyond(self._adapter_bytes.values())
+        sizes = self.adapter_sizes.values()
+        return left - sum(sizes) - self._copies_beyond(sizes)
 
     @property
     def adapter_sizes(self) -> Mapping[str, int]:
         """Bytes that each adapter and mix on the model takes of the memory for adapters, by name."""
-        return dict(self._adapter_bytes)
+        return {name: one.nbytes for name, one in self._attached.items()}
 
     def adapter_bytes(self, adapter: HeldAdapter | AdapterSpec) -> int:
         """Return the bytes of `free_adapter_bytes` that one more adapter takes, with its copy for captured prompts."""
@@ -316,7 +324,7 @@ class LoadedModel(Asking):
 
     def bytes_with_copies(self, own: int) -> int:
         """Return what an adapter of so many bytes takes of `free_adapter_bytes`, as `adapter_bytes`."""
-        loaded = list(self._adapter_bytes.values())
+        loaded = list(self.adapter_sizes.values())
         return own + self._copies_beyond([*loaded, own]) - self._copies_beyond(loaded)
 
     def _copies_beyond(self, sizes: Iterable[int]) -> int:
@@ -330,7 +338,7 @@ class LoadedModel(Asking):
         Errors: RequestError if the name is in use; AdapterError with every mismatch; CheckpointError; DoesNotFitError if
         the plan leaves too few bytes.
         """
-        if name in self._specs:
+        if name in self.adapters:
             raise RequestError("an adapter of this name is loaded", field="adapter", value=name)
         spec = (
             adapter.spec
@@ -367,10 +375,8 @@ class LoadedModel(Asking):
         lora.attach_fitted(
             fitting, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE, piece=piece
         )
-        self._specs[name] = held.spec
-        self._adapter_bytes[name] = held.device_bytes
-        if self.prefix_cache is not None:
-            self._contents[name] = held.content
+        content = "" if self.prefix_cache is None else held.content
+        self._attached[name] = AttachedAdapter(held.spec, held.device_bytes, content)
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter and free its memory. Errors: RequestError if no adapter has this name."""
@@ -378,17 +384,13 @@ class LoadedModel(Asking):
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
-            del self._specs[name], self._adapter_bytes[name]
-            self._contents.pop(name, None)
+            del self._attached[name]
 
     def _check_adapter(self, name: Chosen) -> None:
         if isinstance(name, Mapping):
             self.mixes.check(name)
-        elif name is not None and name not in self._specs:
-            raise RequestError(
-                "no adapter of this name is loaded", field="adapter", value=name,
-                allowed=near_names(name, list(self._specs)) or list(self._specs),
-            )  # fmt: skip
+        elif name is not None:
+            self.adapter_spec(name)
 
     # Prefix cache -----------------------------------------------------------------------------------------------------
 
@@ -404,11 +406,14 @@ class LoadedModel(Asking):
 
     def adapter_content(self, name: str | None) -> str:
         """Return a text that is equal for two loaded adapters only if they compute the same, whatever their names; "" for none."""
-        return "" if name is None else self._contents.get(name) or f"attached {self.route.serials[name]}"
+        one = None if name is None else self._attached.get(name)
+        known = "" if one is None else one.content
+        return "" if name is None else known or f"attached {self.route.serials[name]}"
 
     def tower_content(self, name: str | None) -> str:
         """Return the same for what an adapter changes in towers and connectors: "" if it changes nothing there."""
-        spec = None if name is None else self._specs.get(name)  # a sum of adapters has none
+        one = None if name is None else self._attached.get(name)
+        spec = None if one is None else one.spec  # a sum of adapters has none
         is_beside = spec is not None and not any(target.part in lora.TOWERS for target in spec.targets)
         return "" if is_beside else self.adapter_content(name)
 

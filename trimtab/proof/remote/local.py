@@ -47,7 +47,7 @@ class Reference:
 
     @property
     def spec(self) -> Any:
-        return self.model._specs[self.adapter]
+        return self.model.adapter_spec(self.adapter)
 
     @property
     def tokenizer(self) -> Any:
@@ -107,7 +107,7 @@ class Reference:
     @contextmanager
     def instead(self, folder: Path) -> Iterator[str]:
         """Use another adapter instead of trimtab's own while the block runs. Errors: AdapterError."""
-        own = self.model._specs[self.adapter].file.folder
+        own = self.model.adapter_spec(self.adapter).file.folder
         self.model.unload_adapter(self.adapter)
         try:
             self.model.load_adapter(self.adapter, folder)
