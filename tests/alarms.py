@@ -48,6 +48,8 @@ NEW_TOKENS = 3
 # Of the merges that bitsandbytes packed, how many have faults planted in them: one of each form.
 STOCK_FAULTY = 4
 SEED = 20_000
+# How all of it is judged again.
+RERUN = "python -m tests.alarms --save bench/results/alarms.json --workers 2"
 
 
 @dataclass(frozen=True)
@@ -360,7 +362,10 @@ def run(
     harmed = [row for row in rows["judge_route"] if row["fault"] is not None]
     found = summary(rows["judge_right"], rows["judge_fault"], routes, harmed, rows["judge_demos"])
     is_resumed = len(left) < len(work)
-    return found | {"seconds": None if is_resumed else round(time.monotonic() - started), "workers": workers}
+    return found | {
+        "seconds": None if is_resumed else round(time.monotonic() - started), "workers": workers,
+        "tasks": len(work), "kept": len(work) - len(left), "rerun": RERUN,
+    }  # fmt: skip
 
 
 Rows = list[dict[str, Any]]

@@ -88,3 +88,13 @@ def test_an_image_that_was_cut_out_reaches_the_model_whole(path, monkeypatch):
     wrong = json.dumps({"model": "demo", **ASKED[path]}).replace(TEXT[100:200], "!" * 100).encode()
     refused = client().post(path, content=wrong, headers={"content-type": "application/json"})
     assert refused.status_code == 400 and "is not base64" in refused.text
+
+
+def test_other_threads_get_the_interpreter_after_every_piece(monkeypatch):
+    pauses = []
+    monkeypatch.setattr(cut_media.time, "sleep", pauses.append)
+    image = base64.b64encode(b"\0" * 3 * 2**20)
+    body = b'{"url":"data:image/png;base64,' + image + b'"}'
+    _, found = cut_media.cut_media(body)
+    assert list(found.values()) == [b"\0" * 3 * 2**20]
+    assert len(pauses) >= len(image) // cut_media.PIECE_BYTES and min(pauses) > 0
