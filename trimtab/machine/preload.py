@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -22,6 +23,8 @@ def load_libraries() -> threading.Thread | None:
     """Begin to load torch's libraries on a thread; None where they are loaded already, or are not files of this form."""
     if not sys.platform.startswith("linux") or "torch" in sys.modules:
         return None
+    # As torch sets it before it asks the driver anything: kernels take memory of the GPU when they are first used.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     spec = importlib.util.find_spec("torch")
     folder = None if spec is None or spec.origin is None else Path(spec.origin).parent / "lib"
     if folder is None or not folder.is_dir():
