@@ -30,7 +30,7 @@ class MockEngine:
     """A job's prompt is {"pieces": turns of its prompt}; it answers max_new_tokens tokens."""
 
     def __init__(self, rows=2, slots=None):
-        self.rows, self.slots, self.pool = rows, slots, None
+        self.rows, self.slots, self.pool, self.reserved = rows, slots, None, {}
         self.active, self.placed, self.log = [], [], []
         self.chosen, self.together, self.fail_together = [], 1, []
         self.chunk_sizes, self.times, self.asked_for = (16, 64, 128, 256, 512, 1024), [], []
@@ -57,11 +57,12 @@ class MockEngine:
         return self.slots is None or len(used - {None}) <= self.slots
 
     def has_room(self, answer):
-        kept = sum(one.tokens_left for one in (*self.active, *self.placed, *self.chosen))
-        return self.pool is None or answer.tokens_left + kept <= self.pool
+        return self.pool is None or answer.tokens_left + sum(self.reserved.values()) <= self.pool
 
     def choose(self, answer):
         self.chosen.append(answer)
+        self.reserved[answer.job.id] = answer.tokens_left
+        assert self.pool is None or sum(self.reserved.values()) <= self.pool
 
     def prefill_together(self, answers, most_tokens):
         """Those of one piece go together, of `together` at most, the first among them."""
@@ -134,6 +135,7 @@ class MockEngine:
         return found
 
     def drop(self, answer):
+        self.reserved.pop(answer.job.id, None)
         for rows in (self.active, self.placed, self.chosen):
             if answer in rows:
                 rows.remove(answer)
@@ -176,6 +178,36 @@ def test_a_job_is_told_that_it_started_its_text_and_its_end():
     to_the_end(scheduler)
     assert [event.kind for event in told] == ["started", "text", "text", "text", "done"]
     assert scheduler.is_idle and scheduler.counts.finished == 1
+
+
+def test_a_request_without_room_for_its_keys_and_values_waits_and_is_not_overtaken():
+    engine = MockEngine(rows=8)
+    engine.pool = 20
+    scheduler, _, told, _ = make(engine, queue_limit=2)
+    scheduler.submit(job("first", tokens=15))
+    scheduler.turn()
+    scheduler.submit(job("large", tokens=18))
+    for name in ("small", "other"):
+        scheduler.submit(job(name, tokens=2, pieces=2))
+    scheduler.turn()
+    assert (scheduler.running, scheduler.waiting) == (1, 3)
+    to_the_end(scheduler)
+    assert [event.job_id for event in told if event.kind == "started"] == ["first", "large", "small", "other"]
+    assert set(ends(told).values()) == {"length"} and not engine.reserved
+
+
+def test_room_is_free_again_when_a_client_leaves_before_its_row():
+    engine = MockEngine(rows=4)
+    engine.pool = 20
+    scheduler, _, told, _ = make(engine)
+    scheduler.submit(job("gone", tokens=20, pieces=9))
+    scheduler.turn()
+    scheduler.submit(job("next", tokens=20))
+    scheduler.turn()
+    assert scheduler.waiting == 1
+    scheduler.cancel("gone")
+    to_the_end(scheduler)
+    assert ends(told) == {"next": "length"}
 
 
 def test_a_long_prompt_lets_the_others_step_between_its_pieces():
