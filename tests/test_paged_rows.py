@@ -167,8 +167,12 @@ def test_a_request_that_finds_no_room_is_refused_by_name_and_finds_it_later(mode
     assert batch.pages.has_room(waiting.row)
     while not waiting.step():
         pass
-    batch.leave(batch.join(waiting).row)
-    del waiting
+    row = batch.join(waiting).row
+    while row.finish is None:
+        batch.step()
+    assert tuple(row.answer_ids) == model.answer("Hello", max_new_tokens=200).token_ids
+    batch.leave(row)
+    del waiting, row
     assert is_all_free(batch)
 
 

@@ -133,8 +133,10 @@ class Prompt:
         """Put the next piece through the model; returns True when the whole prompt is through.
 
         most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
-        included; 0 for a pass of the towers, which is a piece of its own where prompts go through in chunks.
+        included; 0 for a pass of the towers, which is a piece of its own where prompts go through in chunks. Errors:
+        DoesNotFitError if rows share a pool of pages and it lacks room; nothing has changed then.
         """
+        self.batch.pages.reserve(self.row)
         if not self.done_tokens and self.batch._fork(self):
             return True
         is_through = self.batch._prefill(self, most_tokens)
