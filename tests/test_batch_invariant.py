@@ -17,11 +17,14 @@ from trimtab import load, plan
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
-from trimtab.plan import execution
+from trimtab.plan import execution, narrow
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime import company, hf_slots
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.serve.engine import LoadedEngine
+from trimtab.serve.job import Job
+from trimtab.serve.scheduler import Scheduler
 
 TOKENS = 6
 ROWS = 4
@@ -219,6 +222,9 @@ def test_the_plan_says_it_and_keeps_it(tmp_path):
     found.save(tmp_path / "plan.json")
     assert type(found).load(tmp_path / "plan.json").request.batch_invariant
     assert not made(invariant=False).request.batch_invariant
+    assert "batch-invariant" in narrow.narrow_table(found) and "batch-invariant" not in narrow.narrow_table(
+        made(invariant=False)
+    )
     assert "batch-invariant" in str(found) and "batch-invariant" not in str(made(invariant=False))
     with pytest.raises(RequestError, match="batch_invariant"):
         LoadRequest(model="m", batch_invariant="yes")
@@ -237,3 +243,28 @@ def test_rows_one_by_one_leave_the_cache_as_it_was(model):
     assert logits.shape[0] == 3 and torch.equal(logits.argmax(-1), tokens) and batch.cache.first_row == 0
     for row in rows:
         batch.leave(row)
+
+
+def test_a_server_s_answers_have_the_same_bits_whoever_else_asks(model):
+    engine = LoadedEngine(model, rows=ROWS, resident_limit=2)
+    jobs = [
+        Job(str(number), ids, GenerateRequest(max_new_tokens=TOKENS), adapter=name, top_logprobs=0)
+        for number, (name, ids) in enumerate(questions(7, seed=4))
+    ]
+
+    def said(*asked):
+        """Return job id -> [(token, its log-probability)]."""
+        told = []
+        scheduler = Scheduler(engine, told.append)
+        for job in asked:
+            scheduler.submit(job)
+        for _ in range(2000):
+            if not scheduler.turn():
+                break
+        assert all(event.kind != "error" for event in told)
+        return {job.id: [t for event in told if event.job_id == job.id for t in event.tokens] for job in asked}
+
+    together = said(*jobs)
+    assert sum(len(one) > 1 for one in together.values()) >= 3  # a random prompt may be answered with an end at once
+    for job in jobs:
+        assert said(job)[job.id] == together[job.id]

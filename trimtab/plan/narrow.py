@@ -19,7 +19,8 @@ def narrow_table(plan: Plan) -> str:
     request, execution = plan.request, plan.execution
     lines = _wrapped(
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "
-        f"batch {request.batch}, images {request.images}, audio {request.audio_s:g} s"
+        f"batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
+        f"images {request.images}, audio {request.audio_s:g} s"
     )
     lines += ["", _row("block", "tier", ("device", "host", "per token"))]
     shared = _shared_prefix([row.block_path for row in plan.placements])

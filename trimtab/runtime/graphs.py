@@ -287,8 +287,10 @@ class Steps:
         return slots
 
     def _has_adapters(self) -> bool:
-        """Whether adapters are there, or were when steps were captured: from then on every step looks them up."""
-        return bool(self.model.route.serials) or (self._slots is not None and self._slots.shape_key[1] > 0)
+        """Whether a table has layers to look up, of adapters that are there or were: from then on every step looks them up."""
+        if self._slots is None and not self.model.route.serials:
+            return False
+        return self._adapter_slots().shape_key[1] > 0
 
     def _adapter_slots(self) -> AdapterSlots:
         from trimtab.runtime.slots import LEAST_SLOTS, AdapterSlots
