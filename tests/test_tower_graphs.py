@@ -14,9 +14,13 @@ import torch
 import trimtab
 from tests import pico
 from tests.test_encoder_cache import asked, tensors_of
-from tests.test_prefill import WITH_PICTURES, differ, in_chunks, load, picture, through
-from trimtab.runtime import tower_graphs
-from trimtab.runtime.tower_graphs import MOST_CREDIT, MOST_SHAPES, Towers, filled, form_of, padded_frames
+from tests.test_prefill import WITH_PICTURES, differ, ids, in_chunks, load, picture, through
+from trimtab.errors import RequestError
+from trimtab.runtime import prefill_graphs, tower_graphs, tower_pieces
+from trimtab.runtime.hf_prefill import covered
+from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
+from trimtab.runtime.tower_graphs import MOST_CREDIT, MOST_SHAPES, Towers, padded_frames
+from trimtab.runtime.tower_pieces import NotKeptError, PausedError, TowerPieces
 
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")
 ON_GPU = DEVICE != "cpu"
@@ -135,6 +139,187 @@ def test_few_layers_are_captured_at_once_while_rows_are_answered(tmp_path, monke
         assert counts == [(0, 0), (1, 0), (2, 1), (2, 3)]
 
 
+# Pieces --------------------------------------------------------------------------------------------------------------
+
+
+def answering(model, monkeypatch, positions, rows=3):
+    """Return a batch that answers one text, whose towers go through in pieces of so many positions."""
+    monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", positions)
+    batch = in_chunks(model, (16, 64), rows)
+    request = trimtab.GenerateRequest(max_new_tokens=60)
+    text = batch.begin(model.prepare(ids(9)), request)
+    while not text.step():
+        pass
+    batch.ends = frozenset()
+    return batch, batch.join(text).row
+
+
+@pytest.mark.parametrize("mode", [MODE, "eager"])
+@pytest.mark.parametrize("family", WITH_PICTURES)
+def test_a_pass_that_is_cut_between_layers_is_the_pass(family, mode, tmp_path, monkeypatch):
+    with load(family, tmp_path) as model:
+        plain = in_chunks(model, (16, 64), 3)
+        plain.prompts.towers = Towers(model, "eager", plain.prompts.fall_back)
+        batch, row = answering(model, monkeypatch, 1)
+        batch.prompts.towers = towers = Towers(model, mode, batch.prompts.fall_back)
+        counts = []
+        for number in range(3):
+            inputs = picture(model, family, 9 + number)
+            expected = through(plain, inputs)
+            prompt, pieces = batch.begin(inputs, trimtab.GenerateRequest(max_new_tokens=4)), 0
+            while prompt.needs_towers:
+                assert prompt.step() is False and prompt.chunk_tokens == 0 and prompt.done_tokens == 0
+                batch.step()  # others go on in between
+                pieces += 1
+            while not prompt.step():
+                pass
+            assert differ(prompt.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
+            counts.append(pieces)
+            plain.leave(plain.join(expected).row)
+            batch.leave(batch.join(prompt).row)
+        assert not batch.steps.fallbacks and row.finish is None
+        # One layer in each piece; those that were captured are.
+        assert counts[0] == len(towers.all_layers) and set(counts) == {counts[0]}
+        assert not towers.layers or towers.replayed >= 2
+
+
+def test_pieces_are_as_large_as_they_may_be_and_whole_where_nobody_waits(tmp_path, monkeypatch):
+    def pieces(batch):
+        prompt, count = batch.begin(picture(batch.model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4)), 0
+        while prompt.needs_towers:
+            prompt.step()
+            count += 1
+        while not prompt.step():
+            pass
+        batch.leave(batch.join(prompt).row)
+        return count
+
+    with load("gemma3", tmp_path) as model:
+        batch, row = answering(model, monkeypatch, 10**6)
+        assert pieces(batch) == 1
+        monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", 1)
+        assert pieces(batch) == len(batch.prompts.towers.all_layers) == 2
+        batch.leave(row)
+        assert pieces(batch) == 1
+
+
+def test_a_prompt_whose_adapter_goes_between_the_pieces_is_refused(tmp_path, monkeypatch):
+    base = pico.build("gemma3", tmp_path / "base")
+    folder = pico.adapter(base, tmp_path / "a", targets="all")
+    plan = trimtab.plan(base, adapters={"a": folder}, quant="none", dtype="float32", context=96, device=DEVICE)
+    with trimtab.load(plan, decode="auto") as model:
+        batch, _ = answering(model, monkeypatch, 1)
+        prompt = batch.begin(picture(model, "gemma3", 9), trimtab.GenerateRequest(max_new_tokens=4), adapter="a")
+        assert prompt.step() is False and prompt in batch.prompts._paused
+        model.unload_adapter("a")
+        with pytest.raises(RequestError, match="adapter"):
+            prompt.step()
+
+
+class Reading(torch.nn.Module):
+    """Layers, and code between them that reads an output again, or writes into it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.layers, self.how = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3)), how
+
+    def forward(self, x):
+        if self.how == "reads twice":
+            return self.twice(x)
+        first = self.layers[0](x)
+        if self.how == "writes":
+            first += 1
+        between = first * 2 if self.how == "reads" else first
+        del first
+        if self.how == "holds":
+            self.held = between
+        return self.layers[2](self.layers[1](between))
+
+    def twice(self, x):
+        x = self.layers[0](x)
+        extra = x.sum(dim=0)
+        x = self.layers[1](x)
+        x = self.layers[2](x)
+        return x + extra
+
+
+def cut(model, x):
+    """Return what a pass of pieces of one layer gives, and how often it stopped."""
+    pieces, stops = TowerPieces(None), 0
+    forwards = {layer: lambda *args, inner=layer.forward: pieces.run(inner, args, {}) for layer in model.layers}
+    while True:
+        pieces.begin(1)
+        try:
+            with torch.no_grad(), covered(forwards):
+                return model(x), stops
+        except PausedError:
+            stops += 1
+
+
+@pytest.mark.parametrize("how", ["plain", "holds", "reads"])
+def test_what_somebody_holds_is_kept(how):
+    model, x = Reading(how), torch.randn(2, 4)
+    found, stops = cut(model, x)
+    assert torch.equal(found, model(x)) and stops == 2
+
+
+def test_what_is_written_into_is_not_cut():
+    model, x = Reading("writes"), torch.randn(2, 4)
+    found, stops = cut(model, x)
+    assert torch.equal(found, model(x)) and stops <= 1
+
+
+def test_code_between_layers_never_computes_with_what_was_not_kept():
+    with pytest.raises(NotKeptError, match="sum reads what a layer returned"):
+        cut(Reading("reads twice"), torch.randn(2, 4))
+    gone = torch.Tensor._make_subclass(tower_pieces._NotKept, torch.empty(2, 4, device="meta"))
+    assert gone.shape == (2, 4) and gone.dtype == torch.float32 and gone.numel() == 8
+    for read in (
+        lambda: torch.ones(2, 4).add_(gone),
+        lambda: gone[0],
+        lambda: gone.to("cpu"),
+        lambda: torch.cat([gone]),
+    ):
+        with pytest.raises(NotKeptError):
+            read()
+
+
+def test_a_family_that_cannot_be_cut_goes_through_whole(tmp_path, monkeypatch):
+    with load("gemma3", tmp_path) as model:
+        batch, _ = answering(model, monkeypatch, 1)
+        plain = in_chunks(model, (16, 64), 3)
+        again = tower_pieces._Output.again
+
+        def lost(output):
+            output.tensors = None
+            return again(output)
+
+        monkeypatch.setattr(tower_pieces._Output, "again", lost)
+        inputs = picture(model, "gemma3", 9)
+        found, expected = through(batch, inputs), through(plain, inputs)
+        assert differ(found.logits, expected.logits) < (1e-4 if ON_GPU else 1e-6)
+        assert [one.what for one in batch.steps.fallbacks] == ["towers in pieces"], batch.steps.fallbacks
+        assert not batch.prompts.towers.may_cut
+
+
+def test_a_cut_pass_that_goes_on_with_other_inputs_begins_anew():
+    layers = [torch.nn.Linear(4, 4) for _ in range(2)]
+    pieces = TowerPieces(None)
+
+    def passed(x):
+        for layer in layers:
+            x = pieces.run(layer.forward, (x,), {})
+        return x
+
+    with torch.no_grad():
+        pieces.begin(1)
+        with pytest.raises(PausedError):
+            passed(torch.ones(2, 4))
+        pieces.begin(None)
+        x = torch.ones(3, 4)  # one of two images is cached by now, say
+        assert torch.equal(passed(x), layers[1](layers[0](x)))
+
+
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 
@@ -143,11 +328,12 @@ def counting(most_bytes=2**62):
     model = SimpleNamespace(device=torch.device("cpu"), plan=SimpleNamespace(execution=SimpleNamespace(towers=None)))
     model.route = SimpleNamespace(serials={})
     model.hf_model = SimpleNamespace(config=SimpleNamespace(model_type="other"))
+    model.plan.tiers, model.anatomy = dict, SimpleNamespace(rows=())
     Towers.__init__(towers, model, "eager", lambda why, what: None)
     towers.is_on, towers.most_bytes = True, most_bytes
     layer = torch.nn.Identity()
     layer.forward = lambda x: x + 1
-    towers.layers = [layer]
+    towers.layers, towers.all_layers = [layer], {layer: "resident"}
     return towers, layer
 
 
@@ -201,7 +387,7 @@ def test_a_form_is_all_that_is_not_in_tensors():
     assert made(x, (y, None), cu_seqlens=lengths, flag=False)[0] != form
     assert made(x.half(), (y, None), cu_seqlens=lengths, flag=True)[0] != form
     assert made(1)[0] != made(True)[0]
-    with pytest.raises(tower_graphs.UnknownFormError, match="SimpleNamespace"):
+    with pytest.raises(UnknownFormError, match="SimpleNamespace"):
         made(SimpleNamespace())
 
 

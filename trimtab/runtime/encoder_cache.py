@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from trimtab.runtime import hf_slots
 from trimtab.runtime.prefix_store import scope_of
+from trimtab.runtime.tower_pieces import PausedError
 
 if TYPE_CHECKING:
     from trimtab.runtime.chat import Inputs
@@ -50,6 +51,7 @@ def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) ->
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
     kinds = hf_slots.media_ids(hf_model)
+    before = replace(cache.encoder_counts)
     try:
         for name, ids in zip(FUNCTIONS, kinds, strict=True):
             if name in names:
@@ -57,6 +59,9 @@ def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) ->
                 tower = _Tower(getattr(owner, name), cache, scope_of(scope, name), digests, name == FUNCTIONS[0])
                 vars(owner)[name] = tower
         yield
+    except PausedError:  # the rest of the pass looks everything up again
+        vars(cache.encoder_counts).update(vars(before))
+        raise
     finally:
         for name in names:
             vars(owner).pop(name, None)

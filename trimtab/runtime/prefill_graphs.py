@@ -45,6 +45,7 @@ from trimtab.runtime.step_capture import check_replay, in_pass
 from trimtab.runtime.step_choice import Fallback
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_graphs import Towers
+from trimtab.runtime.tower_pieces import PIECE_POSITIONS, PausedError, TowerPieces
 
 if TYPE_CHECKING:
     from trimtab.runtime.batch import Batch, Prompt
@@ -90,6 +91,7 @@ class Prompts:
         self.sizes: tuple[int, ...] = ()
         self.is_steady = True  # whether the last chunk took as long as the next one of its form will
         self.jobs: WeakKeyDictionary[Prompt, _Job] = WeakKeyDictionary()
+        self._paused: WeakKeyDictionary[Prompt, TowerPieces] = WeakKeyDictionary()
         self._owner: weakref.ref[Prompt] | None = None
         self._forward: hf_prefill.ChunkForward | None = None
         self._short: short_ops.ShortOps | None = None
@@ -190,12 +192,16 @@ class Prompts:
     # One prompt ------------------------------------------------------------------------------------------------------
 
     def takes(self, prompt: Prompt) -> bool:
-        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested."""
+        """Whether the next piece of a prompt is this object's to put through. Towers run when its first one is requested, or as
+        much of them as one piece is while rows are being answered."""
         if prompt in self.jobs:
             return True
         if not self.sizes or prompt.done_tokens or not self.is_row_free:
             return False
-        job = self._begin(prompt)
+        try:
+            job = self._begin(prompt)
+        except PausedError:
+            return True
         if job is None:
             return False
         self.jobs[prompt], self._owner = job, weakref.ref(prompt)
@@ -226,20 +232,8 @@ class Prompts:
         if inputs.has_media:
             if not self._takes_media:
                 return None
-            key = self.layouts.set_towers(prompt.row.adapter)
-            hf_slots.reset_offset(self.model.hf_model)
-            try:
-                with (
-                    torch.no_grad(),
-                    self.towers.running(*key, is_busy=bool(self.batch.active)),
-                    self.batch.prefixes.encoders(prompt),
-                ):
-                    media = hf_prefill.media_of(self.model.hf_model, inputs.tensors)
-            except (RuntimeError, KeyError) as exc:
-                if is_out_of_memory(exc):
-                    raise
-                self._takes_media = False
-                self.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+            media = self._media_of(prompt)
+            if media is None:
                 return None
             offset = hf_slots.read_offset(self.model.hf_model)
         may_end_at = (lambda _: True) if media is None else media.may_end_at
@@ -252,6 +246,39 @@ class Prompts:
             )  # fmt: skip
         return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter), kept)
 
+    def _media_of(self, prompt: Prompt) -> Media | None:
+        """Return what a prompt with media is made of once its towers have run; None where that is not known of this family. Errors:
+        PausedError where they go on in the next piece, as rows are being answered."""
+        is_busy, serial = bool(self.batch.active), self._serial_of(prompt.row.adapter)
+        pieces = self._paused.pop(prompt, None)
+        if pieces is None or pieces.serial != serial:
+            pieces = TowerPieces(serial)
+        pieces.begin(PIECE_POSITIONS if is_busy and self.towers.may_cut else None)
+        key = self.layouts.set_towers(prompt.row.adapter)
+        hf_slots.reset_offset(self.model.hf_model)
+        try:
+            with (
+                torch.no_grad(),
+                self.towers.running(*key, is_busy=is_busy, pieces=pieces),
+                self.batch.prefixes.encoders(prompt),
+            ):
+                media = hf_prefill.media_of(self.model.hf_model, prompt.inputs.tensors)
+        except PausedError:
+            self._paused[prompt] = pieces
+            raise
+        except (RuntimeError, KeyError) as exc:
+            if is_out_of_memory(exc):
+                raise
+            if not pieces.is_cut:
+                self._takes_media = False
+                self.fall_back(f"{type(exc).__name__}: {exc}", "captured prompts with media")
+                return None
+            self.towers.may_cut = False
+            self.fall_back(f"{type(exc).__name__}: {exc}", "towers in pieces")
+        else:
+            return media
+        return self._media_of(prompt)
+
     def _serial_of(self, name: str | None) -> int | None:
         return None if name is None else self.model.route.serials.get(name)
 
@@ -261,6 +288,9 @@ class Prompts:
 
         Errors: RequestError if the prompt's adapter was unloaded since it began, whether or not another has its name now.
         """
+        if prompt in self._paused:  # in the middle of its towers
+            prompt.chunk_tokens = 0
+            return False
         job, forward = self.jobs[prompt], self._forward
         assert forward is not None
         if job.serial != self._serial_of(prompt.row.adapter):

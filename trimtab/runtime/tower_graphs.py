@@ -39,14 +39,13 @@ from trimtab.runtime.hf_prefill import covered
 from trimtab.runtime.out_of_memory import is_out_of_memory, memory_error
 from trimtab.runtime.step_capture import check_replay
 from trimtab.runtime.tower_check import unknown_towers
+from trimtab.runtime.tower_forms import UnknownFormError, filled, form_of
+from trimtab.runtime.tower_pieces import TowerPieces
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
 
 TOWERS = ("vision", "audio")
-# Lengths of attention's parts: transformers' sdpa attention splits by them, which waits for the device in every layer (5.23.0,
-# Qwen2_5_VLVisionAttention.forward).
-HOST_LENGTHS = ("cu_seqlens",)
 # Frames of 10 ms that sounds are padded to: 1.3 to 30.7 s, each at most half more than the one before.
 SOUND_FRAMES = (128, 192, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072)
 # Families whose audio tower masks padding before every operation that looks beyond its own position (transformers 5.23.0,
@@ -62,54 +61,6 @@ MOST_CREDIT = 8
 MOST_MET = 256
 
 FallBack = Callable[[str, str], None]
-
-
-class UnknownFormError(Exception):
-    """A layer is given or returns something that is neither a tensor nor a plain value."""
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """Stands for a tensor in a form."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    # Values where they are part of the program, else None.
-    values: tuple[int, ...] | None = None
-
-
-def form_of(
-    value: Any, tensors: list[Tensor], lengths: Callable[[Tensor], tuple[int, ...]], name: str = ""
-) -> Hashable:
-    """Return what of a layer's arguments or output is part of a graph; tensors that are not are put into `tensors`.
-
-    lengths: the values of a tensor in HOST_LENGTHS. Errors: UnknownFormError.
-    """
-    if isinstance(value, Tensor):
-        if name in HOST_LENGTHS:
-            return _Slot(tuple(value.shape), value.dtype, lengths(value))
-        tensors.append(value)
-        return _Slot(tuple(value.shape), value.dtype)
-    if value is None or type(value) in (bool, int, float, str):
-        return (type(value).__name__, value)
-    if type(value) in (tuple, list):
-        return (type(value).__name__, *(form_of(one, tensors, lengths, name) for one in value))
-    if type(value) is dict:
-        return ("dict", *((key, form_of(one, tensors, lengths, key)) for key, one in value.items()))
-    raise UnknownFormError(type(value).__name__)
-
-
-def filled(form: Any, tensors: Iterator[Tensor]) -> Any:
-    """Return the value of a form with these tensors in it."""
-    if isinstance(form, _Slot):
-        return next(tensors) if form.values is None else torch.tensor(form.values, dtype=form.dtype)
-    kind, *rest = form
-    if kind == "dict":
-        return {key: filled(one, tensors) for key, one in rest}
-    if kind in ("tuple", "list"):
-        made = [filled(one, tensors) for one in rest]
-        return tuple(made) if kind == "tuple" else made
-    return rest[0]
 
 
 class _Buffers:
@@ -182,7 +133,9 @@ class Towers:
             self.captures = False
             fall_back("the look-ups of an unknown tower are checked on the host", "captured towers")
         self.is_on = self.captures or mode == "static"
-        self.layers = layers_of(model) if self.is_on else []
+        self.all_layers = layers_of(model)
+        self.layers = [layer for layer, tier in self.all_layers.items() if tier == "resident"] if self.is_on else []
+        self.may_cut = not unknown_towers(model.hf_model.config)
         self.capture_s, self.captured, self.replayed = 0.0, 0, 0
         self.most_bytes = planned.bytes.get(BUFFERS, 0) if self.captures and planned is not None else 2**62
         self._graphs: GraphCache[_Layer] = GraphCache()
@@ -203,10 +156,13 @@ class Towers:
         return sum(one.nbytes for one in self._buffers.values())
 
     @contextmanager
-    def running(self, key: Hashable, serial: int | None, *, is_busy: bool = False) -> Iterator[None]:
+    def running(
+        self, key: Hashable, serial: int | None, *, is_busy: bool = False, pieces: TowerPieces | None = None
+    ) -> Iterator[None]:  # fmt: skip
         """Let the towers run captured while the block runs. key: what of the adapter is part of a graph; serial: of the adapter
-        whose own addresses it reads. is_busy: whether rows are being answered, so that little may be captured."""
-        if not self.is_on:
+        whose own addresses it reads. is_busy: whether rows are being answered, so that little may be captured. pieces: of a pass
+        that is cut. Errors: PausedError where a piece ends."""
+        if not self.is_on and pieces is None:
             yield
             return
         self._key, self._serial, self._left = key, serial, LAYERS_AT_ONCE if is_busy else None
@@ -215,8 +171,9 @@ class Towers:
         self._drop_adapters()
         try:
             with ExitStack() as stack:
-                stack.enter_context(covered({layer: partial(self._run, layer, layer.forward) for layer in self.layers}))
-                stack.enter_context(padded_sounds(self.model.hf_model))
+                stack.enter_context(covered({layer: self._forward_of(layer, pieces) for layer in self.all_layers}))
+                if self.is_on:
+                    stack.enter_context(padded_sounds(self.model.hf_model))
                 yield
         finally:
             self._lengths.clear()
@@ -236,6 +193,18 @@ class Towers:
             self._drop(shape)
 
     # One layer --------------------------------------------------------------------------------------------------------
+
+    def _forward_of(self, layer: nn.Module, pieces: TowerPieces | None) -> Callable[..., Any]:
+        compute: Callable[..., Any] = layer.forward
+        if self.is_on and self.all_layers[layer] == "resident":
+            compute = partial(self._run, layer, compute)
+        if pieces is None:
+            return compute
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return pieces.run(compute, args, kwargs)
+
+        return forward
 
     def _run(self, layer: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors: list[Tensor] = []
@@ -386,14 +355,13 @@ class Towers:
         return graph
 
 
-def layers_of(model: Any) -> list[nn.Module]:
-    """Return the layers of a model's towers that lie on the device."""
+def layers_of(model: Any) -> dict[nn.Module, str]:
+    """Return the layers of a model's towers, each with the tier of its weights."""
     tiers, paths = model.plan.tiers(), {}
     for row in model.anatomy.rows:
         if row.part in TOWERS and row.block.rpartition(".")[2].isdecimal():
-            if tiers.get(row.block, "resident") == "resident":
-                paths[row.block] = model.hf_model.get_submodule(row.block)
-    return list(paths.values())
+            paths[row.block] = tiers.get(row.block, "resident")
+    return {model.hf_model.get_submodule(path): tier for path, tier in paths.items()}
 
 
 # Sounds --------------------------------------------------------------------------------------------------------------
