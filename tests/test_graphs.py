@@ -325,6 +325,14 @@ def in_place(monkeypatch):
         yield loaded
 
 
+@pytest.fixture
+def streamed_in_place(monkeypatch):
+    if not ON_GPU:
+        monkeypatch.setattr(tables, "seen_by", lambda source, device: source)
+    with demo("streamed") as loaded:
+        yield loaded
+
+
 @pytest.mark.parametrize("decode", MODES)
 def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     found = [one for one in in_place.hf_model.modules() if isinstance(one, tables.GatheredTable)]
@@ -337,12 +345,12 @@ def test_tables_in_host_memory_are_read_by_the_step_itself(in_place, decode):
     assert batch.steps._tables == [] and answers(batch) == expected
 
 
-@pytest.mark.parametrize("place", ["resident", "lean"])
+@pytest.mark.parametrize("fixture", ["model", "in_place", "streamed_in_place"])
 @pytest.mark.parametrize("decode", ["graph", "fused"])
 def test_steps_queued_ahead_change_no_word_whoever_joins_leaves_or_switches(
-    request, place, decode, replayed, monkeypatch
+    request, fixture, decode, replayed, monkeypatch
 ):
-    model = request.getfixturevalue("model" if place == "resident" else "in_place")
+    model = request.getfixturevalue(fixture)
 
     def story(look_ahead):
         batch, said, ahead = joined(model, decode, [ASKED[i] for i in (0, 1, 3, 4)], rows=5), [], []

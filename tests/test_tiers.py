@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -72,7 +74,7 @@ def test_any_order_of_calls_gives_the_same_answer(slots, home, tmp_path):
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_path):
-    """What a CUDA graph holds: as many blocks as there are buffers at once, then each as soon as a buffer is free."""
+    """What a CUDA graph holds: the first blocks are there, and each of the others comes as soon as a buffer is free."""
     staged, resident, streamer = stack("nf4-dq", tmp_path, home="host", count=6, slots=slots)
     order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
     for says_so in (True, False):
@@ -90,7 +92,62 @@ def test_a_pass_in_a_known_order_copies_each_block_once_and_ahead(slots, tmp_pat
                     held = {slot.owner for slot in streamer.slots}
                     assert set(order[number + 1 : number + 3]) <= held
         assert streamer.end_pass() == order
-        assert streamer.copied_bytes - before == sum(group.nbytes for group in order[slots:])
+        # The first ones are copied again at the end: the next pass begins with them.
+        assert streamer.copied_bytes - before == sum(group.nbytes for group in order)
+        assert [slot.owner for slot in streamer.slots] == order[:slots]
+    streamer.close()
+
+
+@pytest.mark.parametrize(("count", "slots"), [(1, 2), (2, 2), (3, 2), (5, 2), (5, 3), (4, 1)])
+def test_the_buffers_hold_the_same_blocks_at_both_ends_of_a_pass(count, slots, tmp_path):
+    """What lets a replay follow a replay without a copy between them; a block that has a buffer to itself is not copied again."""
+    staged, resident, streamer = stack("nf4", tmp_path, home="host", count=count, slots=slots)
+    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    again = sum(group.nbytes for place, group in enumerate(order) if len(order[place % slots :: slots]) > 1)
+    for number in range(3):
+        streamer.hold(order)
+        before = streamer.copied_bytes
+        streamer.hold(order)
+        assert streamer.copied_bytes == before
+        streamer.begin_pass(order)
+        for place, (mine, reference) in enumerate(zip(staged, resident, strict=True)):
+            assert torch.equal(mine(inputs_for(mine)), reference(inputs_for(mine)))
+            if number and place % 2:  # the second layer of its block
+                mine.staged.leave()
+        assert streamer.end_pass() == order
+        assert streamer.copied_bytes - before == again
+        held = [slot.owner for slot in streamer.slots]
+        assert held == order[: len(held)]
+    streamer.close()
+
+
+def test_what_another_pass_left_in_the_buffers_is_exchanged_before_a_replay(tmp_path):
+    staged, _, streamer = stack("nf4", tmp_path, home="host", count=4, slots=2)
+    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    staged[-1](inputs_for(staged[-1]))
+    before, replays = streamer.copied_bytes, []
+    tiers.replay(
+        streamer, order, SimpleNamespace(replay=lambda: replays.append([slot.owner for slot in streamer.slots]))
+    )
+    assert replays == [order[:2]] and streamer.copied_bytes > before
+    # Blocks that are entered twice have no such order: a replay then begins with empty buffers.
+    tiers.replay(
+        streamer, [*order, order[0]], SimpleNamespace(replay=lambda: replays.append([s.owner for s in streamer.slots]))
+    )
+    assert replays[1] == [None, None]
+    streamer.close()
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_pass_that_leaves_its_order_is_right_all_the_same(slots, tmp_path):
+    staged, resident, streamer = stack("nf4", tmp_path, home="host", count=5, slots=slots)
+    order = list(dict.fromkeys(leaf.staged.group for leaf in staged))
+    streamer.begin_pass(order)
+    for place in (0, 6, 7, 3, 1, 8, 4, 0):
+        x = inputs_for(staged[place])
+        assert torch.equal(staged[place](x), resident[place](x)), place
+    streamer.end_pass()
+    assert [slot.owner for slot in streamer.slots] == order[:slots]
     streamer.close()
 
 

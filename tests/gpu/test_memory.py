@@ -17,6 +17,8 @@ from tests.test_load import inputs_of
 from trimtab.errors import DeviceError
 from trimtab.plan.card_machine import THREAD_STACK_BYTES
 from trimtab.runtime import devices, fused, fused_check, kernels, leaves, lora, matvec, tiers, transient_room, tuning
+from trimtab.runtime.capturing import side_stream
+from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.quant import Packed
 from trimtab.runtime.read import HostMemory, seen_by
 
@@ -46,6 +48,52 @@ def test_a_slot_is_not_overwritten_while_queued_work_reads_it():
             torch.cuda._sleep(20_000_000)
             sums.append(view.sum())
     assert [int(value) for value in sums] == expected * 5
+    streamer.close()
+
+
+@pytest.mark.parametrize(("count", "slots"), [(2, 2), (3, 2), (5, 2), (4, 1), (1, 1)])
+def test_captured_passes_follow_each_other_with_the_first_blocks_in_the_buffers(count, slots):
+    """Replays are queued without a wait, others' blocks enter between them; a copy too early or too late would change the sums."""
+    groups, expected = big_groups(count + 1, 16 * 2**20)
+    streamer = tiers.Streamer(GPU, [group for group, _ in groups], slot_count=slots)
+    streamer.poison = True
+    order, sums = [group for group, _ in groups[:count]], torch.zeros(count, dtype=torch.long, device=GPU)
+
+    def run(says_so):
+        for number, (group, place) in enumerate(groups[:count]):
+            view = place.view(streamer.enter(group).buffer)
+            torch.cuda._sleep(1_000_000)
+            sums[number] = view.sum()
+            if says_so:
+                streamer.leave(group)
+
+    cache = GraphCache()
+    for says_so in (True, False):
+        with side_stream(GPU) as side:
+            with torch.cuda.stream(side):
+                streamer.begin_pass()
+                run(says_so)
+                assert streamer.end_pass() == order
+            torch.cuda.synchronize()
+
+            def whole(says_so=says_so):
+                streamer.begin_pass(order)
+                run(says_so)
+                assert streamer.end_pass() == order
+
+            graph, _ = cache.record(side, whole)
+        cache[says_so,] = graph
+        replayed, others = [], []
+        for number in range(8):
+            sums.zero_()
+            tiers.replay(streamer, order, graph)
+            replayed.append(sums.clone())
+            if number % 3 == 2:  # another block takes a buffer between two replays
+                group, place = groups[count]
+                others.append(place.view(streamer.enter(group).buffer).sum())
+        assert [one.tolist() for one in replayed] == [expected[:count]] * 8
+        assert [int(one) for one in others] == expected[count:] * 2
+    cache.clear()
     streamer.close()
 
 

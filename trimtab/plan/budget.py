@@ -87,7 +87,7 @@ class Limits:
     total_budget_bytes: device and host together, on a machine where both are the same memory. run_bytes, load_bytes: on
     the device beside the blocks, while running and while loading. host_bytes: base of the process. context_bytes: the
     driver's share. reserve: peak -> what the allocator holds beyond it. While loading: host_load_bytes of read buffers,
-    held_bytes of a block's packed weights held on the device until it is whole.
+    held_bytes of a block's packed weights held on the device until it is whole. slots: staging buffers, at most.
     """
 
     device_budget_bytes: int
@@ -101,6 +101,7 @@ class Limits:
     context_bytes: int
     reserve: Callable[[int], int]
     held_bytes: int
+    slots: int = STAGING_SLOTS
 
     def device_need(self, peak_bytes: int) -> int:
         """Return the device budget that a peak asks for."""
@@ -149,7 +150,7 @@ def totals_of(placed: Iterable[Placed], limits: Limits) -> Totals:
             staged_blocks, staged = staged_blocks + count, max(staged, choice.staged_bytes)
             if choice.tier == "disk":
                 spilled_blocks, spilled = spilled_blocks + count, max(spilled, choice.staged_bytes)
-    slots = min(staged_blocks, STAGING_SLOTS)
+    slots = min(staged_blocks, limits.slots)
     buffers = min(spilled_blocks, DISK_BUFFERS) * spilled
     running = resident + slots * staged
     # Loading: what leaves is packed first, while nothing is resident; then what stays. Weights to be packed come through

@@ -55,7 +55,8 @@ ROW_SCRATCH_BYTES = MIB
 # compute capability 9.0). Within budgets below 16 GiB they are bounded to the smaller one on every card (runtime/devices.py).
 WORKSPACE_BYTES = 8519680
 # A margin for prompts that are not captured, whose caches grow and leave holes in torch's allocator. Not measured by itself: with
-# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5 GiB).
+# 36 MiB the process of one streamed model took 4 MiB more than its plan (bench/results/cards.json, run 3, E4B in 3.5 GiB). With
+# chunks 31 MiB (E2B on 2 GiB) to 100 MiB of torch's room stayed unused with it (runs 4 and 5).
 FRAGMENT_BYTES = 48 * MIB
 # What choosing kernels takes for a while, for products and for both ends of a step (E4B's size: 23 MiB).
 CHECK_BYTES = 64 * MIB
@@ -215,7 +216,7 @@ class BlockWork:
 class StepWork:
     """Reads and launches of one step. device_bytes: weights that the device reads; link_bytes: those of them that are copied
     to it first; other_s: what the CPU or a disk adds; tail_bytes: weights read after the last copied ones (the head). blocks: in
-    the order of computing, () where that is not known."""
+    the order of computing, () where that is not known. slots: staging buffers."""
 
     device_bytes: int
     link_bytes: int
@@ -225,6 +226,7 @@ class StepWork:
     linears: int
     rows: int
     blocks: tuple[BlockWork, ...] = ()
+    slots: int = STAGING_SLOTS
 
 
 def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adapters: bool) -> float:
@@ -260,7 +262,7 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
             read_s + overhead_s - sum(stage.seconds for stage in stages)
         )  # the head that is a table of another block
         stages.append(Stage(max(rest_s, 0.0)))
-        return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=STAGING_SLOTS) + work.other_s
+        return pipeline_s(stages, link_Bps=link_Bps * LINK_SHARE, slots=work.slots) + work.other_s
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)
     tail_s += work.tail_bytes / rates.device_Bps
     return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s

@@ -1,8 +1,9 @@
 """The decoder layers that are copied in every step, and the time of such a step.
 
 Copies of a step run in order on one link, into a few staging buffers; a buffer takes its next layer once the one in it has been
-computed with. While layers that stay are computed the link works ahead by as many layers as there are buffers, and no further:
-copied layers that lie side by side can leave it idle for the rest of the step. `evened` looks for a better order.
+computed with, and after its last one of a step the layer that the next step begins with. While layers that stay are computed the
+link works ahead by as many layers as there are buffers, and no further: copied layers that lie side by side can leave it idle for
+the rest of the step. `evened` looks for a better order. Blocks that are no more than the buffers are never copied again.
 
 Pure: blocks, choices and rates.
 """
@@ -16,7 +17,7 @@ from trimtab.plan.blocks import Block
 from trimtab.plan.budget import Choice, Item
 
 # Where the first of the spread layers lies, as shares of the distance between two.
-PHASES = (0.25, 0.75)
+PHASES = (0.0, 0.5)
 # So many fewer or more layers may leave: what takes the place of others is larger or smaller, and so are the staging buffers.
 MOST_LESS, MOST_MORE = 2, 3
 
@@ -30,18 +31,25 @@ class Stage:
 
 
 def pipeline_s(stages: Sequence[Stage], *, link_Bps: float, slots: int) -> float:
-    """Return the seconds of a step that begins with empty staging buffers, `slots` of them."""
+    """Return the seconds of one of many steps, whose `slots` staging buffers hold the first copied blocks when it begins, and again
+    when it ends: the last copies of a step are those that the next one begins with."""
+    copied = [stage.copied_bytes for stage in stages if stage.copied_bytes]
+    ready_s = [0.0] * len(copied)
     link_s = computed_s = 0.0
-    freed: list[float] = []
+    place = 0
     for stage in stages:
         if stage.copied_bytes:
-            waits_s = freed[-slots] if len(freed) >= slots else 0.0
-            link_s = max(link_s, waits_s) + stage.copied_bytes / link_Bps
-            computed_s = max(computed_s, link_s) + stage.seconds
-            freed.append(computed_s)
-        else:
-            computed_s += stage.seconds
-    return computed_s
+            computed_s = max(computed_s, ready_s[place])
+        computed_s += stage.seconds
+        if stage.copied_bytes:
+            later = place + slots
+            following = later if later < len(copied) else place % slots
+            if following != place:
+                link_s = max(link_s, computed_s) + copied[following] / link_Bps
+                if later < len(copied):
+                    ready_s[later] = link_s
+            place += 1
+    return max(computed_s, link_s)
 
 
 def evened(

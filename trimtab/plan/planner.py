@@ -21,7 +21,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.activations import PREFILL_CHUNK_TOKENS, Use, needs_of, patches_of, smaller_needs, use_of
 from trimtab.plan.adapter_room import copies_bytes
-from trimtab.plan.blocks import Block, blocks_of, quant_of, tied_paths
+from trimtab.plan.blocks import Block, blocks_of, places_of, quant_of, tied_paths
 from trimtab.plan.budget import Choice, Item, Limits, Totals, totals_of
 from trimtab.plan.cost import (
     CODE_BYTES,
@@ -245,23 +245,38 @@ class _Planner:
             )  # fmt: skip
         if found is None:
             raise self._does_not_fit(search)
-        return self._plan(*self._evened(*found))
+        return self._with_best_buffers(*found) if self.is_captured and self._copies(found[0]) else self._plan(*found)
+
+    def _copies(self, chosen: Sequence[Choice]) -> bool:
+        """Whether a step copies blocks of the decoder."""
+        pairs = zip(self.blocks, chosen, strict=True)
+        return any(block.part in ("language", "head") and choice.tier == "stream" for block, choice in pairs)
+
+    def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
+        """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
+        the copies, and takes the room of a block."""
+        two, tried = self.limits, [self._evened(chosen, totals)]
+        self.limits = replace(two, slots=1)
+        alone = Search(self.items, self.limits).best()
+        tried += [] if alone is None else [self._evened(*alone)]
+        best = min(tried, key=lambda one: self._seconds_of(*one))
+        if best is tried[0]:
+            self.limits = two
+        return self._plan(*best)
+
+    def _seconds_of(self, chosen: Sequence[Choice], totals: Totals) -> float:
+        return sum(choice.request_s for choice in chosen) + self.use.answer_tokens * self._step_s(chosen, totals.slots)
 
     def _evened(self, chosen: list[Choice], totals: Totals) -> tuple[list[Choice], Totals]:
         """Return the placement with the layers that a captured step copies spread over the decoder, and its totals."""
-        if not self.is_captured:
-            return chosen, totals
 
         def totals_with(choices: Sequence[Choice]) -> Totals:
             return totals_of([(choice, item, 1) for choice, item in zip(choices, self.items, strict=True)], self.limits)
 
-        def seconds_of(choices: Sequence[Choice]) -> float:
-            request_s = sum(choice.request_s for choice in choices)
-            return request_s + self.use.answer_tokens * self._step_s(choices)
-
         even = evened(
             self.blocks, self.items, chosen, is_free=lambda block: block.block_path not in self.asked,
-            is_allowed=lambda choices: self.limits.allows(totals_with(choices)), seconds_of=seconds_of,
+            is_allowed=lambda choices: self.limits.allows(totals_with(choices)),
+            seconds_of=lambda choices: self._seconds_of(choices, totals_with(choices)),
         )  # fmt: skip
         return even, totals if even == chosen else totals_with(even)
 
@@ -271,7 +286,7 @@ class _Planner:
         asked = self.asked.get(block.block_path)
         choices = [
             self._choice(block, tier, home)
-            for tier, home in _places(block)
+            for tier, home in places_of(block)
             if (asked is None and self._runs_in_mode(block, tier))
             or (asked is not None and asked.tier == tier and asked.home in (None, home))
         ]
@@ -412,10 +427,10 @@ class _Planner:
             host_budget_bytes=limits.host_budget_bytes, disk_bytes=totals.disk_bytes, staging_slots=totals.slots,
             prefill_tokens=self.use.prefill_tokens, answer_tokens=self.use.answer_tokens, peak_phase=self.needs.phase,
             unquantized=self._unquantized(), checkpoint_stamps=(), rates=self.rates,
-            execution=self._execution(chosen), adapter_bytes=self.adapter_sizes,
+            execution=self._execution(chosen, totals.slots), adapter_bytes=self.adapter_sizes,
         )  # fmt: skip
 
-    def _execution(self, chosen: Sequence[Choice]) -> Execution:
+    def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:
         """Return how prompts and steps run on this placement, with predicted seconds."""
         use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
         linears = {block.block_path: len(block.leaves) for block in self.blocks if not block.is_table}
@@ -427,14 +442,10 @@ class _Planner:
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
             prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
-            one_s = self._step_s(chosen)
+            one_s = self._step_s(chosen, slots)
             step = Phase(
-                mode=self.mode,
-                bytes=self.execution_bytes,
-                reason=self.mode_reason,
-                seconds=one_s,
-                is_asked=self._is_asked(),
-            )
+                mode=self.mode, bytes=self.execution_bytes, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked()
+            )  # fmt: skip
         prompt = Phase(
             mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,
@@ -460,9 +471,9 @@ class _Planner:
     def _is_asked(self) -> bool:
         return self.request.decode not in ("auto", "repacked")
 
-    def _step_s(self, chosen: Sequence[Choice]) -> float:
+    def _step_s(self, chosen: Sequence[Choice], slots: int) -> float:
         link_Bps = self.rates.copy_Bps(pinned=self.machine.has_pinned, on_cpu=False)
-        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch)
+        work = step_work(self.anatomy, self.blocks, chosen, rows=self.use.batch, slots=slots)
         return step_s(self.mode, work, self.rates, link_Bps=link_Bps, has_adapters=bool(self.adapter_sizes))
 
     def _placement(self, block: Block, choice: Choice, reason: str) -> Placement:
@@ -581,19 +592,6 @@ class _Planner:
             return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)
         linears = [row.weight for row in self.anatomy.rows if row.kind == "linear" and row.part != "head"]
         return sum(w.nbytes - packed_bytes(w.shape, DEFAULT_QUANT, w.dtype) for w in linears if w is not None)
-
-
-def _places(block: Block) -> list[tuple[str, str]]:
-    """Return the (tier, home) pairs that a block allows."""
-    homes = {
-        "resident": ("device",),
-        "stream": ("host",),
-        "host": ("host",),
-        "disk": ("disk",),
-        "gather": ("host", "file"),
-    }
-    places = [(tier, home) for tier in block.allowed_tiers for home in homes[tier]]
-    return places if block.is_in_file else [place for place in places if place != ("gather", "file")]
 
 
 def _asked(request: LoadRequest, anatomy: Anatomy, blocks: Sequence[Block], machine: Machine) -> dict[str, Asked]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import mul as _mul
 
-from trimtab.plan.budget import STAGING_SLOTS, Choice, Item, Limits, Placed, Totals, totals_of
+from trimtab.plan.budget import Choice, Item, Limits, Placed, Totals, totals_of
 
 # Sizes of staging buffers that are tried: the distinct block sizes, thinned when a model has more kinds than this.
 MOST_CAPS = 10
@@ -85,7 +85,7 @@ class _Destinations:
             if count and size:
                 staged, blocks = max(staged, size), blocks + count
         freed = sum(map(_times, leaving, self.freed))
-        return self.limits.run_bytes + self.all_stay_bytes - freed + min(blocks, STAGING_SLOTS) * staged
+        return self.limits.run_bytes + self.all_stay_bytes - freed + min(blocks, self.limits.slots) * staged
 
     def least_host_bytes(self, leaving: Counts, disk_cap: int) -> int:
         """Return a lower bound of the host's bytes with everything up to disk_cap on disk."""

@@ -6,12 +6,15 @@ from collections.abc import Sequence
 
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan.blocks import Block
-from trimtab.plan.budget import Choice
+from trimtab.plan.budget import STAGING_SLOTS, Choice
 from trimtab.plan.execution import BlockWork, StepWork, head_bytes, head_rows
 
 
-def step_work(anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int) -> StepWork:
-    """Return what one decode step of `rows` rows does with the blocks in their places, a choice for each block."""
+def step_work(
+    anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice], *, rows: int, slots: int = STAGING_SLOTS
+) -> StepWork:
+    """Return what one decode step of `rows` rows does with the blocks in their places, a choice for each block. slots: staging
+    buffers."""
     device = link = linears = layers = 0
     other_s = 0.0
     first: list[BlockWork] = []  # what a family computes beside its layers comes before them
@@ -37,5 +40,5 @@ def step_work(anatomy: Anatomy, blocks: Sequence[Block], chosen: Sequence[Choice
     device += head if tied else 0  # what a head shares with a table is no block of its own
     return StepWork(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
-        blocks=(*first, *after),
+        blocks=(*first, *after), slots=max(slots, 1),
     )  # fmt: skip

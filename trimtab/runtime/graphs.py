@@ -101,7 +101,7 @@ class Steps:
     def may_look_ahead(self) -> bool:
         """Whether the step after the last one can be queued before its tokens are known here: they are where it reads them,
         and nothing else of it is the host's to bring."""
-        return self.wrote_tokens and not self._tables and not self._capturing.streams_decoder
+        return self.wrote_tokens and not self._tables
 
     def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
         """Return the logits [count, V] float32 of one step of the active rows, and each row's most likely token [count],
@@ -269,8 +269,7 @@ class Steps:
             if found is None:
                 return None
         self._graphs.move_to_end(key)
-        with self._capturing.replaying():
-            found.graph.replay()
+        found.replay()
         self.wrote_tokens = True
         return found.outputs
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -73,6 +73,7 @@ class _Job:
 @dataclass(eq=False)
 class _Captured:
     graph: torch.cuda.CUDAGraph
+    order: Sequence[tiers.Group]  # the streamed blocks that it enters
     serial: int | None  # of the adapter whose own addresses it reads
 
 
@@ -371,8 +372,7 @@ class Prompts:
         self._graphs.move_to_end(key)
         self.is_steady = True
         stage()
-        with self._streamed():
-            captured.graph.replay()
+        self._replay(captured.graph, captured.order)
         return self._outputs[form.is_last, form.rows]
 
     def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
@@ -462,7 +462,7 @@ class Prompts:
         for table in self.staged_tables:
             table.reads_staged = True
         try:
-            found = _Captured(self._graph(form, before), serial)
+            found = _Captured(*self._graph(form, before), serial)
         except Exception as exc:
             self._graphs.forget_pool()
             self._graphs.clear()
@@ -506,17 +506,18 @@ class Prompts:
         """Whether so many graphs beyond those of cut prompts find room, and leave so many bytes."""
         return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
-    def _graph(self, form: Form, before: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.CUDAGraph:
-        """Return a graph that has run once, and computed what the pass that it was captured from did."""
+    def _graph(
+        self, form: Form, before: Sequence[tuple[Tensor, Tensor]]
+    ) -> tuple[torch.cuda.CUDAGraph, list[tiers.Group]]:
+        """Return a graph that has run once, and computed what the pass that it was captured from did, and what it streams."""
         expected, order = self._warm(form)
         hf_slots.restore(before)
         output = self._outputs.setdefault((form.is_last, form.rows), torch.empty_like(expected))
         graph = self._record(form, order, output)
         output.zero_()
-        with self._streamed():
-            graph.replay()
+        self._replay(graph, order)
         check_replay(output.view(form.rows, -1), expected.view(form.rows, -1), form.rows)
-        return graph
+        return graph, order
 
     def _warm(self, form: Form) -> tuple[Tensor, list[tiers.Group]]:
         """Return what the pass computes and the streamed blocks it enters: once for whatever is made on first use."""
@@ -545,6 +546,5 @@ class Prompts:
         for table in self.staged_tables:
             table.stage(padded, chunk.size)
 
-    def _streamed(self) -> Any:
-        """Around a replay: the graph fills the staging buffers without the streamer seeing it."""
-        return in_pass(self.model.streamer)
+    def _replay(self, graph: torch.cuda.CUDAGraph, order: Sequence[tiers.Group]) -> None:
+        tiers.replay(self.model.streamer, order, graph)

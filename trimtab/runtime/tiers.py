@@ -212,6 +212,24 @@ class _HostBuffer:
     last_used: int = 0
 
 
+def is_cycle(order: Sequence[Group]) -> bool:
+    """Whether the buffers can hold the first groups of this order at both ends of a pass: all in host memory, each entered once."""
+    return bool(order) and len(set(order)) == len(order) and all(group.host is not None for group in order)
+
+
+def replay(streamer: Streamer | None, order: Sequence[Group], graph: torch.cuda.CUDAGraph) -> None:
+    """Replay a pass that was captured with this order of streamed blocks: it fills the buffers without the streamer seeing it."""
+    if streamer is None:
+        graph.replay()
+    elif is_cycle(order):
+        streamer.hold(order)
+        graph.replay()
+    else:
+        streamer.begin_pass()
+        graph.replay()
+        streamer.end_pass()
+
+
 class Streamer:
     """The ring of staging buffers: `enter(group)` gives the slot that holds the group's bytes, ready for this stream.
 
@@ -243,15 +261,31 @@ class Streamer:
         self._current: Slot | None = None
         self._next: dict[Group, Group | None] | None = None
         self._entered: list[Group] = []
+        # In a pass of a known order: where in it each group is. Empty in any other.
+        self._order: tuple[Group, ...] = ()
+        self._places: dict[Group, int] = {}
+        self._copies_before, self._is_capturing = 0, False
         for here, following in zip(self.groups, self.groups[1:], strict=False):
             here.follows = following
 
     def begin_pass(self, order: Sequence[Group] = ()) -> None:
         """Begin a pass that depends on no pass before it, as one that is captured in a CUDA graph has to be.
 
-        order: the groups that it will enter, as `end_pass` of an earlier one returned them; they alone are fetched ahead, the first
-        ones now, as many as there are buffers.
+        order: the groups that it will enter, as `end_pass` of an earlier one returned them. Where each is entered once, the buffers
+        hold the first of them from the start and again at the end, so that the next such pass waits for no copy: before a replay
+        `hold` sees to it. Otherwise they alone are fetched ahead, the first ones now, as many as there are buffers.
         """
+        if is_cycle(order):
+            self._is_capturing = self._stream is not None and torch.cuda.is_current_stream_capturing()
+            if self._is_capturing:
+                self._forget()
+                for slot, group in zip(self.slots, order, strict=False):
+                    slot.owner = group
+            else:
+                self.hold(order)
+            self._order, self._places = tuple(order), {group: place for place, group in enumerate(order)}
+            self._entered, self._next, self._copies_before = [], {}, self.copied_bytes
+            return
         self._forget()
         self._entered, self._next = [], {}
         self._join()
@@ -262,11 +296,35 @@ class Streamer:
 
     def end_pass(self) -> list[Group]:
         """End it with every copy done for whatever comes next on this stream; returns the groups in the order entered."""
+        if self._order:
+            order, self._order, self._places, self._next = self._order, (), {}, None
+            try:
+                for slot, group in zip(self.slots, order, strict=False):
+                    if slot.owner is not group:
+                        self._fetch(group, into=slot)
+                    slot.ready = None
+                if self._stream is not None and self.copied_bytes != self._copies_before:
+                    torch.cuda.current_stream(self.device).wait_stream(self._stream)
+            finally:
+                self._current = None
+                if self._is_capturing:
+                    self._forget()  # what was captured has not been copied
+            return self._entered
         self._forget()
         if self._entered:
             self._join()
         self._next = None
         return self._entered
+
+    def hold(self, order: Sequence[Group]) -> None:
+        """Let the buffers hold the first groups of an order, for whatever comes next on this stream; what they hold is not copied
+        again. A replay of a pass that was captured with this order leaves them so."""
+        self._current = None
+        for slot, group in zip(self.slots, order, strict=False):
+            if slot.owner is not group or slot.pending is not None:
+                self._fetch(group, into=slot)
+            self._wait(slot)
+            slot.ready = None
 
     def _forget(self) -> None:
         """Let no buffer count as filled: a captured pass fills them without this object seeing it."""
@@ -290,6 +348,8 @@ class Streamer:
         current = self._current
         if current is not None and current.owner is group:
             return current
+        if current is not None:
+            self._go_on(current)
         slot = next((slot for slot in self.slots if slot.owner is group), None)
         if slot is None:
             slot = self._fetch(group)
@@ -312,6 +372,10 @@ class Streamer:
     def leave(self, group: Group) -> None:
         """Let the copy of the group after the next one begin: whatever reads this one's bytes is queued. Without it that copy waits
         until the next group is entered, behind all that is computed between the two."""
+        if self._order:
+            if self._current is not None and self._current.owner is group:
+                self._go_on(self._current)
+            return
         slot, following = self._current, self._following(group)
         if slot is None or slot.owner is not group or following is None:
             return
@@ -320,6 +384,18 @@ class Streamer:
             return
         if any(one.owner is following for one in self.slots):
             self._fetch(second, into=slot)
+
+    def _go_on(self, slot: Slot) -> None:
+        """In a pass of a known order, let a buffer take the group that it holds next: what is in it has been computed with."""
+        place = None if slot.owner is None else self._places.get(slot.owner)
+        if place is None:
+            return
+        later = place + len(self.slots)
+        due = self._order[later] if later < len(self._order) else None
+        if due is None and slot.index < len(self._order):
+            due = self._order[slot.index]
+        if due is not None and due is not slot.owner:
+            self._fetch(due, into=slot)
 
     def _following(self, group: Group) -> Group | None:
         return group.follows if self._next is None else self._next.get(group)
