@@ -226,6 +226,13 @@ def test_a_message_may_begin_with_a_slash_and_an_empty_line_is_none(model, capsy
     assert json.loads(said)["text"] == model.answer("/etc", max_new_tokens=8).text
 
 
+def test_spaces_before_a_command_do_not_make_it_a_message(model, capsys):
+    assert talked(model, "  /system Be brief. ", " /etc is a folder", as_json=True) == 0
+    noted, said = capsys.readouterr().out.splitlines()
+    assert json.loads(noted)["note"] == "system message: Be brief."
+    assert "text" in json.loads(said)
+
+
 def test_an_answer_without_text_says_so(model, capsys, monkeypatch):
     ends = model.hf_model.generation_config.eos_token_id
     first = model.answer(QUESTION, max_new_tokens=1).token_ids[0]

@@ -101,6 +101,7 @@ def test_the_key_of_the_machine_that_runs_it_counts(monkeypatch):
         ({"device": "cuda:1"}, {}, "device"),
         ({"device": "auto"}, {"gpus": 0.5}, "gpu_memory"),
         ({"idle_unload_s": 60.0}, {}, "idle_unload"),
+        ({"adapters": {"one": "/1"}, "weights": {"one": 0.7}}, {}, "--adapter"),
     ],
 )
 def test_what_cannot_hold_on_ray_is_refused(options, given, field):
@@ -356,6 +357,18 @@ def test_ray_is_told_which_adapter_is_wanted_unless_every_copy_keeps_it():
     assert handle.asked == [("one", "/1", "one"), ("two", "/2", None)]
 
 
+def test_a_mix_is_refused_by_name():
+    handle = Handle(answer)
+
+    async def work(replicas, ask):
+        events = await ask(job(adapter="one:0.7+two:0.3"))
+        assert error_class(events) == "RequestError"
+        assert "not supported: a mix of adapters with --ray" in str(events[-1])
+
+    on_front(handle, work, adapters={"one": "/1", "two": "/2"})
+    assert handle.asked == []
+
+
 def test_a_copy_that_is_lost_is_a_named_error():
     handle = Handle([*words(job(), "so far")[:2], OSError()])
 
@@ -529,6 +542,10 @@ def test_the_front_is_the_single_servers_app(monkeypatch):
         lines = client.post("/v1/chat/completions", json={**body, "stream": True}).text
         assert "there" in lines and lines.rstrip().endswith("data: [DONE]")
         assert client.post("/v1/chat/completions", json={**body, "model": "two"}).status_code == 404
+        for mix in ({"model": "one:0.7"}, {"model": "demo", "adapter": {"one": 0.7}}):
+            refused = client.post("/v1/chat/completions", json={**body, **mix})
+            assert refused.status_code == 400, refused.text
+            assert "not supported: a mix of adapters with --ray" in refused.json()["error"]["message"]
         assert client.post("/api/verify", json={}).status_code == 403
         refused = client.post("/api/verify", json={}, headers={"authorization": "Bearer admin"})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "verify"

@@ -4,7 +4,7 @@ Compared by hand with published templates, which are not copied here (their lice
 Qwen2.5, Qwen3.5 and 3.6, Llama 3 and 3.2, Mistral 7B and Nemo, each with text, system messages, parts, calls, results and thoughts,
 through `chat.prepare`. What differed and was mended: templates that join contents as text were given lists by models with a
 processor (refused, or written as Python writes a list), and ids of calls that are not nine letters long were refused by Mistral's.
-Not compared: templates of Gemma 3 and Mistral Small 3.2.
+Of Gemma 3 (ALTERNATES) and Mistral Small 3.2 (NAMES) the structure alone is known here: whole templates were not at hand.
 """
 
 from __future__ import annotations
@@ -64,6 +64,54 @@ SCANS = """{{- bos_token }}{% set last = namespace(kind='') %}{% for message in 
 {%- endfor %}{% if add_generation_prompt and last.kind != 'call' %}{{- '<|turn>model\n' }}
     {%- if not enable_thinking | default(false) %}{{- '<|channel>thought\n<channel|>' }}{% endif %}{% endif %}
 {%- if tools %}{{- '' }}{% endif %}"""
+# The system message becomes the head of the first message, from its text or its first part; roles alternate; there are no tools.
+ALTERNATES = """{{ bos_token }}{%- if messages[0]['role'] == 'system' -%}
+    {%- set head = (messages[0]['content'] if messages[0]['content'] is string else messages[0]['content'][0]['text']) + '\n\n' -%}
+    {%- set rest = messages[1:] -%}
+{%- else -%}{%- set head = '' -%}{%- set rest = messages -%}{%- endif -%}
+{%- for message in rest -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception('user and assistant take turns') }}{%- endif -%}
+    {{ '<turn of ' + ('model' if message['role'] == 'assistant' else message['role']) + '>\n' + (head if loop.first else '') }}
+    {%- if message['content'] is string -%}{{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}{%- for item in message['content'] -%}
+        {{ '<image>' if item['type'] == 'image' else item['text'] | trim }}{%- endfor -%}
+    {%- else -%}{{ raise_exception('neither text nor parts') }}{%- endif -%}{{ '<end of turn>\n' }}
+{%- endfor -%}{%- if add_generation_prompt -%}{{ '<turn of model>\n' }}{%- endif -%}"""
+# Calls are a name and arguments, with an id of nine letters; parts are read by kind; a turn without a call has to alternate.
+NAMES = """{{- bos_token }}{%- set rest = messages %}{%- if messages[0]['role'] == 'system' %}{{- '[SYSTEM_PROMPT]' -}}
+    {%- if messages[0]['content'] is string %}{{- messages[0]['content'] -}}
+    {%- else %}{%- for block in messages[0]['content'] %}
+        {{- block['text'] if block['type'] == 'text' else raise_exception('text alone') }}{%- endfor %}{%- endif %}
+    {{- '[/SYSTEM_PROMPT]' -}}{%- set rest = messages[1:] %}{%- endif %}
+{%- if tools is defined and tools is not none and tools | length > 0 %}
+    {{- '[AVAILABLE_TOOLS]' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+{%- set ns = namespace(index=0) %}
+{%- for message in rest %}
+    {%- set has_calls = message.tool_calls is defined and message.tool_calls is not none and message.tool_calls | length > 0 %}
+    {%- if message.role == 'user' or (message.role == 'assistant' and not has_calls) %}
+        {%- if (message['role'] == 'user') != (ns.index % 2 == 0) %}
+            {{- raise_exception('user and assistant take turns') }}{%- endif %}
+        {%- set ns.index = ns.index + 1 %}{%- endif %}
+{%- endfor %}
+{%- for message in rest %}
+    {%- if message['role'] == 'user' %}{{- '[INST]' }}
+        {%- if message['content'] is string %}{{- message['content'] }}
+        {%- else %}{%- for block in message['content'] %}
+            {{- block['text'] if block['type'] == 'text' else '[IMG]' }}{%- endfor %}{%- endif %}
+        {{- '[/INST]' }}
+    {%- elif message['role'] == 'assistant' %}
+        {%- if message.tool_calls is defined and message.tool_calls is not none and message.tool_calls | length > 0 %}
+            {%- for tool in message['tool_calls'] %}{%- set arguments = tool['function']['arguments'] %}
+                {%- if tool.id | length != 9 %}{{- raise_exception('ids have nine letters') }}{%- endif %}
+                {%- if arguments is not string %}{%- set arguments = arguments | tojson %}{%- endif %}
+                {{- '[TOOL_CALLS]' + tool['function']['name'] + '[CALL_ID]' + tool.id + '[ARGS]' + arguments }}{%- endfor %}
+        {%- else %}{{- message['content'] if message['content'] is string else message['content'][0]['text'] }}{%- endif %}
+        {{- eos_token }}
+    {%- elif message['role'] == 'tool' %}
+        {{- '[TOOL_RESULTS]' + message.tool_call_id + '[TOOL_CONTENT]' + message['content'] | string + '[/TOOL_RESULTS]' }}
+    {%- else %}{{- raise_exception('no such role') }}{%- endif %}
+{%- endfor %}"""
 TOOL = {"type": "function", "function": {
     "name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}  # fmt: skip
 ASKED = {"role": "user", "content": "How is it in Paris?"}
@@ -101,7 +149,7 @@ PARTS = [{"type": "text", "text": "How is it "}, {"type": "text", "text": "in Pa
 
 
 @pytest.mark.parametrize("content", ["How is it in Paris?", PARTS])
-@pytest.mark.parametrize("template", [JOINS, TRIMS, SCANS])
+@pytest.mark.parametrize("template", [JOINS, TRIMS, SCANS, ALTERNATES, NAMES])
 def test_every_structure_is_given_texts_in_its_form(written, template, content):
     text = written(template, [{"role": "user", "content": content}])
     assert "How is it" in text and "Paris?" in text and "'type'" not in text and '"type"' not in text
@@ -141,3 +189,36 @@ def test_what_the_template_itself_refuses_is_said_in_its_words(written):
     two = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call("a"), call("b", "Rome")]}]
     with pytest.raises(RequestError, match="one call at once"):
         written(TRIMS, two, [TOOL])
+
+
+@pytest.mark.parametrize("content", ["Be brief.", [{"type": "text", "text": "Be brief."}]])
+@pytest.mark.parametrize("template", [ALTERNATES, NAMES])
+def test_a_system_message_and_turns_of_both_are_written_in_order(written, template, content):
+    said = [
+        {"role": "system", "content": content},
+        ASKED,
+        {"role": "assistant", "content": "Cold."},
+        {"role": "user", "content": "And now?"},
+    ]
+    text = written(template, said)
+    places = [text.index(words) for words in ("Be brief.", "How is it in Paris?", "Cold.", "And now?")]
+    assert places == sorted(places) and "'type'" not in text and '"type"' not in text
+    with pytest.raises(RequestError) as caught:
+        written(template, [ASKED, ASKED])
+    assert "user and assistant take turns" in str(caught.value)
+
+
+def test_a_template_without_tools_refuses_them_by_name(written):
+    assert form_of(ALTERNATES).calls is None and form_of(ALTERNATES).thoughts is None
+    with pytest.raises(RequestError) as caught:
+        written(ALTERNATES, [ASKED], [TOOL])
+    assert "not supported: tools" in str(caught.value)
+    assert not {"tools", "enable_thinking"} & form_of(ALTERNATES).reads  # what the server refuses by name
+
+
+def test_calls_by_name_go_into_the_prompt_with_ids_of_nine_letters(written):
+    assert form_of(NAMES).calls == "mistral-args"
+    text = written(NAMES, answered("call_0123456789"), [TOOL])
+    made = text.partition("[CALL_ID]")[2].partition("[ARGS]")[0]
+    assert len(made) == 9 and f"[TOOL_CALLS]weather[CALL_ID]{made}[ARGS]" in text
+    assert f"[TOOL_RESULTS]{made}[TOOL_CONTENT]12 degrees[/TOOL_RESULTS]" in text

@@ -124,6 +124,9 @@ class Session:
     def _take(self, line: str) -> None:
         if not line.strip() and not (self._images or self._audios):
             return
+        first = line.split(maxsplit=1)[0] if line.strip() else ""
+        if first[:1] == "/" and first[1:] in self._commands:
+            line = line.lstrip()  # spaces before a command do not make it a message
         if line.startswith("/") and not line.startswith("//"):
             name, _, rest = line[1:].partition(" ")
             if name not in self._commands:
