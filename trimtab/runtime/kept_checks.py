@@ -3,8 +3,8 @@
 A check compares a kernel with plain torch or float64, and a timing compares it with what it would replace: seconds of every start
 that give the same answer each time. An entry is valid for the very card (name, identifier, size), driver, NVRTC, releases of
 Python, torch, transformers, bitsandbytes and this package, its CUDA sources and the files of this room. Only what passed is kept: a
-kernel that is wrong or slower here is checked again by the next process. Entries are written once, when a choice is complete;
-removing the folder `checked` of the user's cache makes the next load check again.
+kernel that is wrong or slower here is checked again by the next process. Without the folder `checked` of the user's cache the next
+load checks again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def sources() -> str:
     """Return a hash of the kernels and of the code that launches, checks and times them."""
     summed = hashlib.sha256()
     for entry in sorted((resources.files("trimtab.runtime") / "cuda").iterdir(), key=lambda entry: entry.name):
-        summed.update(entry.name.encode() + entry.read_bytes())
+        if entry.is_file():
+            summed.update(entry.name.encode() + entry.read_bytes())
     for file in sorted(Path(__file__).parent.glob("*.py")):  # an installation that is edited in place keeps its version
         seen = file.stat()
         summed.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
