@@ -40,6 +40,7 @@ from bench.faults import Clients, Tally, environment, rest, until
 from bench.served import DEMO, Served
 from trimtab.demo.line import FOLDER
 
+RERUN = "python -m bench.attackers --turns 4 --kills 20 --save bench/results/attackers.json"
 FILES = 1024
 HALF_OPEN = 1100
 TIMEOUT_S = 30.0
@@ -539,7 +540,7 @@ def main() -> None:
         }
         print(json.dumps({name: scenes[name]}, indent=1), flush=True)
         if given.save:
-            given.save.write_text(json.dumps({"model": "demo", "scenes": scenes}, indent=1) + "\n")
+            given.save.write_text(json.dumps({"model": "demo", "rerun": RERUN, "scenes": scenes}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

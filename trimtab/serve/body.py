@@ -259,14 +259,19 @@ class _Held:
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
         self._file.writelines(pieces)
 
-    def whole(self) -> bytes:
+    def whole(self) -> bytes | bytearray:
         """Return all bytes; they are read once, and their file is gone then."""
         pieces, self._pieces = self._pieces, []
         if self._file is None:
             return b"".join(pieces)
         self._file.writelines(pieces)
         self._file.seek(0)
-        data: bytes = self._file.read()
+        data, place = bytearray(self.size), 0
+        view = memoryview(data)
+        # Piece by piece: other threads have the interpreter in between.
+        while read := self._file.readinto(view[place : place + WINDOW_BYTES]):
+            place += read
+        view.release()
         self.close()
         return data
 

@@ -30,9 +30,9 @@ _HEAD = re.compile(rb"data:[\w.+/-]{1,160};base64,", re.IGNORECASE)
 Cut = Mapping[str, bytes | None]
 
 
-def cut_media(body: bytes) -> tuple[bytes, Cut]:
+def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
     """Return a body with names in the place of long base64 of images and audio, and what each name stands for."""
-    pieces: list[bytes] = []
+    pieces: list[bytes | bytearray] = []
     found: dict[str, bytes | None] = {}
     if _count_quotes(body) > MOST_QUOTES:
         return body, found
@@ -48,7 +48,7 @@ def cut_media(body: bytes) -> tuple[bytes, Cut]:
     return (b"".join([*pieces, body[last:]]), found) if found else (body, found)
 
 
-def _count_quotes(body: bytes) -> int:
+def _count_quotes(body: bytes | bytearray) -> int:
     """Return how many quotes within texts a body has, those at the border of two windows aside."""
     count = 0
     for start in range(0, len(body), WINDOW_BYTES):
@@ -57,15 +57,27 @@ def _count_quotes(body: bytes) -> int:
     return count
 
 
-def _end_of_text(body: bytes, start: int) -> int:
+def _find(body: bytes | bytearray, what: bytes, start: int, end: int) -> int:
+    """Return where one byte is, -1 for nowhere: as `bytes.find`, with pauses on a long way."""
+    while start < end:
+        found = body.find(what, start, min(start + WINDOW_BYTES, end))
+        if found >= 0:
+            return found
+        start += WINDOW_BYTES
+        if start < end:
+            time.sleep(PAUSE_S)
+    return -1
+
+
+def _end_of_text(body: bytes | bytearray, start: int) -> int:
     """Return where the quote is that ends a text, -1 for none."""
-    end = body.find(b'"', start)
+    end = _find(body, b'"', start, len(body))
     while end >= 0 and _slashes(body, start, end) % 2:
-        end = body.find(b'"', end + 1)
+        end = _find(body, b'"', end + 1, len(body))
     return end
 
 
-def _slashes(body: bytes, start: int, end: int) -> int:
+def _slashes(body: bytes | bytearray, start: int, end: int) -> int:
     """Return how many backslashes stand before a place."""
     count = 0
     while end > start:
@@ -77,11 +89,11 @@ def _slashes(body: bytes, start: int, end: int) -> int:
     return count
 
 
-def _first_of_base64(body: bytes, start: int, end: int) -> int | None:
+def _first_of_base64(body: bytes | bytearray, start: int, end: int) -> int | None:
     """Return where base64 begins in the text between two quotes; None if it is no image or audio, or written with escapes."""
     key = _KEY.search(body[max(0, start - _KEY_BYTES) : start])
     head = _HEAD.match(body, start + 1, start + 257)
-    if key is None or body.find(b"\\", start, end) >= 0:
+    if key is None or _find(body, b"\\", start, end) >= 0:
         return None
     if head is not None:
         return head.end()

@@ -435,7 +435,11 @@ class DetokenizeRequest(Strict):
 
 
 def read(
-    kind: type[Asked], body: bytes, *, ignored: list[str] | None = None, most: Mapping[str, int] | None = None
+    kind: type[Asked],
+    body: bytes | bytearray,
+    *,
+    ignored: list[str] | None = None,
+    most: Mapping[str, int] | None = None,
 ) -> Asked:
     """Return a body as one of the shapes above. Errors: RequestError with the path of the first field that is wrong.
 
@@ -473,7 +477,7 @@ def _first(found: Sequence[Mapping[str, Any]], names: Names | None = None) -> Re
 
 
 def _without_effect(
-    kind: type[BaseModel], body: bytes, errors: Sequence[Mapping[str, Any]], ignored: list[str]
+    kind: type[BaseModel], body: bytes | bytearray, errors: Sequence[Mapping[str, Any]], ignored: list[str]
 ) -> bytes | None:
     """Return a body without the fields that are unknown or in NO_EFFECT; None if no error is of these."""
     paths = [
