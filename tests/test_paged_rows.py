@@ -234,3 +234,15 @@ def test_a_plan_counts_the_pool_and_says_what_it_holds(tmp_path):
         assert batch.cache.nbytes() <= paged.gpu["kv_cache"]
     with pytest.raises(RequestError, match="at least the context"):
         trimtab.plan(folder, **given, kv_tokens=511)
+
+
+def test_batch_invariant_answers_are_the_same_in_pages(tmp_path):
+    folder = pico.build("gemma4", tmp_path)
+    given = {"quant": "none", "dtype": "float32", "context": 128, "device": DEVICE, "batch": 3, "batch_invariant": True}
+    found = []
+    for kv_tokens in (None, 256):
+        with trimtab.load(trimtab.plan(folder, **given, kv_tokens=kv_tokens)) as model:
+            answers = model.batch([{"prompt": prompt, "max_new_tokens": 20} for prompt in PROMPTS], rows=3)
+            found.append([one.token_ids for one in answers])
+            assert model.answer(PROMPTS[0], max_new_tokens=20).token_ids == found[-1][0]
+    assert found[0] == found[1]
