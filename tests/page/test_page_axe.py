@@ -98,7 +98,18 @@ def refused(page):
     expect(page.locator("#adapters-error")).to_be_visible()
 
 
-STATES = (empty, conversation, chances, editing, memory, options, unloading, refused)
+def renaming(page):
+    stand_in(page, "An answer.")
+    page.set_input_files("#file", str(serving.DEMO / "prompts.jsonl"))
+    expect(page.locator("#attached li")).to_have_count(1)
+    ask(page, "A text file")
+    answers(page)
+    page.locator(".file summary").click()
+    page.get_by_role("button", name="Rename A text file").click()
+    expect(page.locator(".title-box")).to_be_focused()
+
+
+STATES = (empty, renaming, conversation, chances, editing, memory, options, unloading, refused)
 
 
 def findings(page):
