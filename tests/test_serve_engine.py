@@ -24,9 +24,10 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import chat
+from trimtab.runtime import chat, prefill_graphs
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.ends import with_likeliest
+from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -255,6 +256,33 @@ def test_images_are_prepared_while_others_get_their_tokens(engine, monkeypatch):
     while scheduler.turn():
         pass
     assert [event.kind for event in told if event.job_id == "picture"][-1] == "done"
+
+
+def test_texts_go_on_between_the_pieces_of_an_image(model, engine, monkeypatch):
+    jobs = [
+        ask(f"{n}", LOOK if n % 3 == 0 else f"Hello there {n}", adapter=(None, "style")[n % 2], tokens=8)
+        for n in range(8)
+    ]  # fmt: skip
+    expected = {name: found[0] for name, found in run(engine, *jobs).items()}
+    monkeypatch.setattr(prefill_graphs, "PIECE_POSITIONS", 1)
+    engine = LoadedEngine(model, rows=4, resident_limit=1)
+    engine.batch.prompts = prompts = prefill_graphs.Prompts(engine.batch, "static", (64, 128))
+    pieces, prefill = [], engine.prefill
+
+    def counted(answer, most_tokens):
+        found = prefill(answer, most_tokens)
+        pieces.append((answer.job.id, found[0]))
+        return found
+
+    monkeypatch.setattr(engine, "prefill", counted)
+    found = run(engine, *jobs)
+    assert {name: one[0] for name, one in found.items()} == expected
+    layers = len(prompts.towers.all_layers)
+    vision = sum("vision" in path for path in model.plan.tiers() if path.rpartition(".")[2].isdecimal())
+    counts = {name: pieces.count((name, TOWERS)) for name in ("0", "3", "6")}
+    # The first one waits for nobody; the others stop at every layer.
+    assert vision < layers and counts["0"] == 1 and counts["3"] == counts["6"] == vision
+    assert not engine.batch.steps.fallbacks
 
 
 def test_bad_adapters_are_refused_and_leave_nothing(engine, tmp_path):
