@@ -100,8 +100,8 @@ def _answer(
 
     with opened(plan, decode) as model, show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar:
         results = model.batch_as_finished(requests(), rows=plan.request.batch, errors="return", **sampling)
-        with closing(results) as found:  # type: ignore[type-var]
-            for index, result in found:
+        with closing(results) as answer:  # type: ignore[type-var]
+            for index, result in answer:
                 add(sent[index], result)
         say_fallbacks(model)
 

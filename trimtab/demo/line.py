@@ -253,10 +253,10 @@ def _answer(model: trimtab.LoadedModel, ask: Ask, say: Say) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compare(found: Sequence[Any], expected: Sequence[Any]) -> float:
+def compare(compared_logits: Sequence[Any], expected: Sequence[Any]) -> float:
     """Return the largest absolute difference of two lists of logits; 0.0 only if every bit is the same."""
     largest = 0.0
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(compared_logits, expected, strict=True):
         if not one.equal(other):
             difference = float((one - other).abs().max())
             # Not a number is no measure of sameness, in one of them or in both.

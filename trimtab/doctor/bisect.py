@@ -145,7 +145,7 @@ def releases_between(wanted: Range, known: Sequence[str]) -> tuple[str, ...]:
 
 def _distance(one: Version, other: Version) -> tuple[int, ...]:
     size = max(len(one.release), len(other.release))
-    padded = [(*found.release, *(0,) * (size - len(found.release))) for found in (one, other)]
+    padded = [(*parsed.release, *(0,) * (size - len(parsed.release))) for parsed in (one, other)]
     return tuple(abs(a - b) for a, b in zip(*padded))
 
 
@@ -244,7 +244,7 @@ class _Bisecting:
         except KeyboardInterrupt:
             stopped = True
             changes = changes or _seen(versions, self.rows)
-        others = {name: found for name, found in self.environments.pins(package, "").items() if name != package}
+        others = {name: pinned for name, pinned in self.environments.pins(package, "").items() if name != package}
         return Bisection(
             range=self.asked, case=self.case, rows=tuple(self.rows[name] for name in versions if name in self.rows),
             changes=changes, releases=len(versions), others=others, notes=tuple(self.notes), stopped=stopped,

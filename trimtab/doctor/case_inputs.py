@@ -84,10 +84,10 @@ def _processor(folder: Path) -> Any:
 
 def _asked(processor: Any, mode: str) -> dict[str, Any]:
     lines = (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    asked = next(line for line in map(json.loads, lines) if line["kind"] == mode)
+    row = next(line for line in map(json.loads, lines) if line["kind"] == mode)
     if not hasattr(processor, "tokenizer"):
-        return dict(processor(asked["prompt"], return_tensors="pt"))
-    text = {"type": "text", "text": asked["prompt"]}
+        return dict(processor(row["prompt"], return_tensors="pt"))
+    text = {"type": "text", "text": row["prompt"]}
     parts = {"text": [text], "image": [{"type": "image"}, text], "audio": [text, {"type": "audio"}]}[mode]
     prompt = processor.apply_chat_template(
         [{"role": "user", "content": parts}], tokenize=False, add_generation_prompt=True
@@ -96,9 +96,9 @@ def _asked(processor: Any, mode: str) -> dict[str, Any]:
     if mode == "image":
         from PIL import Image
 
-        media["images"] = [Image.open(DEMO / asked["image"]).convert("RGB")]
+        media["images"] = [Image.open(DEMO / row["image"]).convert("RGB")]
     elif mode == "audio":
-        media["audio"] = [_samples(DEMO / asked["audio"])]
+        media["audio"] = [_samples(DEMO / row["audio"])]
     # The template has written the special tokens.
     return dict(processor(text=[prompt], return_tensors="pt", add_special_tokens=False, **media))
 

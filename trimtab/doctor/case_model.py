@@ -47,11 +47,11 @@ class Card:
 
         return torch.cuda.get_device_name(0) if self.is_gpu else "CPU (the GPU is imitated)"
 
-    def place(self, found: Mapping[str, Any] | str) -> Any:
+    def place(self, placement: Mapping[str, Any] | str) -> Any:
         """Return a map for this card: 0 becomes the device that plays the GPU."""
-        if isinstance(found, str):
-            return found
-        return {key: self.main if place == 0 else place for key, place in found.items()}
+        if isinstance(placement, str):
+            return placement
+        return {key: self.main if place == 0 else place for key, place in placement.items()}
 
     def press(self, model: Any, share: float | None) -> str | None:
         """Make the card as full as if the loaded model took this share of it; return what was done, in words."""

@@ -196,7 +196,7 @@ def _probed(verdicts: Iterable[Any], where: str) -> list[Probed]:
 
 
 def _others(verdicts: Mapping[str, Sequence[Any]] | None) -> list[Probed]:
-    return [one for where, found in (verdicts or {}).items() for one in _probed(found, clean(where))]
+    return [one for where, rows in (verdicts or {}).items() for one in _probed(rows, clean(where))]
 
 
 class _Maker:

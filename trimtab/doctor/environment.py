@@ -90,7 +90,7 @@ class Environment:
     @property
     def versions(self) -> dict[str, str]:
         """The versions of the packages that are there."""
-        return {name: found.version for name, found in self.packages.items() if found.version is not None}
+        return {name: package.version for name, package in self.packages.items() if package.version is not None}
 
     def to_json(self) -> dict[str, Any]:
         """Return the environment as JSON-ready values."""
@@ -135,7 +135,7 @@ def read_environment(python: str | os.PathLike[str] | None = None) -> Environmen
         )
     # Without the second line the interpreter ended while it imported torch or asked for GPUs.
     torch = reply.get("torch") or {"error": f"process {outcome.ended}", "gpus": []}
-    packages = {name: Package(**found) for name, found in reply["packages"].items()}
+    packages = {name: Package(**package) for name, package in reply["packages"].items()}
     packages["trimtab"] = Package(trimtab.__version__, None)
     return Environment(
         python=reply["python"]["version"], implementation=reply["python"]["implementation"], packages=packages,

@@ -62,7 +62,7 @@ class Preflight:
             "format": FORMAT, "model": self.model, "model_class": self.model_class, "quant": self.quant,
             "device_map": dict(self.device_map), "versions": dict(self.versions),
             "free_bytes": {str(device): nbytes for device, nbytes in self.free.items()},
-            "findings": [asdict(found) for found in self.findings], "answer": self.answer.to_json(),
+            "findings": [asdict(finding) for finding in self.findings], "answer": self.answer.to_json(),
             "map": _map_json(self.map), "adapter": None if self.adapter is None else _adapter_json(self.adapter),
             "second_plan": None if self.second is None else _second_json(self.second),
         }  # fmt: skip

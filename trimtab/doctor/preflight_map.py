@@ -149,8 +149,8 @@ def _kept_rows(shape: ModelShape, kept: Mapping[str, str]) -> tuple[KeptOut, ...
 
 
 def _unknown(shape: ModelShape, devices: Mapping[str, str]) -> tuple[UnknownKey, ...]:
-    modules = {found.module_path for found in shape.modules}
-    tensors = {f"{found.module_path}.{own.name}" for found in shape.modules for own in found.tensors}
+    modules = {module.module_path for module in shape.modules}
+    tensors = {f"{module.module_path}.{own.name}" for module in shape.modules for own in module.tensors}
     names = sorted(modules - {""})
     return tuple(
         UnknownKey(key, tuple(near_names(key, names)))

@@ -68,8 +68,10 @@ class ModelShape:
         kept = dict(values)
         kept["anatomy"] = _anatomy(kept["anatomy"])
         kept["modules"] = tuple(
-            ModuleShape(found["module_path"], found["class_name"], tuple(OwnTensor(**own) for own in found["tensors"]))
-            for found in kept["modules"]
+            ModuleShape(
+                module["module_path"], module["class_name"], tuple(OwnTensor(**own) for own in module["tensors"])
+            )
+            for module in kept["modules"]
         )
         kept["no_split"] = tuple(kept["no_split"])
         return cls(**kept)

@@ -132,9 +132,9 @@ def package_rows(values: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Return (package, version, how it was installed)."""
     packages = values.get("packages") or {}
     return [
-        (str(name), str(found.get("version") or "not installed"), str(found.get("installed") or ""))
-        for name, found in packages.items()
-        if isinstance(found, Mapping)
+        (str(name), str(package.get("version") or "not installed"), str(package.get("installed") or ""))
+        for name, package in packages.items()
+        if isinstance(package, Mapping)
     ]
 
 

@@ -234,7 +234,7 @@ def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
             own.setdefault(path, {})["stack"] = pair
         for path, options in own.items():
             asks.setdefault(path, []).append(Ask(place, **options))
-    return {path: tuple(found) for path, found in asks.items()}
+    return {path: tuple(wanted) for path, wanted in asks.items()}
 
 
 def _without_copies(

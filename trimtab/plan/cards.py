@@ -120,8 +120,8 @@ class Card:
 @cache
 def _data() -> dict[str, Any]:
     text = (resources.files("trimtab.plan") / "cards.json").read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    data: dict[str, Any] = json.loads(text)
+    return data
 
 
 @cache

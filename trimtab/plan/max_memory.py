@@ -70,19 +70,19 @@ def merged_budgets(
 
     Errors: RequestError as `read_max_memory`, and for a budget or device that is given twice.
     """
-    asked = read_max_memory(max_memory)
+    budgets = read_max_memory(max_memory)
     for name, value in (("gpu_memory", gpu_memory_bytes), ("host_memory", host_memory_bytes)):
         if value is not None:
             raise RequestError(
                 f"max_memory and {name} both set a budget", field=FIELD, value=dict(max_memory), hint="Give one of them"
             )
-    if device not in ("auto", asked.device) and not (device == "cuda" and asked.device == "cuda:0"):
+    if device not in ("auto", budgets.device) and not (device == "cuda" and budgets.device == "cuda:0"):
         raise RequestError(
-            f"names {asked.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,)
+            f"names {budgets.device}, device is {device}", field=FIELD, value=dict(max_memory), allowed=(device,)
         )
     return {
-        "gpu_memory_bytes": asked.gpu_memory_bytes, "host_memory_bytes": asked.host_memory_bytes, "device": asked.device,
-        "disk_memory_bytes": asked.disk_memory_bytes,
+        "gpu_memory_bytes": budgets.gpu_memory_bytes, "host_memory_bytes": budgets.host_memory_bytes, "device": budgets.device,
+        "disk_memory_bytes": budgets.disk_memory_bytes,
     }  # fmt: skip
 
 

@@ -39,12 +39,12 @@ def _has_tensors(anatomy: Anatomy) -> list[ModuleRow]:
 
 def _names_of(anatomy: Anatomy, blocks: Sequence[Block]) -> list[str]:
     """Return every name that a pattern may hit: parts, blocks, modules and what they lie under."""
-    found: dict[str, None] = dict.fromkeys(anatomy.parts)
-    found.update(dict.fromkeys(block.block_path for block in blocks))
+    names: dict[str, None] = dict.fromkeys(anatomy.parts)
+    names.update(dict.fromkeys(block.block_path for block in blocks))
     for row in anatomy.rows:
         pieces = row.module_path.split(".")
-        found.update(dict.fromkeys(".".join(pieces[:end]) for end in range(1, len(pieces) + 1)))
-    return [name for name in found if name]
+        names.update(dict.fromkeys(".".join(pieces[:end]) for end in range(1, len(pieces) + 1)))
+    return [name for name in names if name]
 
 
 def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: Anatomy) -> dict[str, Asked]:

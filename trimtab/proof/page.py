@@ -55,7 +55,7 @@ def report_html(report: ParityReport) -> str:
         parts += ["<h2>Survival of the adapter's change by module</h2>", *_survival(report)]
     if report.lanes is not None:
         parts += ["<h2>Merge lanes</h2>", lanes_html(report.lanes)]
-    versions = ", ".join(f"{name} {found}" for name, found in report.versions.items())
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     parts.append(f'<p class="soft">{escape(versions)}</p>')
     return _document(words_of_verdict, parts)
 

@@ -208,14 +208,14 @@ class _Places:
     def _roots(self, config: Any) -> dict[str, Part]:
         """Return path -> part of the sub-models that carry one of the config's sub-configs."""
         parts = list(_sub_configs(config))
-        found: dict[str, Part] = {}
+        roots: dict[str, Part] = {}
         for path, module in self.modules.items():
             # Layers and rotary embeddings carry the config too; only a model has post_init.
             own = getattr(module, "config", None) if hasattr(module, "post_init") and path else None
             part = next((part for sub, part in parts if own is sub or type(own) is type(sub)), None)
-            if part is not None and not any(is_under(path, root) for root in found):
-                found[path] = part
-        return found
+            if part is not None and not any(is_under(path, root) for root in roots):
+                roots[path] = part
+        return roots
 
     def _is_table(self, path: str, config: Any, ties: Mapping[str, str]) -> bool:
         """Return whether a module is a word table that is only indexed: vocabulary-sized, untied, of known forward."""

@@ -221,10 +221,10 @@ class AnswerReader:
         self._read, self._taken = self._text, ""
 
     def _json_head(self) -> bool:
-        found = _HEAD.match(self._buffer)
-        if found is not None and (name := _text_of(found[1])) is not None:
+        match = _HEAD.match(self._buffer)
+        if match is not None and (name := _text_of(match[1])) is not None:
             self._begin(name)
-            self._buffer, self._span, self._read = self._buffer[found.end() :], JsonSpan(), self._json_arguments
+            self._buffer, self._span, self._read = self._buffer[match.end() :], JsonSpan(), self._json_arguments
             return True
         close, text = self._close, self._buffer.lstrip()
         end = JsonSpan().feed(text) if text.startswith("{") else None
@@ -306,11 +306,11 @@ class AnswerReader:
 
     def _marked_call(self) -> bool:
         if not self._is_named:
-            found = (_GEMMA_HEAD if self._calls == "gemma4" else _XML_HEAD).match(self._buffer)
-            if found is not None:
-                self._begin(found[1].strip())
+            match = (_GEMMA_HEAD if self._calls == "gemma4" else _XML_HEAD).match(self._buffer)
+            if match is not None:
+                self._begin(match[1].strip())
                 self._is_named = True
-                self._name, self._buffer = found[1].strip(), self._buffer[found.end() :]
+                self._name, self._buffer = match[1].strip(), self._buffer[match.end() :]
         place = self._buffer.find(self._close)
         if place < 0:
             return False

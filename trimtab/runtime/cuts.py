@@ -131,7 +131,7 @@ def cuts(
     """
     blocks = columns // BLOCK
     units = units_of(rows, pair=pair)
-    found = []
+    configs = []
     for splits in (1, 2, 3, 4, 6, 8, 14):
         whole = math.ceil(blocks / splits / _BATCH) * _BATCH
         if splits > 1 and whole * (splits - 1) >= blocks:
@@ -150,16 +150,16 @@ def cuts(
                     )
                     if cut is not None:
                         cost = _estimate(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
-                        found.append(replace(cut, estimated_us=cost))
-    found += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth)
-    return sorted(found, key=lambda cut: cut.estimated_us)
+                        configs.append(replace(cut, estimated_us=cost))
+    configs += _held(rows, columns, n, multiprocessors, shared_bytes, pair, bandwidth)
+    return sorted(configs, key=lambda cut: cut.estimated_us)
 
 
 def _held(
     rows: Sequence[int], columns: int, n: int, multiprocessors: int, shared_bytes: int, pair: bool, bandwidth: float
 ) -> list[Cut]:
     """Return the cuts whose weights go straight into registers: every warp has as many pairs of blocks as every other."""
-    blocks, units, found = columns // BLOCK, units_of(rows, pair=pair), []
+    blocks, units, configs = columns // BLOCK, units_of(rows, pair=pair), []
     for splits in (1, 2, 4, 8):
         # Gate and up of a wide layer fill the card by their rows; in a step their parts cost more than a product alone shows.
         if blocks % (4 * splits) or (pair and splits > 1 and units >= 8 * multiprocessors):
@@ -179,8 +179,8 @@ def _held(
                     cut = replace(cut, shared_bytes=cut.needed_bytes(n))
                     if cut.shared_bytes <= shared_bytes:
                         cost = _estimate_held(cut, columns * sum(rows) * 0.516, multiprocessors, bandwidth)
-                        found.append(replace(cut, estimated_us=cost))
-    return found
+                        configs.append(replace(cut, estimated_us=cost))
+    return configs
 
 
 def _piece(chunk: int, most: int) -> int:
@@ -191,11 +191,11 @@ def _piece(chunk: int, most: int) -> int:
 
 def _warps(batches: int, units: int) -> list[tuple[int, int]]:
     """Return warps a unit, and groups of them that take units in turn."""
-    found = set()
+    counts = set()
     for k_warps in {min(k, batches) for k in (1, 2, 4, 5, 8, 10)}:
         most = min(MAX_WARPS // k_warps, units)
-        found |= {(k_warps, groups) for groups in {1, min(2, most), most} if k_warps * groups > 2 or groups == most}
-    return sorted(found)
+        counts |= {(k_warps, groups) for groups in {1, min(2, most), most} if k_warps * groups > 2 or groups == most}
+    return sorted(counts)
 
 
 def _sizes(units: int, splits: int, multiprocessors: int, pair: bool) -> list[int]:
@@ -256,17 +256,17 @@ def _estimate_held(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: flo
     )
 
 
-def unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
+def unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
     """Return up to `limit` of the best estimates that really differ: two of three hold weights in registers."""
-    held = _unlike([cut for cut in found if cut.held], limit - limit // 3)
-    return [*held, *_unlike([cut for cut in found if not cut.held], limit - len(held))]
+    held = _unlike([cut for cut in configs if cut.held], limit - limit // 3)
+    return [*held, *_unlike([cut for cut in configs if not cut.held], limit - len(held))]
 
 
-def _unlike(found: Sequence[Cut], limit: int) -> list[Cut]:
+def _unlike(configs: Sequence[Cut], limit: int) -> list[Cut]:
     # Of each number of splits, then of block sizes.
-    by_splits = {cut.splits: cut for cut in reversed(found)}
-    best = [*found[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
+    by_splits = {cut.splits: cut for cut in reversed(configs)}
+    best = [*configs[:1], *[by_splits[splits] for splits in (1, 2, 4) if splits in by_splits]]
     others: dict[tuple[int, ...], Cut] = {}
-    for cut in found:
+    for cut in configs:
         others.setdefault((cut.units.bit_length(), cut.k_warps * cut.groups, cut.k_warps, cut.piece, cut.held), cut)
     return list(dict.fromkeys([*best, *others.values()]))[:limit]

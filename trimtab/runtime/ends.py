@@ -108,8 +108,8 @@ def rows(
         or any(x.dtype != like.dtype or not x.is_contiguous() or x.data_ptr() % 16 for x in tensors if x is not None)
     ):  # fmt: skip
         for one in lookups:
-            found = one.table[: ids.numel()] if one.in_order else functional.embedding(ids, one.table)
-            one.out.copy_(found * one.scale)
+            embedded = one.table[: ids.numel()] if one.in_order else functional.embedding(ids, one.table)
+            one.out.copy_(embedded * one.scale)
         if norm is not None:
             fused.add_norm(None, like, None, norm[0], norm[1], None, None, norm[2])
         if ring is not None:
@@ -289,10 +289,10 @@ def _wrong_front(module: nvrtc.Module, inputs: _Inputs, sizes: Sizes, n: int) ->
         inputs.lookups = lookups
         inputs.normed.fill_(math.nan), inputs.places.fill_(-1)
         inputs.rows(module)
-        found, normed = [one.out.clone() for one in lookups] + [inputs.places.clone()], inputs.normed.clone()
+        outputs, normed = [one.out.clone() for one in lookups] + [inputs.places.clone()], inputs.normed.clone()
         inputs.rows(None)
         wanted = [one.out for one in lookups] + [inputs.places]
-        if not all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(outputs, wanted, strict=True)):
             return f"rows of {[one.table.shape[1] for one in lookups]} values: not what the table holds"
         if (error := fused_check.relative_error(normed, inputs.normed)) > fused_check.LARGEST_DIFFERENCE[normed.dtype]:
             return f"rows of {sizes.width} values: relative error {error:.1e} of their norm"

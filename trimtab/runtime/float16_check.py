@@ -24,20 +24,20 @@ TOKENS = 64
 def largest_activations(model: Any) -> dict[str, float]:
     """Return the largest magnitude of each decoder layer's output and of its MLP's; infinite where one is not a number."""
     decoder = model.hf_model.get_decoder()
-    found: dict[str, Tensor] = {}
+    largest: dict[str, Tensor] = {}
     with ExitStack() as stack:
         for number, layer in enumerate(decoder.layers):
             for name, module in ((f"layers.{number}", layer), (f"layers.{number}.mlp", getattr(layer, "mlp", None))):
                 if module is not None:
-                    stack.callback(module.register_forward_hook(_measure(name, found)).remove)
+                    stack.callback(module.register_forward_hook(_measure(name, largest)).remove)
         model.logits(_ids(model))
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in largest.items()}
 
 
 def check(model: Any) -> float:
     """Return the largest activation of a loaded model. Errors: DeviceError if it comes near what float16 holds."""
-    found = largest_activations(model)
-    name, most = max(found.items(), key=lambda pair: pair[1])
+    activations = largest_activations(model)
+    name, most = max(activations.items(), key=lambda pair: pair[1])
     if most > LARGEST * HEADROOM:
         raise DeviceError(
             f"activations reach {most:.3g} in {name}, float16 holds {LARGEST:g}", device=str(model.device),
@@ -46,10 +46,10 @@ def check(model: Any) -> float:
     return most
 
 
-def _measure(name: str, found: dict[str, Tensor]) -> Any:
+def _measure(name: str, largest: dict[str, Tensor]) -> Any:
     def hook(module: Any, given: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple) else output
-        found[name] = value.detach().abs().amax().float().nan_to_num(nan=float("inf"))
+        largest[name] = value.detach().abs().amax().float().nan_to_num(nan=float("inf"))
 
     return hook
 

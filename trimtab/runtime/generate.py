@@ -110,10 +110,10 @@ class Detokenizer:
 
     def _release(self, text: str) -> str:
         self._held += text
-        found = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
-        if found:
+        starts = [place for stop in self._stop if (place := self._held.find(stop)) >= 0]
+        if starts:
             self.stop_text = min((self._held.find(stop), stop) for stop in self._stop if stop in self._held)[1]
-            sure, self._held, self.stopped = self._held[: min(found)], "", True
+            sure, self._held, self.stopped = self._held[: min(starts)], "", True
             return sure
         keep = max((self._overlap(stop) for stop in self._stop), default=0)
         sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -155,8 +155,8 @@ class _Stream:
         for token in value.reshape(-1).tolist():
             if self.finish == "stop":  # transformers 5.23 has the next step under way before it hands a token out
                 return
-            found = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
-            self.take(token, found)
+            logprobs = () if self.logprobs is None else (TokenLogprob(token, *self.logprobs.take(token)),)
+            self.take(token, logprobs)
 
     def take(self, token: int, logprobs: tuple[TokenLogprob, ...] = ()) -> None:
         """Hand out one decided token."""
@@ -339,5 +339,5 @@ def logits(model: Any, inputs: Inputs) -> Tensor:
     check_fits(model, inputs, 0)
     _reset_request_state(model.hf_model)
     with torch.no_grad():
-        found: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
-    return found[0].float().cpu()
+        logits_of_prompt: Tensor = model.hf_model(**inputs.tensors, use_cache=False).logits
+    return logits_of_prompt[0].float().cpu()

@@ -101,15 +101,15 @@ def model_class(checkpoint: Checkpoint, config: Any) -> Any:
     """Return the class that the config names. Errors: CheckpointError."""
     architectures = checkpoint.config.get("architectures") or ()
     for name in architectures:
-        found = getattr(transformers, name, None)
-        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
-            return found
+        kind = getattr(transformers, name, None)
+        if isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel):
+            return kind
     if not architectures:
         for auto in AUTO_CLASSES:
             mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
             if type(config) in mapping:
-                found = mapping[type(config)]
-                return found[0] if isinstance(found, (tuple, list)) else found
+                kind = mapping[type(config)]
+                return kind[0] if isinstance(kind, (tuple, list)) else kind
     raise _unknown(checkpoint, f"model_type {config.model_type!r}")
 
 
@@ -152,19 +152,19 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
     """
     plain, packed = split_packed(checkpoint)
     config = read_config(checkpoint)
-    found = model_class(checkpoint, config)
+    kind = model_class(checkpoint, config)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     compared: list[bool] = []
     trace = Trace(lambda a, b: compared.append(True) or _equal_in_files(plain, a, b))  # type: ignore[func-returns-value]
     tensors = _trace(trace, plain, packed, torch_dtype)
     with _ONE_PROBE, _quiet():
-        model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
+        model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
         if not checkpoint.has_weights:
             tensors = _declared(trace, model)
             # Only the loader applies the list of what stays in float32.
             if not any(getattr(model, f"_keep_in_fp32_modules{name}", None) for name in ("", "_strict")):
                 return _declared_result(model, tensors, dtype)
-            model, info = _load_traced(checkpoint, found, config, tensors, torch_dtype, trace)
+            model, info = _load_traced(checkpoint, kind, config, tensors, torch_dtype, trace)
     model.name_or_path = model.config._name_or_path = str(checkpoint.folder)
     return replace(_result(checkpoint, model.eval(), info, dtype), compares_values=bool(compared))
 
@@ -172,9 +172,9 @@ def probe(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Probe:
 def _trace(
     trace: Trace, plain: dict[str, TensorEntry], packed: dict[str, PackedEntry], dtype: torch.dtype
 ) -> dict[str, Traced]:
-    found = {name: trace.tensor(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in plain.items()}
+    tensors = {name: trace.tensor(name, entry.shape, getattr(torch, entry.dtype)) for name, entry in plain.items()}
     # In the model's own dtype, so that no cast is recorded on a weight that stays packed.
-    return found | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
+    return tensors | {name: trace.tensor(name, entry.shape, dtype) for name, entry in packed.items()}
 
 
 def _declared(trace: Trace, empty: Any) -> dict[str, Traced]:
@@ -191,19 +191,19 @@ def _declared_result(model: Any, tensors: dict[str, Traced], dtype: str) -> Prob
 
 
 def _load_traced(
-    checkpoint: Checkpoint, found: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
+    checkpoint: Checkpoint, kind: Any, config: Any, tensors: dict[str, Traced], dtype: torch.dtype, trace: Trace
 ) -> tuple[Any, dict[str, Any]]:
     """Return (model, loading info) of stock's loader run on tensors without data."""
     try:
         with NoAllocation():
-            model, info = found.from_pretrained(
+            model, info = kind.from_pretrained(
                 None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, local_files_only=True,
                 generation_config=read_generation_config(checkpoint.folder), ignore_mismatched_sizes=True,
             )  # fmt: skip
     except Exception as exc:  # whatever the model's own code raises
         why = "; ".join(trace.problems[:5]) or _words(exc)
         raise CheckpointError(
-            f"cannot be loaded as {found.__name__} by transformers {transformers.__version__}: {why}",
+            f"cannot be loaded as {kind.__name__} by transformers {transformers.__version__}: {why}",
             path=checkpoint.folder,
         ) from exc
     return model, info
@@ -330,7 +330,7 @@ def read_anatomy(checkpoint: Checkpoint, *, quant: str, dtype: str, keep_unquant
 
 
 def anatomy_of(
-    found: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full"
+    probed: Probe, checkpoint: Checkpoint, *, quant: str, keep_unquantized: tuple[str, ...] = (), head: str = "full"
 ) -> Anatomy:  # fmt: skip
     """Return the anatomy of a probed checkpoint.
 
@@ -340,15 +340,15 @@ def anatomy_of(
 
     packed = split_packed(checkpoint)[1]
     built = build_anatomy(
-        found.model, found.config, found.sources, found.ties, dtype=found.dtype, packed=packed, quant=quant,
-        unquantized=stock_unquantized(found.model, quant), keep_unquantized=keep_unquantized,
-        windows=_cache_windows(found.config), head=head,
+        probed.model, probed.config, probed.sources, probed.ties, dtype=probed.dtype, packed=packed, quant=quant,
+        unquantized=stock_unquantized(probed.model, quant), keep_unquantized=keep_unquantized,
+        windows=_cache_windows(probed.config), head=head,
     )  # fmt: skip
     return replace(
         built,
-        capture_unsupported=hf_slots.why_not(found.model),
-        fused_unsupported=hf_gemma4.why_not(found.model),
-        prompts_unsupported=hf_prefill.why_not(found.model),
+        capture_unsupported=hf_slots.why_not(probed.model),
+        fused_unsupported=hf_gemma4.why_not(probed.model),
+        prompts_unsupported=hf_prefill.why_not(probed.model),
     )
 
 

@@ -17,12 +17,12 @@ from trimtab.runtime import finite
 
 def end_token_ids(model: Any) -> tuple[int, ...]:
     """Return every token id that ends an answer, from the generation config or else the model's config."""
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if found is None:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(model.config.get_text_config(), "eos_token_id", None)
+    if ids is None:
         return ()
-    return tuple(int(token) for token in found) if isinstance(found, (list, tuple)) else (int(found),)
+    return tuple(int(token) for token in ids) if isinstance(ids, (list, tuple)) else (int(ids),)
 
 
 class _Over(transformers.StoppingCriteria):  # type: ignore[misc]

@@ -136,19 +136,19 @@ def _word(tokenizer: Any, number: int) -> str:
 def _without_video(folder: Path, first: CheckpointError) -> Any:
     try:
         config, _ = transformers.ProcessorMixin.get_processor_dict(folder, local_files_only=True)
-        found = getattr(transformers, config.pop("processor_class"))
+        kind = getattr(transformers, config.pop("processor_class"))
         parts: dict[str, Any] = {"tokenizer": hf.load_tokenizer(folder)}
-        takes = _parts_of(found)
+        takes = _parts_of(kind)
         options = {"trust_remote_code": False, "local_files_only": True}
         if "image_processor" in takes:
             parts["image_processor"] = _image_processor(folder, config).from_pretrained(folder, **options)
         if "feature_extractor" in takes:
             parts["feature_extractor"] = transformers.AutoFeatureExtractor.from_pretrained(folder, **options)
         parts["video_processor"] = _no_video()
-        known = _arguments_of(found)
+        known = _arguments_of(kind)
         rest = {key: value for key, value in config.items() if key in known and key not in parts}
         rest.setdefault("chat_template", getattr(parts["tokenizer"], "chat_template", None))
-        return _accepting_no_video(found)(**parts, **rest)
+        return _accepting_no_video(kind)(**parts, **rest)
     except CheckpointError:
         raise
     except Exception as exc:  # whatever a processor's own code raises
@@ -165,32 +165,30 @@ def _image_processor(folder: Path, config: dict[str, Any]) -> Any:
     if name is None and (folder / "preprocessor_config.json").is_file():
         name = read_json(folder / "preprocessor_config.json").get("image_processor_type")
     base = str(name).removesuffix("Fast").removesuffix("Pil")
-    found = getattr(transformers, f"{base}Pil", None) or getattr(transformers, base, None)
-    if found is None:
+    kind = getattr(transformers, f"{base}Pil", None) or getattr(transformers, base, None)
+    if kind is None:
         raise ValueError(f"no image processor {name!r} that works without torchvision")
-    return found
+    return kind
 
 
-def _accepting_no_video(found: Any) -> Any:
+def _accepting_no_video(processor: Any) -> Any:
     def check(self: Any, argument_name: str, argument: Any) -> Any:
         # Without torchvision transformers does not export the class that it would compare with.
         if argument_name == "video_processor":
             return type(argument)
-        return found.check_argument_for_proper_class(self, argument_name, argument)
+        return processor.check_argument_for_proper_class(self, argument_name, argument)
 
-    return type(found.__name__, (found,), {"check_argument_for_proper_class": check})
+    return type(processor.__name__, (processor,), {"check_argument_for_proper_class": check})
 
 
-def _arguments_of(found: Any) -> set[str]:
+def _arguments_of(kind: Any) -> set[str]:
     import inspect
 
-    return set(inspect.signature(found.__init__).parameters)
+    return set(inspect.signature(kind.__init__).parameters)
 
 
-def _parts_of(found: Any) -> set[str]:
-    return {
-        name for name in _arguments_of(found) if name in ("image_processor", "feature_extractor", "video_processor")
-    }
+def _parts_of(kind: Any) -> set[str]:
+    return {name for name in _arguments_of(kind) if name in ("image_processor", "feature_extractor", "video_processor")}
 
 
 def _no_video() -> Any:

@@ -400,18 +400,18 @@ class _Filler:
     def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
         dense = {tensor.tensor_path.rpartition(".")[2]: self._dense(tensor) for tensor in large}
-        found = {name: tensor for name, tensor in dense.items() if tensor is not None}
+        stacks = {name: tensor for name, tensor in dense.items() if tensor is not None}
         self._fill_fixed(row, module, {tensor.tensor_path for tensor in row.tensors} - {t.tensor_path for t in large})
         if tier == "host":
-            for name, tensor in found.items():
+            for name, tensor in stacks.items():
                 module._parameters[name] = nn.Parameter(tensor.cpu(), requires_grad=False)
             module.to("cpu")
             leaves.compute_on_host(module)
             return
         assert writer is not None
-        first = next(iter(found.values()))
+        first = next(iter(stacks.values()))
         packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
-        leaves.stage_parameters(module, self._stage(packed, found, writer))
+        leaves.stage_parameters(module, self._stage(packed, stacks, writer))
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
         weight = row.weight

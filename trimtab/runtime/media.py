@@ -101,11 +101,11 @@ def _of_array(values: np.ndarray) -> Image.Image:
     return Image.fromarray(np.ascontiguousarray(values))
 
 
-def _upright(found: Image.Image, max_pixels: int, name: str) -> Image.Image:
-    check_picture_size(*found.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
+def _upright(image: Image.Image, max_pixels: int, name: str) -> Image.Image:
+    check_picture_size(*image.size, max_pixels=max_pixels, field_name="image", value=name)  # before pixels are decoded
     # Each copy of a large picture is 128 MB: none is made that changes nothing.
-    found.load()
-    turned = ImageOps.exif_transpose(found) if found.getexif().get(ORIENTATION, 1) != 1 else found
+    image.load()
+    turned = ImageOps.exif_transpose(image) if image.getexif().get(ORIENTATION, 1) != 1 else image
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         turned = turned.convert("RGBA")
         white = Image.new("RGBA", turned.size, (255, 255, 255, 255))

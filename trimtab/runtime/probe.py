@@ -71,8 +71,8 @@ class Expression:
             return value.to(device) if isinstance(value, Tensor) and value.dim() else value
 
         result = self.func(*_mapped(self.args, made), **_mapped(self.kwargs, made))
-        found: Tensor = result if self.output is None else result[self.output]
-        return found
+        tensor: Tensor = result if self.output is None else result[self.output]
+        return tensor
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -49,8 +49,8 @@ class PositionedFile:
         self.stamp = self._stamp()
 
     def _stamp(self) -> tuple[int, int]:
-        found = os.fstat(self._file.fileno())
-        return found.st_size, found.st_mtime_ns
+        stat = os.fstat(self._file.fileno())
+        return stat.st_size, stat.st_mtime_ns
 
     def check(self) -> None:
         """Raise CheckpointError if the file changed since it was opened."""
@@ -84,8 +84,8 @@ class PositionedFile:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the writable bytes of a contiguous CPU tensor, without a copy."""
-    found: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(found)
+    array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 class HostMemory:
@@ -154,11 +154,11 @@ def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
             return None
         memory = _SeenMemory(tensor)  # unlocks it again, whatever comes of this
         try:
-            found = torch.as_tensor(memory, device=device)
+            mapped = torch.as_tensor(memory, device=device)
         except (RuntimeError, TypeError, ValueError):  # a torch that makes no tensor of a host's address
             return None
     # A copy would be as right and take the device memory that a gathered table is there to save.
-    return found.view(tensor.dtype).view(tensor.shape) if found.data_ptr() == tensor.data_ptr() else None
+    return mapped.view(tensor.dtype).view(tensor.shape) if mapped.data_ptr() == tensor.data_ptr() else None
 
 
 @dataclass(frozen=True)
@@ -335,8 +335,8 @@ class Reader:
 
 def read_small(entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
     """Return a few tensors on the CPU, in the keys of the mapping: adapters and other small files."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     with Reader([Wanted(entry, torch.device("cpu")) for entry in entries.values()]) as reader:
         for key, entry in entries.items():
-            found[key] = reader.take(entry)
-    return found
+            tensors[key] = reader.take(entry)
+    return tensors

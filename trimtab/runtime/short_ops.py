@@ -176,8 +176,8 @@ class _ShortNorm:
 
 
 def _eps_of(module: nn.Module) -> float | None:
-    found = getattr(module, "eps", getattr(module, "variance_epsilon", None))
-    return float(found) if isinstance(found, float) else None
+    eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))
+    return float(eps) if isinstance(eps, float) else None
 
 
 def _is_rms_norm(module: nn.Module) -> bool:

@@ -79,10 +79,10 @@ class AdapterSlots:
         self._groups: dict[Leaf, tuple[Leaf, ...]] = {}
         for first in range(len(leaves)):
             for names in _TOGETHER:
-                found = leaves[first : first + len(names)]
-                parents = {leaf.module_path.rpartition(".")[0] for leaf in found}
-                if tuple(leaf.module_path.rpartition(".")[2] for leaf in found) == names and len(parents) == 1:
-                    self._groups |= dict.fromkeys(found, tuple(found))
+                group = leaves[first : first + len(names)]
+                parents = {leaf.module_path.rpartition(".")[0] for leaf in group}
+                if tuple(leaf.module_path.rpartition(".")[2] for leaf in group) == names and len(parents) == 1:
+                    self._groups |= dict.fromkeys(group, tuple(group))
         self._shared: tuple[weakref.ref[Tensor], int, tuple[Leaf, ...], matvec.LoraArgs] | None = None
         shape = (len(leaves), slots)
         types = dict(zip(_COLUMNS, (torch.int64, torch.int64, torch.int32, torch.float32), strict=True))
@@ -112,17 +112,17 @@ class AdapterSlots:
     def _examine(self, name: str) -> str | None:
         # What comes from one piece is plain LoRA in contiguous float32 because of how it was put there.
         for path, module in self.route.holders[name].rest:
-            found = module.__dict__["adapters"][name]
-            part = getattr(found, "part", None) or module.__dict__.get("part")
+            adapter = module.__dict__["adapters"][name]
+            part = getattr(adapter, "part", None) or module.__dict__.get("part")
             if part in lora.TOWERS:
                 continue
-            if not isinstance(found, lora.LinearAdapter):
+            if not isinstance(adapter, lora.LinearAdapter):
                 return f"adapter {name} changes {path}, which is no linear layer"
-            if found.A is None or found.B is None or found.weight is not None or found.bias is not None:
+            if adapter.A is None or adapter.B is None or adapter.weight is not None or adapter.bias is not None:
                 return f"adapter {name} replaces the weights of {path}"
-            if found.magnitude is not None or found.B_bias is not None:
-                return f"adapter {name} uses {'DoRA' if found.magnitude is not None else 'a LoRA bias'} at {path}"
-            if found.A.dtype != torch.float32 or not (found.A.is_contiguous() and found.B.is_contiguous()):
+            if adapter.magnitude is not None or adapter.B_bias is not None:
+                return f"adapter {name} uses {'DoRA' if adapter.magnitude is not None else 'a LoRA bias'} at {path}"
+            if adapter.A.dtype != torch.float32 or not (adapter.A.is_contiguous() and adapter.B.is_contiguous()):
                 return f"adapter {name} is not held in contiguous float32 at {path}"
         return None
 
@@ -190,11 +190,11 @@ class AdapterSlots:
         integers, scale = columns.integers.clone(), columns.scale.clone()
         integers[:2] += columns.is_there * holders.address
         for _, module in holders.rest:
-            found = module.__dict__["adapters"][name]
-            if isinstance(module, Leaf) and found.A is not None and found.B is not None:
-                values = (found.A.data_ptr(), found.B.data_ptr(), found.A.shape[0])
+            adapter = module.__dict__["adapters"][name]
+            if isinstance(module, Leaf) and adapter.A is not None and adapter.B is not None:
+                values = (adapter.A.data_ptr(), adapter.B.data_ptr(), adapter.A.shape[0])
                 integers[:, self._place[module]] = torch.tensor(values)
-                scale[self._place[module]] = found.scale
+                scale[self._place[module]] = adapter.scale
         moved = self._to_device(integers).to(self.device, non_blocking=True)
         lines = (*moved, self._to_device(scale).to(self.device, non_blocking=True))
         for column, line in zip(_COLUMNS, lines, strict=True):
@@ -203,18 +203,20 @@ class AdapterSlots:
 
     def _columns_of(self, fitting: lora.Fitting) -> _Columns:
         """Return the columns, made once: an adapter that comes back has another address and nothing else."""
-        found = self._columns.get(fitting)
-        if found is None:
+        columns = self._columns.get(fitting)
+        if columns is None:
             integers = torch.zeros(3, len(self._place), dtype=torch.int64)
-            found = _Columns(integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64))
+            columns = _Columns(
+                integers, torch.zeros(len(self._place)), torch.zeros(len(self._place), dtype=torch.int64)
+            )
             # Lists first: a tensor takes its values much faster at once than one by one.
             numbers = torch.tensor([self._place[one.leaf] for one in fitting.plain], dtype=torch.int64)
             lines = [(4 * one.A_start, 4 * one.B_start, one.rank) for one in fitting.plain]
             integers[:, numbers] = torch.tensor(lines, dtype=torch.int64).reshape(-1, 3).T
-            found.scale[numbers] = torch.tensor([one.scale for one in fitting.plain])
-            found.is_there[numbers] = 1
-            self._columns[fitting] = found
-        return found
+            columns.scale[numbers] = torch.tensor([one.scale for one in fitting.plain])
+            columns.is_there[numbers] = 1
+            self._columns[fitting] = columns
+        return columns
 
     def _free(self, key: tuple[str, int]) -> int:
         self._why.pop(key, None)

@@ -150,23 +150,23 @@ class _Product:
 
     def answers(self, cut: Cut | None) -> list[Tensor]:
         """Return the outputs without and with adapters; cut None: as `matvec.choose` says."""
-        found = []
+        results = []
         for lora in (None, self.lora):
             matvec.matvec4(
                 self.x, self.weights, self.out.fill_(math.nan), lora=lora, gate=self.gate, module=self.module, cut=cut
             )
-            found.append(self.out.clone())
-        return found
+            results.append(self.out.clone())
+        return results
 
     def is_right(self, cut: Cut, wanted: Sequence[Tensor]) -> bool:
         """Whether a cut runs here and computes what was wanted."""
         try:
-            found = self.answers(cut)
+            results = self.answers(cut)
         except DeviceError as exc:  # it does not compile, or not run, on this card
             if is_out_of_memory(exc):
                 raise
             return False
-        return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(found, wanted, strict=True))
+        return all(relative_error(a, b) <= LARGEST_ERROR for a, b in zip(results, wanted, strict=True))
 
 
 def why_not_cut(

@@ -65,14 +65,14 @@ def _template_kwargs(asked: ChatRequest) -> dict[str, Any]:
 
 def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
     """Return what a message has beside its role and content. Errors: RequestError."""
-    found: dict[str, Any] = {}
+    fields_of_job: dict[str, Any] = {}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if getattr(message, name, None):
-            found[name] = getattr(message, name)
+            fields_of_job[name] = getattr(message, name)
     if calls := getattr(message, "tool_calls", None):
         if len(calls) > limits.tools:
             raise RequestError(f"has more than {limits.tools} calls", field=f"messages[{place}].tool_calls")
-        found["tool_calls"] = [
+        fields_of_job["tool_calls"] = [
             {
                 "id": call.id, "type": "function",
                 "function": {
@@ -86,7 +86,7 @@ def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
         ]  # fmt: skip
     elif message.content is None:
         raise RequestError("is missing", field=f"messages[{place}].content")
-    return found
+    return fields_of_job
 
 
 def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:

@@ -66,8 +66,8 @@ def _without_blobs(value: Any, path: list[str | int], blobs: list[bytes], paths:
 
 def job_to_message(job: Job) -> dict[str, Any]:
     """Return a job as plain values; bytes stay bytes."""
-    found = {item.name: getattr(job, item.name) for item in fields(Job)}
-    return found | {"request": asdict(job.request)}
+    values = {item.name: getattr(job, item.name) for item in fields(Job)}
+    return values | {"request": asdict(job.request)}
 
 
 def job_from_message(message: Mapping[str, Any]) -> Job:
@@ -81,9 +81,9 @@ def job_from_message(message: Mapping[str, Any]) -> Job:
 
 def event_to_message(event: Event) -> dict[str, Any]:
     """Return an event as plain values, without what is empty."""
-    found = {item.name: getattr(event, item.name) for item in fields(Event)}
-    found["tokens"] = [[token.token_id, token.text, token.logprob, token.top] for token in event.tokens]
-    return {name: value for name, value in found.items() if value}
+    values = {item.name: getattr(event, item.name) for item in fields(Event)}
+    values["tokens"] = [[token.token_id, token.text, token.logprob, token.top] for token in event.tokens]
+    return {name: value for name, value in values.items() if value}
 
 
 def event_from_message(message: Mapping[str, Any]) -> Event:

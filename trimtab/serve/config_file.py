@@ -149,7 +149,7 @@ def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:
     """Return key -> what it may use, and everything that is wrong; a key itself is never repeated."""
     if not isinstance(tables, Mapping):
         return {}, ["keys: must be tables, as [keys.NAME]"]
-    found: dict[str, KeyLimits] = {}
+    keys: dict[str, KeyLimits] = {}
     problems: list[str] = []
     for name, table in tables.items():
         try:
@@ -157,10 +157,10 @@ def _keys(tables: Any, folder: Path) -> tuple[dict[str, KeyLimits], list[str]]:
         except RequestError as exc:
             problems.append(f"keys.{name}: {exc}")
             continue
-        if key in found:
-            problems.append(f"keys.{name}: has the key of {found[key].name}")
-        found[key] = limits
-    return found, problems
+        if key in keys:
+            problems.append(f"keys.{name}: has the key of {keys[key].name}")
+        keys[key] = limits
+    return keys, problems
 
 
 def _key(name: str, table: Any, folder: Path) -> tuple[str, KeyLimits]:

@@ -92,12 +92,12 @@ def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
     """
     given = [Path(path) for path in paths if path is not None and Path(path).exists()]
     around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
-    found = set()
+    folders = set()
     for path in [*given, *around]:
         for one in (Path(os.path.abspath(path)), path.resolve()):
             if one != one.parent:  # the root alone would be every slash
-                found |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}
-    return tuple(sorted(found, key=lambda text: (-len(text), text)))
+                folders |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}
+    return tuple(sorted(folders, key=lambda text: (-len(text), text)))
 
 
 def without_paths(value: Any, *known: str, folders: Sequence[str] = ()) -> Any:

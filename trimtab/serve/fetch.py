@@ -39,8 +39,8 @@ class Fetcher:
         """Return the bytes at each address. urls: address -> the field it stands in. Errors: RequestError, without a word
         about what the network inside looks like."""
         checked = {url: self._check(url, field) for url, field in urls.items()}
-        found = await asyncio.gather(*(self._get(parts, urls[url]) for url, parts in checked.items()))
-        return dict(zip(checked, found, strict=True))
+        bodies = await asyncio.gather(*(self._get(parts, urls[url]) for url, parts in checked.items()))
+        return dict(zip(checked, bodies, strict=True))
 
     async def _get(self, parts: SplitResult, field: str) -> bytes:
         loop = asyncio.get_running_loop()
@@ -81,13 +81,13 @@ class Fetcher:
             try:
                 if isinstance(connection.sock, ssl.SSLSocket):
                     connection.sock.do_handshake()
-                found = self._body(connection, parts, field)
+                body = self._body(connection, parts, field)
             finally:
                 clock.cancel()
                 connection.close()
             if time.monotonic() >= until:  # a socket that the clock closed looks like an answer's end
                 raise self._late(field)
-            return found
+            return body
         except (OSError, http.client.HTTPException, ValueError) as exc:
             if time.monotonic() >= until:
                 raise self._late(field) from exc
@@ -101,14 +101,14 @@ class Fetcher:
         answer = connection.getresponse()
         if answer.status != 200:  # a redirect too: where it leads has not been checked
             raise RequestError(f"answered {answer.status}", field=field, value=parts.hostname)
-        found = bytearray()
+        body = bytearray()
         while chunk := answer.read1(CHUNK_BYTES):
-            found += chunk
-            if len(found) > self._limits.fetch_bytes:
+            body += chunk
+            if len(body) > self._limits.fetch_bytes:
                 raise RequestError(f"is larger than {self._limits.fetch_bytes} bytes", field=field)
         if answer.length:  # what was promised did not come
-            raise http.client.IncompleteRead(bytes(found))
-        return bytes(found)
+            raise http.client.IncompleteRead(bytes(body))
+        return bytes(body)
 
     def _connect(self, parts: SplitResult, field: str, until: float) -> http.client.HTTPConnection:
         host = parts.hostname
@@ -136,12 +136,12 @@ class Fetcher:
     def public_addresses(host: str, port: int, field: str) -> list[str]:
         """Return the addresses of a host. Errors: RequestError if any of them is not a public one."""
         try:
-            found = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            addresses = [str(info[4][0]) for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
         except (OSError, UnicodeError) as exc:
             raise RequestError("has no address", field=field, value=host) from exc
-        if not found or not all(is_public(address) for address in found):
+        if not addresses or not all(is_public(address) for address in addresses):
             raise RequestError("is not a public address", field=field, value=host)
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(addresses))
 
 
 def _shut(found: socket.socket) -> None:

@@ -67,20 +67,20 @@ class Reloader:
             models, wanted = await asyncio.to_thread(self._reread)
             before = self._live.settings
             settings, needs = _allowed(before, wanted)
-            found: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
+            report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
             changed = _changed(before, settings)
             self._live.replace(settings)
             self._pool.settings = settings
             for served in models:
                 for name, values in (await self._pool.use(served)).items():
-                    found[name] += values
-            for name in found["unloaded"]:
+                    report[name] += values
+            for name in report["unloaded"]:
                 model, _, adapter = name.partition(":")
                 self._forget(adapter, model)
-            told = {"status": "reloaded", "changed": changed, **found}
-            log.info("reloaded", extra={"fields": {name: ",".join(value) for name, value in found.items() if value} | {
+            answer = {"status": "reloaded", "changed": changed, **report}
+            log.info("reloaded", extra={"fields": {name: ",".join(value) for name, value in report.items() if value} | {
                 "changed": ",".join(changed)}})  # fmt: skip
-            return told
+            return answer
 
     async def reload_quietly(self) -> None:
         """Reload, and write down what was wrong: nobody waits for an answer."""

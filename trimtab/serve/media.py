@@ -127,13 +127,13 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
         if not _BEGINNINGS[kind].match(data):
             raise RequestError(f"is not a {kind} file", field=field)
         return data
-    found = _wav(data) if kind == "wav" else _flac(data)
-    if found is None or not found.is_plausible:
+    size = _wav(data) if kind == "wav" else _flac(data)
+    if size is None or not size.is_plausible:
         raise RequestError(f"is not a {kind} file with audio", field=field)
-    seconds = found.frames / found.rate
+    seconds = size.frames / size.rate
     if seconds > limits.audio_s:
         raise RequestError(f"has {seconds:.1f} seconds, the limit is {limits.audio_s:g}", field=field)
-    decoded_bytes = found.frames * found.channels * SAMPLE_BYTES
+    decoded_bytes = size.frames * size.channels * SAMPLE_BYTES
     if decoded_bytes > limits.audio_bytes:
         raise RequestError(f"has {decoded_bytes} bytes decoded, the limit is {limits.audio_bytes}", field=field)
     return data

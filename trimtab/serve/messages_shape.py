@@ -42,13 +42,13 @@ class MessagesShape(Shape):
     def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
         match event.kind:
             case "text" if event.text:
-                found = self._begin("text", {"type": "text", "text": ""})
+                events = self._begin("text", {"type": "text", "text": ""})
                 self._blocks[-1]["text"] += event.text
-                return [*found, self._delta({"type": "text_delta", "text": event.text})]
+                return [*events, self._delta({"type": "text_delta", "text": event.text})]
             case "reasoning":
-                found = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+                events = self._begin("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 self._blocks[-1]["thinking"] += event.text
-                return [*found, self._delta({"type": "thinking_delta", "thinking": event.text})]
+                return [*events, self._delta({"type": "thinking_delta", "thinking": event.text})]
             case "call":
                 assert event.call is not None
                 return self._call(event.call)
@@ -75,9 +75,9 @@ class MessagesShape(Shape):
     def _call(self, piece: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "name" in piece:
             block = {"type": "tool_use", "id": piece["id"], "name": piece["name"], "input": {}}
-            found = self._begin("tool_use", block)
+            events = self._begin("tool_use", block)
             self._blocks[-1]["written"] = ""
-            return found
+            return events
         self._blocks[-1]["written"] += piece["arguments"]
         return [self._delta({"type": "input_json_delta", "partial_json": piece["arguments"]})]
 

@@ -80,10 +80,12 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
         target = {"min_replicas": low, "max_replicas": high, "target_ongoing_requests": model.expected_rows}
         scaling = {"autoscaling_config": target}
     # A copy has up to twice its rows, so that the next ones wait where the rows are; all others wait in the front.
-    told = model.settings(max(settings.queue_limit, model.expected_rows), prompt_tokens=settings.limits.prompt_tokens)
+    settings_of_model = model.settings(
+        max(settings.queue_limit, model.expected_rows), prompt_tokens=settings.limits.prompt_tokens
+    )
     limit = model.resident_limit
     order = [*model.kept, *(name for name in model.adapters if name not in model.kept)]
-    told["adapters"] = {name: model.adapters[name] for name in order[:limit]}
+    settings_of_model["adapters"] = {name: model.adapters[name] for name in order[:limit]}
     deployment = serve.deployment(
         Replica, name=deployment_name(model.name), max_ongoing_requests=2 * model.expected_rows,
         ray_actor_options={"num_cpus": arguments["cpus"], "num_gpus": gpus_of(arguments, model.request.device)},
@@ -91,7 +93,7 @@ def _copies(model: ServedModel, settings: Settings, arguments: Mapping[str, Any]
         graceful_shutdown_timeout_s=settings.grace_s, max_constructor_retry_count=CONSTRUCTOR_TRIES, **scaling,
     )  # fmt: skip
     places = -1 if limit is None else max(1, limit - len(model.kept))
-    return deployment.bind(told, settings.retry, places)
+    return deployment.bind(settings_of_model, settings.retry, places)
 
 
 # Deploying --------------------------------------------------------------------------------------------------------------
@@ -247,10 +249,10 @@ def _check_there() -> None:
     from ray import serve
 
     try:
-        found = serve.status().applications.get(NAME)
+        application = serve.status().applications.get(NAME)
     except Exception as exc:
         raise DeviceError(f"Ray no longer answers ({type(exc).__name__})", device="ray") from exc
-    if found is None:
+    if application is None:
         raise DeviceError("the application was removed from Ray", device="ray")
 
 

@@ -103,11 +103,11 @@ def _refusals(path: str, kind: type[Any] | None, has_key: bool) -> dict[str, Any
     if path == VERIFY:
         words[409] = "A comparison is running"
     responses = {}
-    for status, said in sorted(words.items()):
+    for status, text in sorted(words.items()):
         schema = reference("Error")
         if path in ANTHROPICS:
             schema = {"anyOf": [reference("AnthropicError"), schema]}
         if (path, status) == ("/ready", 503):
             schema = {"anyOf": [reference("Health"), schema]}
-        responses[str(status)] = {"description": said, "content": {"application/json": {"schema": schema}}}
+        responses[str(status)] = {"description": text, "content": {"application/json": {"schema": schema}}}
     return responses

@@ -110,11 +110,11 @@ class Replica:
         """Yield what a job is told. message: `job_to_message`. path: the folder of its adapter, None for the base."""
         job = job_from_message(message)
         loop = asyncio.get_running_loop()
-        told: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
 
         def tell(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                loop.call_soon_threadsafe(told.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         is_over = False
         try:
@@ -126,7 +126,7 @@ class Replica:
                 is_over = True
                 yield event_to_message(Event(job.id, "error", finish="error", error=plain_error(exc)))
             while not is_over:
-                event = await told.get()
+                event = await events.get()
                 is_over = event.kind in ("done", "error")
                 yield event_to_message(event)
         finally:

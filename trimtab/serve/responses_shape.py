@@ -43,13 +43,13 @@ class ResponsesShape(Shape):
     def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
         match event.kind:
             case "text" if event.text:
-                found = self._begin("message")
+                events = self._begin("message")
                 self._item["content"][0]["text"] += event.text
-                return [*found, self._of_part("output_text.delta", delta=event.text, logprobs=[])]
+                return [*events, self._of_part("output_text.delta", delta=event.text, logprobs=[])]
             case "reasoning":
-                found = self._begin("reasoning")
+                events = self._begin("reasoning")
                 self._item["content"][0]["text"] += event.text
-                return [*found, self._of_part("reasoning_text.delta", delta=event.text)]
+                return [*events, self._of_part("reasoning_text.delta", delta=event.text)]
             case "call":
                 assert event.call is not None
                 return self._call(event.call)

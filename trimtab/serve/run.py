@@ -207,19 +207,19 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except (OSError, UnicodeError) as exc:
         raise RequestError("is not an address of this machine", field="host", value=host) from exc
-    found = socket.socket(family, kind, proto)
+    listener = socket.socket(family, kind, proto)
     try:
         # On Windows the option would let two servers share a port; elsewhere it only skips the wait after a restart.
         if hasattr(socket, "SO_EXCLUSIVEADDRUSE"):
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_EXCLUSIVEADDRUSE, 1)
         else:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as exc:
-        found.close()
+        listener.close()
         if exc.errno in (errno.EADDRINUSE, errno.EACCES):
             why = "is in use" if exc.errno == errno.EADDRINUSE else "is in use, or may not be taken by this user"
             raise RequestError(why, field="port", value=port, hint="Give another --port, or 0 for a free one") from exc
         raise RequestError(f"cannot be listened on ({exc.strerror})", field="host", value=host) from exc
-    return found
+    return listener

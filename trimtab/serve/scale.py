@@ -39,12 +39,12 @@ def read_replicas(text: str) -> tuple[int, int]:
     """Return the fewest and the most copies of "3" or "1..4". Errors: RequestError."""
     low, dots, high = text.partition("..")
     try:
-        found = int(low), int(high if dots else low)
+        replicas = int(low), int(high if dots else low)
     except ValueError:
-        found = (0, 0)
-    if not 1 <= found[0] <= found[1]:
+        replicas = (0, 0)
+    if not 1 <= replicas[0] <= replicas[1]:
         raise RequestError("must be 1 or more, as N or LOW..HIGH", field="--replicas", value=text)
-    return found
+    return replicas
 
 
 def arguments_of(
@@ -97,9 +97,9 @@ def _table(model: ServedModel) -> dict[str, Any]:
     request = replace(model.request, model=_path(model.request.model))
     if request.offload_dir is not None:
         request = replace(request, offload_dir=str(Path(request.offload_dir).absolute()))
-    found = {item.name: _plain(getattr(model, item.name)) for item in fields(ServedModel) if item.name != "request"}
+    table = {item.name: _plain(getattr(model, item.name)) for item in fields(ServedModel) if item.name != "request"}
     adapters = {name: _path(path) for name, path in model.adapters.items()}
-    return {**found, "request": _plain(request.to_json()), "adapters": adapters}
+    return {**table, "request": _plain(request.to_json()), "adapters": adapters}
 
 
 def _path(given: str | Path) -> str:

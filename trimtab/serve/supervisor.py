@@ -295,8 +295,8 @@ class Supervisor:
                 self._on_ready(life, message)
             case "events":
                 life.answered |= bool(message["events"])
-                for found in message["events"]:
-                    self._pass_on(event_from_message(found))
+                for event in message["events"]:
+                    self._pass_on(event_from_message(event))
             case "reply":
                 self._replied(message)
             case "fatal":

@@ -74,7 +74,7 @@ class _Verifying:
         return {"plan": plan, "adapters": chosen, "adapter": asked.adapter, "against": asked.against}
 
     async def _told(self, work: Mapping[str, Any]) -> AsyncIterator[dict[str, str]]:
-        told: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         left = threading.Event()
         loop = asyncio.get_running_loop()
 
@@ -83,14 +83,14 @@ class _Verifying:
             if left.is_set():
                 raise _ClientLeftError
             if line["event"] in ("say", "report"):
-                loop.call_soon_threadsafe(told.put_nowait, line)
+                loop.call_soon_threadsafe(events.put_nowait, line)
 
         task = asyncio.create_task(asyncio.to_thread(_compare, work, heard))
         try:
             yield {"data": json.dumps({"say": "checking the free memory"})}
-            while not (task.done() and told.empty()):
+            while not (task.done() and events.empty()):
                 with suppress(TimeoutError, asyncio.TimeoutError):
-                    line = await asyncio.wait_for(told.get(), 0.2)
+                    line = await asyncio.wait_for(events.get(), 0.2)
                     shown = without_paths(line["value"], folders=self._folders)
                     yield {"data": json.dumps({line["event"]: shown})}
             try:

@@ -54,7 +54,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             line = {
                 "event": "ran", "load_s": load_s, "warm_s": warm_s, "answers": answers,
                 "device_peak_bytes": memory["gpu_peak_bytes"], "host_peak_bytes": memory["host_peak_bytes"],
-                "fallbacks": [{"what": found.what, "why": found.why} for found in model.fallbacks],
+                "fallbacks": [{"what": fallback.what, "why": fallback.why} for fallback in model.fallbacks],
                 "steps": steps_of(model), "notes": [],
             }  # fmt: skip
     except torch.OutOfMemoryError as exc:

@@ -233,11 +233,11 @@ def _actual(draft: Draft) -> list[Statement]:
         for text, runs in alike.items()
     ]
     for say in (_moved, _differing):
-        said: dict[str, list[Run]] = {}
+        runs_by_text: dict[str, list[Run]] = {}
         for run in draft.failing:
             if text := say(run):
-                said.setdefault(text, []).append(run)
-        statements += [Statement(text, tuple(runs)) for text, runs in said.items()]
+                runs_by_text.setdefault(text, []).append(run)
+        statements += [Statement(text, tuple(runs)) for text, runs in runs_by_text.items()]
     return statements
 
 

@@ -33,7 +33,7 @@ def probe(kit: Kit) -> Seen:
     """Offload one of two decoder layers of a 4-bit and of an 8-bit model."""
     from accelerate import dispatch_model
 
-    said = []
+    messages = []
     for quant in ("nf4", "int8"):
         model = kit.load(kit.checkpoint("llama"), quant=quant, device_map={"": 0})
         try:
@@ -41,5 +41,9 @@ def probe(kit: Kit) -> Seen:
         except TypeError as error:
             if "_is_hf_initialized" not in str(error):
                 raise
-            said.append(f"{quant}: {failure(error)}")
-    return Seen(PRESENT, "; ".join(said)) if said else Seen(FIXED, "4-bit and 8-bit layers were dispatched to the CPU")
+            messages.append(f"{quant}: {failure(error)}")
+    return (
+        Seen(PRESENT, "; ".join(messages))
+        if messages
+        else Seen(FIXED, "4-bit and 8-bit layers were dispatched to the CPU")
+    )

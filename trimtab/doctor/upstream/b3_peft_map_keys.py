@@ -29,16 +29,16 @@ def probe(kit: Kit) -> Seen:
     """Give PEFT the map that loaded the base, without and with the empty key."""
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
-    said = []
+    messages = []
     try:
         kit.peft(kit.load(base, device_map=TOWERS_OFF), adapter, device_map=TOWERS_OFF)
     except ValueError as error:
         if "does not give any device" not in str(error):
             raise
-        said.append(f'without "": {failure(error)}')
+        messages.append(f'without "": {failure(error)}')
     model = kit.load(base, device_map=TOWERS_OFF)
     kit.peft(model, adapter, device_map={"model.vision_tower": "cpu", "model.audio_tower": "cpu", "": 0})
     tower = model.model.vision_tower.encoder.layers[0].mlp.up_proj.linear.base_layer
     if tower.weight.device.type != "meta":
-        said.append('with "": the towers are not offloaded')
-    return Seen(PRESENT, "; ".join(said)) if said else Seen(FIXED, "both maps were kept")
+        messages.append('with "": the towers are not offloaded')
+    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "both maps were kept")

@@ -30,15 +30,15 @@ def probe(kit: Kit) -> Seen:
     base = kit.checkpoint()
     adapter = kit.adapter(base, targets=EVERYWHERE)
     on_disk = {key: "disk" if place == "cpu" else place for key, place in TOWERS_OFF.items()}
-    failed, said = False, []
+    failed, messages = False, []
     for name, options in (("no map", {}), ("a map", {"device_map": behind_peft(on_disk)})):
         try:
             model = kit.peft(kit.load(base, device_map=on_disk), adapter, **options)
             apart = float((kit.forward(model) - kit.forward(kit.peft(kit.load(base), adapter))).abs().max())
         except (KeyError, NotImplementedError) as error:
             failed = True
-            said.append(f"{name}: {failure(error)}")
+            messages.append(f"{name}: {failure(error)}")
         else:
             failed |= apart != 0
-            said.append(f"{name}: logits differ by {apart:.3g} from the unsplit model's")
-    return Seen(PRESENT if failed else FIXED, "; ".join(said))
+            messages.append(f"{name}: logits differ by {apart:.3g} from the unsplit model's")
+    return Seen(PRESENT if failed else FIXED, "; ".join(messages))

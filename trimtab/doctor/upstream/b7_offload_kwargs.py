@@ -50,12 +50,12 @@ def probe(kit: Kit) -> Seen:
             kit.load(base, device_map=TOWERS_OFF), adapter, device_map=behind_peft(TOWERS_OFF), offload_buffers=True,
             ephemeral_gpu_offload=True,
         )  # fmt: skip
-    said = [] if "offload_buffers" in passed else [f"offload_buffers dropped, dispatch_model got {sorted(passed)}"]
+    messages = [] if "offload_buffers" in passed else [f"offload_buffers dropped, dispatch_model got {sorted(passed)}"]
     to_disk = behind_peft({**TOWERS_OFF, "model.vision_tower": "disk"})
     try:
         kit.peft(kit.load(base, device_map=TOWERS_OFF, offload_folder=kit.folder), adapter, device_map=to_disk)
     except ValueError as error:
         if "offload_dir" not in str(error):
             raise
-        said.append(failure(error))
-    return Seen(PRESENT, "; ".join(said)) if said else Seen(FIXED, "both reached accelerate")
+        messages.append(failure(error))
+    return Seen(PRESENT, "; ".join(messages)) if messages else Seen(FIXED, "both reached accelerate")

@@ -317,9 +317,9 @@ def _answers(
     replies = work.client.post_each(channel.path, [body for _, body in bodies])
     answers = []
     for (question, _), reply in zip(bodies, replies, strict=True):
-        said = channel.read(reply.value) if reply.status == 200 else None
-        if said is not None:
-            answers.append((question, said))
+        answer = channel.read(reply.value) if reply.status == 200 else None
+        if answer is not None:
+            answers.append((question, answer))
     if bodies and not answers:
         raise RequestError(
             f"answers no request for {model!r}: status {replies[0].status} {replies[0].words}", field="against",
