@@ -156,7 +156,7 @@ def test_a_longer_context_never_reads_less(one, other):
 
 
 def test_a_link_that_is_not_there_and_a_step_that_reads_nothing_have_no_limit():
-    with pytest.raises(ValueError, match="not there"):
+    with pytest.raises(ValueError, match="there is no link"):
         limit_of(reads_of(link=1), replace(RATES, link_Bps=None))
     with pytest.raises(ValueError, match="reads nothing"):
         limit_of(reads_of(), RATES)
