@@ -52,7 +52,7 @@ def test_kernels_of_many_tokens_run_and_are_right(monkeypatch):
     monkeypatch.setattr(once, "MANY_PRODUCTS", once.MANY_PRODUCTS[1:2])
     monkeypatch.setattr(once, "UNPACKED", once.UNPACKED[:1])
     monkeypatch.setattr(once, "HEADS", ((64, 256),))
-    parts = modules.prompts(), modules.rows(), modules.head8()
+    parts = modules.prompts(), modules.rows(), modules.heads()
     assert list(once.findings_of_many(*parts, tokens=(1, 17), rows=(9,))) == []
     names = {name for part in parts for name in modules.launches(part)}
     assert {"unpack_nested", "unpack_plain", "lora_low", "lora_low_tensor", "lora_up", "lora_up_rows"} <= names

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.cuda_on_cpu.run import CpuModule
-from trimtab.runtime import ends, fused, many_rows, matvec, prompt_kernels
+from trimtab.runtime import ends, fused, head8, many_rows, matvec, prompt_kernels
 
 
 class _Kept(dict):
@@ -58,6 +58,11 @@ def prompts(order: int = 0, *, source: str | None = None) -> CpuModule:
 def rows(order: int = 0, *, source: str | None = None) -> CpuModule:
     """Return the kernels of runtime/many_rows.py."""
     return CpuModule(source or many_rows.source(), many_rows.NAMES, order=order)
+
+
+def heads(order: int = 0) -> CpuModule:
+    """Return the kernel of runtime/head8.py."""
+    return CpuModule(head8.source(), head8.NAMES, order=order)
 
 
 def launches(module: CpuModule) -> list[str]:
