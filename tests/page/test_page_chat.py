@@ -399,8 +399,11 @@ def test_a_long_title_leaves_its_button_in_the_list(opened):
     stand_in(page, "An answer.")
     ask(page, "A question that is far longer than the list of chats is wide, and then some")
     answers(page)
-    button, drawer = page.locator(".chat-list .quiet-button").bounding_box(), page.locator("#chats").bounding_box()
-    assert button["x"] + button["width"] <= drawer["x"] + drawer["width"]
+    drawer, title = page.locator("#chats").bounding_box(), page.locator(".chat-list .open").bounding_box()
+    for name in ("Rename", "Delete"):
+        button = page.locator(f".chat-list [aria-label^={name}]").bounding_box()
+        assert button["x"] >= title["x"] + title["width"]
+        assert button["x"] + button["width"] <= drawer["x"] + drawer["width"]
     assert page.evaluate("document.getElementById('chats').scrollWidth <= document.getElementById('chats').clientWidth")
 
 
