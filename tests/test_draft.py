@@ -774,7 +774,7 @@ def test_user_and_host_are_taken_out(monkeypatch):
 def test_a_draft_holds_no_path_of_the_machine():
     dirty = r03(
         log_lines=["offloading to /home/jane/offload/x.dat for jane@example.com"],
-        warnings={r"C:\Users\jane\x.py is old": 2}, title="in /home/jane/work/case",
+        warnings={r"C:\Users\jane\x.py is old": 2}, title="in /home/jane/cases/case",
     )  # fmt: skip
     dirty["configuration"]["adapter"] = {"offload_dir": "/home/jane/off/load"}
     dirty["exception"] = {**META_ITEM, "message": ITEM + " in /home/jane/secret/run.py"}
