@@ -125,6 +125,18 @@ def test_two_mebibytes_are_allowed_and_images_may_take_more():
         assert error_of(post(server, sized(2**21), path), 413)["fields"]["limit_bytes"] == 2**21
 
 
+@pytest.mark.parametrize("key", ["content", "url"])
+def test_a_long_text_that_is_no_image_is_refused_before_it_is_parsed(key, monkeypatch):
+    parsed = []
+    monkeypatch.setattr(wire, "read", lambda *given, **options: parsed.append(given))
+    server = client(MockPool(context=2**20), limits=Limits(media_count=1))
+    text = "QUJD" * 2**20  # as base64 has no other bytes than these, it is not counted as text when it arrives
+    content = text if key == "content" else [{"type": "image_url", "image_url": {"url": text}}]
+    error = error_of(chat(server, messages=[{"role": "user", "content": content}]), 413)
+    assert (error["class"], error["fields"]["limit_bytes"]) == ("BodyTooLargeError", 2**21)
+    assert "Only images and audio" in error["message"] and not parsed
+
+
 def image_message(url):
     return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
 

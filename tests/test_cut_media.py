@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from tests.test_app import MockPool, client
 from trimtab.serve import cut_media, wire
+from trimtab.serve.body import MEMORY_BYTES
 from trimtab.serve.cut_media import CUT_BYTES
 
 PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 )
-LARGE = PNG + b"\0" * (CUT_BYTES + 100)
+LARGE = PNG + b"\0" * MEMORY_BYTES
 TEXT = base64.b64encode(LARGE).decode()
 URL = f"data:image/png;base64,{TEXT}"
 
@@ -35,7 +36,7 @@ def restored(body):
         ({"image_url": {"url": URL}}, 1), ({"image_url": URL}, 1), ({"data": TEXT}, 1), ([{"url": URL}, {"data": TEXT}], 2),
         ({"text": URL}, 0), ({"url": TEXT}, 0), ({"url": "data:image/png;base64,AAAA"}, 0), ([URL], 0),
         ({"note": 'a "quote" and \\ and \\" more', "url": URL}, 1), ({"text": '"url":"' + URL + '"'}, 0),
-        ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 0), ({"a": "", "url": URL, "b": ""}, 1),
+        ({"text": "\\" * 100_001, "url": URL}, 1), ({"text": '"' * 2**17, "url": URL}, 1), ({"a": "", "url": URL, "b": ""}, 1),
     ],
 )  # fmt: skip
 def test_only_long_base64_of_media_is_cut_out_and_what_is_cut_is_kept(value, count):
@@ -44,7 +45,24 @@ def test_only_long_base64_of_media_is_cut_out_and_what_is_cut_is_kept(value, cou
         assert small == body and len(cut) == count
 
 
-def test_base64_with_escapes_stays_and_what_is_no_base64_is_known():
+@pytest.mark.parametrize("shift", range(4))
+@pytest.mark.parametrize("head", ["data:image/png;base64,", "data:image/png;name=a.png;base64,", "data:;base64,"])
+def test_base64_whose_slashes_are_escaped_is_cut_out_too(shift, head):
+    image = b"\0" * shift + b"\xff" * (CUT_BYTES + shift)  # ends with "/", "//" or "8="
+    body = json.dumps({"url": head + base64.b64encode(image).decode()}).replace("/", "\\/").encode()
+    small, cut = cut_media.cut_media(body)
+    assert list(cut.values()) == [image]
+    assert json.loads(small)["url"] == head + next(iter(cut))
+
+
+def test_the_length_from_which_base64_is_cut_out():
+    for count, expected in ((CUT_BYTES - 1, 0), (CUT_BYTES, 1)):
+        for before in (0, 1, CUT_BYTES - 9, CUT_BYTES - 8, CUT_BYTES):
+            body = b" " * before + b'{"data":"' + b"A" * count + b'"}'
+            assert len(cut_media.cut_media(body)[1]) == expected, (count, before)
+
+
+def test_base64_with_other_escapes_stays_and_what_is_no_base64_is_known():
     escaped = json.dumps({"data": TEXT}).replace("AA", "A\\u0041").encode()
     assert cut_media.cut_media(escaped) == (escaped, {})
     for wrong in ("!" + TEXT, "=" + TEXT, TEXT[:-3]):

@@ -27,7 +27,7 @@ from starlette.types import Message, Receive
 
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.serve import wire
-from trimtab.serve.cut_media import cut_media
+from trimtab.serve.cut_media import CUT_BYTES, cut_media
 from trimtab.serve.settings import Limits
 
 # What every body may hold without a share of the budget, so that large ones never keep small ones out.
@@ -201,7 +201,8 @@ class Reader:
     """Parses and validates bodies in threads of its own, none on the event loop: small ones never wait for larger ones, and very
     large ones are read one at a time.
 
-    What was cut out of a large one is in `request.state.cut`.
+    Long base64 is cut out of a large one first (`request.state.cut`). The rest has a limit: a parser holds the interpreter from the
+    first byte of a text to its last.
     lenient: fields without effect are taken, and named in `request.state.ignored`.
     """
 
@@ -214,6 +215,8 @@ class Reader:
     def use(self, limits: Limits, *, lenient: bool) -> None:
         """Go on with other limits."""
         self._body_bytes, self._lenient = limits.body_bytes, lenient
+        # What is parsed of a large body: its text, and images and audio too small to be cut out.
+        self._parsed_bytes = limits.body_bytes + limits.media_count * CUT_BYTES
         # Several items of a response's input may make one message.
         self._most = {"messages": limits.messages, "tools": limits.tools, "input": ITEMS * limits.messages}
 
@@ -228,6 +231,8 @@ class Reader:
             if held.size <= MEMORY_BYTES:
                 return await self.run(held.size, lambda: read(held.whole())), held.size
             body, request.state.cut = await self.run(held.size, lambda: cut_media(held.whole()))
+            if len(body) > self._parsed_bytes:
+                raise _too_long(self._body_bytes)
             return await self.run(held.size, lambda: read(body)), held.size
         finally:
             held.close()
