@@ -1,13 +1,17 @@
 """One pool for all graphs: a new one after a failed capture and where the last graph is gone; a capture is always ended."""
 
 import gc
+import threading
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from trimtab.runtime import capturing
 from trimtab.runtime.graph_cache import GraphCache
+
+CUDA = torch.device("cuda", 0)
 
 
 @pytest.fixture
@@ -58,6 +62,53 @@ def test_a_capture_that_fails_is_ended_and_its_pool_is_forgotten(cuda):
     graphs.forget_pool()
     graphs.record(None, lambda: None)
     assert begun(cuda) == ["a", "a", "b"]
+
+
+@pytest.mark.parametrize("where", ["capture_begin", "run", "capture_end"])
+def test_the_allocator_is_told_that_a_capture_which_fails_is_over(cuda, monkeypatch, where):
+    """torch 2.6 to 2.12 do not tell it (pytorch/pytorch#180395), and `torch.cuda.empty_cache` then never works again."""
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def told(device, pool):
+        cuda.append(("over", device, pool))
+        raise RuntimeError("not currently recording to this pool")  # torch says so where it knows already
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", told, raising=False)
+    if where != "run":
+        monkeypatch.setattr(torch.cuda.CUDAGraph, where, fail)
+    graphs, side = GraphCache(), SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.record(side, fail if where == "run" else lambda: None)
+    assert cuda[-1] == ("over", 1, "a")
+    monkeypatch.undo()
+
+
+def test_a_thread_that_waits_for_the_device_waits_for_a_capture_first(monkeypatch):
+    done, begun, may_end = [], threading.Event(), threading.Event()
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(capturing, "_streams", {CUDA: stream})
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+
+    def capture():
+        with capturing.side_stream(CUDA):
+            begun.set()
+            may_end.wait(10)
+            done.append("captured")
+
+    threads = [threading.Thread(target=capture), threading.Thread(target=capturing.wait_for_all, args=(CUDA,))]
+    threads[0].start()
+    assert begun.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert done == ["captured", "waited"]
+    capturing.wait_for_all(torch.device("cpu"))
+    assert len(done) == 2
 
 
 def test_the_graph_used_longest_ago_goes_first():

@@ -507,6 +507,14 @@ def test_what_a_first_request_does_not_need_is_captured_in_moments_without_reque
     batch.captures_ahead.prepare(first=True)
     assert batch.steps.captures == 2  # six rows and one
     counts = []
+    prompt = batch.begin(model.prepare("Hello"), GenerateRequest(max_new_tokens=4))
+    while not prompt.step():
+        pass
+    batch.place(prompt)  # not active yet, and its row is written
+    with pytest.raises(RequestError, match="requests are running"):
+        batch.captures_ahead.prepare()
+    batch.leave(prompt.row)
+    batch.captures_ahead.prepare(first=True)
     while not batch.captures_ahead.is_over:
         batch.captures_ahead.prepare_more()
         counts.append(batch.steps.captures)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trimtab.errors import CheckpointError, DeviceError
-from trimtab.runtime import leaves, lora, tiers
+from trimtab.runtime import leaves, lora, read, tiers
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, quantize, shell
 
 CPU = torch.device("cpu")
@@ -246,6 +246,33 @@ def test_the_dense_weight_is_what_the_layer_computes_with(quant):
     expected = x.double() @ dequantize(packed).double().T
     bound = 2**-7 * expected.abs().max() if quant != "int8" else 256**0.5 / 127 * x.abs().max()
     assert (y - expected).abs().max() <= bound
+
+
+def test_host_memory_is_given_back_after_everything_that_was_queued(monkeypatch):
+    """A replay of a graph copies from it on no stream of the streamer's."""
+    done = []
+    group = tiers.Group("layers.0", 8, SimpleNamespace(tensor=torch.zeros(8), close=lambda: done.append("given back")))
+    streamer = tiers.Streamer(CPU, [group])
+    monkeypatch.setattr(tiers, "wait_for_all", lambda device: done.append(device))
+    streamer.close()
+    assert done == [CPU, "given back"]
+
+
+def test_registered_memory_that_a_queued_copy_reads_is_given_back_after_it(monkeypatch):
+    """An adapter that is loaded from its folder is dropped as soon as its copy is queued."""
+    done = []
+    event = SimpleNamespace(synchronize=lambda: done.append("copied"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(record_event=lambda: event))
+    driver = SimpleNamespace(cudaHostUnregister=lambda address: done.append("given back"))
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(read, "_register", lambda tensor: True)
+    for is_used in (True, False):
+        memory = read.HostMemory(read.HostMemory.REGISTER_FROM_BYTES, pinned=True)
+        if is_used:
+            memory.is_used(torch.device("cuda"))
+        memory.close()
+        memory.close()
+    assert done == ["copied", "given back", "given back"]
 
 
 def test_code_tables_are_shared_only_when_equal():

@@ -47,3 +47,30 @@ def test_a_capture_lasts_with_garbage_around():
     graph.replay()
     torch.cuda.synchronize()
     assert output.tolist() == [2001.0] * 16
+
+
+@pytest.mark.parametrize("broken", ["asks the device", "raises"])
+def test_after_a_capture_that_fails_memory_is_given_back_and_captures_succeed(broken):
+    values = torch.ones(16, device=DEVICE)
+
+    def fail():
+        total = values + 1
+        if broken == "raises":
+            raise ValueError("in the middle")
+        return total.sum().item()  # waits for the device, which ends the capture
+
+    graphs = GraphCache()
+    for _ in range(2):
+        with side_stream(DEVICE) as side:
+            torch.cuda.synchronize()
+            with pytest.raises((RuntimeError, ValueError)):
+                graphs.record(side, fail)
+        graphs.forget_pool()
+        torch.cuda.empty_cache()
+        torch.zeros(1, device=DEVICE).item()
+    with side_stream(DEVICE) as side:
+        torch.cuda.synchronize()
+        graph, output = graphs.record(side, lambda: values + 2)
+    graph.replay()
+    assert output.tolist() == [3.0] * 16
+    torch.cuda.empty_cache()

@@ -58,8 +58,8 @@ class CaptureAhead:
 
     def prepare_more(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the next of what was left. Errors: as `prepare`; then nothing more is captured before its first use."""
-        self._check_idle()
         left, self._left = self._left, []
+        self._check_idle()
         if not left or not self.batch.steps.is_captured:
             return
         what, sizes = left[0]
@@ -70,8 +70,9 @@ class CaptureAhead:
         self._left = left[1:]
 
     def _check_idle(self) -> None:
-        if self.batch.active:
-            raise RequestError("requests are running", field="rows", value=len(self.batch.active))
+        rows = len(self.batch.active) + len(self.batch.placed) + len(self.batch.prompts.jobs)
+        if rows:  # stand-ins are written to every row, and to the prompts' one
+            raise RequestError("requests are running", field="rows", value=rows)
 
     def _token(self) -> int:
         """Return a token that stands for nothing but itself."""

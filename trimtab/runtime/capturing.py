@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -35,3 +35,14 @@ def side_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
         finally:
             if collects:
                 gc.enable()
+
+
+def wait_for_all(device: torch.device) -> None:
+    """Wait for everything that was queued on a GPU, on whatever stream: replays of graphs copy from host memory on none of ours.
+
+    While another thread captures, this waits for it: a question to the whole device would end its capture. What the device has to
+    say about work that failed is left to whoever asked for it.
+    """
+    if device.type == "cuda":
+        with _lock, suppress(RuntimeError):
+            torch.cuda.synchronize(device)

@@ -9,8 +9,8 @@ graphs[key] = Captured(graph, ...)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch
@@ -38,14 +38,32 @@ class GraphCache(OrderedDict[tuple[Hashable, ...], Captured]):
         graph = torch.cuda.CUDAGraph()
         if self._pool is None or not self:  # a pool ends with the last graph that was captured into it
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(side), _ended_on_error(side, self._pool):
             # Other threads (a reader of the disk) may use the device at the same time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 output = run()
             except BaseException:
-                with suppress(Exception):
+                with suppress(Exception):  # it would only say that something failed before
                     graph.capture_end()
                 raise
             graph.capture_end()
         return graph, output
+
+
+@contextmanager
+def _ended_on_error(side: torch.cuda.Stream, pool: Any) -> Iterator[None]:
+    """Let torch's allocator know of a capture that fails in the block that it is over.
+
+    Up to torch 2.12 `capture_end` raises before it says so (https://github.com/pytorch/pytorch/pull/180395): every later
+    `torch.cuda.empty_cache` then ends in an internal assertion, and an allocation that finds no memory gives nothing back before it
+    fails. The memory of the failed capture stays in its pool.
+    """
+    try:
+        yield
+    except BaseException:
+        end: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+        with suppress(Exception):  # torch knows already
+            if end is not None:
+                end(side.device.index, pool)
+        raise

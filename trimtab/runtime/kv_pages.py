@@ -145,7 +145,9 @@ class PagedRow:
         each, rest = divmod(PAGE_TOKENS, size)
         assert not rest, size
         numbers = [self.pages[at // each] * each + at % each for at in range(first, first + count)]
-        index = torch.tensor(numbers, dtype=torch.long, device=self.held.device)
+        # From page-locked memory: a copy from elsewhere would wait for every step that is queued.
+        index = torch.tensor(numbers, dtype=torch.long, pin_memory=self.held.is_cuda and bool(numbers))
+        index = index.to(self.held.device, non_blocking=True)
         return self.held.view(self.held.shape[0], -1, size, self.held.shape[-1]), index
 
     def read(self, first: int, count: int, size: int) -> Tensor:

@@ -34,6 +34,7 @@ from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
+from trimtab.runtime.capturing import wait_for_all
 from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.leaves import Leaf, StillLeaf
@@ -253,6 +254,7 @@ class LoadedModel(Asking):
 
     def close(self) -> None:
         """Free all memory on every device, and the disk tier's file. A second call does nothing."""
+        wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
         loaded, self._loaded = self._loaded, None
         self._single = self.unpacked = None
         if loaded is not None:
@@ -364,6 +366,7 @@ class LoadedModel(Asking):
         fitting = self.fitting(held)
         # On a GPU a copy, on a CPU the adapter is used where it lies.
         whole = held.memory.tensor.to(self.device, non_blocking=True)
+        held.memory.is_used(self.device)  # the adapter may be dropped before the copy has begun
         piece = None
         if held.dtype is not None:
             piece = whole.view(held.dtype).to(getattr(torch, ADAPTER_DTYPE))

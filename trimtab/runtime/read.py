@@ -99,6 +99,7 @@ class HostMemory:
 
     def __init__(self, byte_count: int, *, pinned: bool) -> None:
         self._registered = 0
+        self._used: torch.cuda.Event | None = None
         if pinned and byte_count >= self.REGISTER_FROM_BYTES:
             self.tensor = torch.empty(byte_count, dtype=torch.uint8)
             if _register(self.tensor):
@@ -106,10 +107,19 @@ class HostMemory:
                 return
         self.tensor = torch.empty(byte_count, dtype=torch.uint8, pin_memory=pinned)
 
+    def is_used(self, device: torch.device) -> None:
+        """Say that a copy of these bytes was just queued on a device: `close` waits for it, as torch does for what it allocates."""
+        if self._registered and device.type == "cuda":
+            self._used = torch.cuda.current_stream(device).record_event()
+
     def close(self) -> None:
         """Unlock and drop the memory; views of it that are still around keep the bytes, unlocked."""
         registered, self._registered = self._registered, 0
+        used, self._used = self._used, None
         if registered:
+            if used is not None:
+                with suppress(RuntimeError):  # work that failed is told to whoever asks for it
+                    used.synchronize()
             torch.cuda.cudart().cudaHostUnregister(registered)
         self.tensor = torch.empty(0, dtype=torch.uint8)
 

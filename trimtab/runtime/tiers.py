@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from trimtab.errors import CheckpointError, DeviceError
+from trimtab.runtime.capturing import wait_for_all
 from trimtab.runtime.quant import Packed
 from trimtab.runtime.read import HostMemory, bytes_of
 
@@ -490,8 +491,7 @@ class Streamer:
         """Give back every buffer and the spill file."""
         if self._worker is not None:
             self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._stream is not None:
-            self._stream.synchronize()
+        wait_for_all(self.device)  # a step that was queued ahead copies from here as well
         for group in self.groups:
             if group.host is not None:
                 group.host.close()

@@ -346,6 +346,7 @@ class Towers:
             self._graphs.forget_pool()
             self._graphs.clear()
             self._shapes.clear()
+            self._buffers.clear()
             if is_out_of_memory(exc):  # planned: never a reason to go on the slower way
                 raise memory_error(exc, "capturing a tower", self.model.plan, self.device) from exc
             torch.zeros(1, device=self.device).item()  # the device says itself whether it got over it

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from trimtab.runtime import cuts, launch_configs, matvec, nvrtc
 from trimtab.runtime.capturing import side_stream
 from trimtab.runtime.cuts import BLOCK, Cut
 from trimtab.runtime.fused_check import relative_error
+from trimtab.runtime.graph_cache import GraphCache
 from trimtab.runtime.matvec import NESTED
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.quant import Packed, quantize, shell
@@ -347,17 +348,9 @@ def graph_us(run: Callable[[], None], device: torch.device, *, repeat: int = 3) 
     with torch.cuda.device(device):
         run()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         # Not torch.cuda.graph: that collects garbage first, which takes longer than all the rest.
-        with side_stream(device) as side, torch.cuda.stream(side):
-            graph.capture_begin(capture_error_mode="thread_local")
-            try:
-                run()
-            except BaseException:
-                with suppress(Exception):  # it would only say that something failed before
-                    graph.capture_end()
-                raise
-            graph.capture_end()
+        with side_stream(device) as side:
+            graph, _ = GraphCache[Any]().record(side, run)
         graph.replay()
         times = []
         for _ in range(repeat):
