@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
@@ -25,8 +26,8 @@ from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
 from trimtab.runtime.generate import Detokenizer
 from trimtab.runtime.hf_generate import Sampler
-from trimtab.runtime.images_ahead import ahead_of
-from trimtab.runtime.media import picture_bytes
+from trimtab.runtime.media import SAMPLE_RATE, picture_bytes
+from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.runtime.model import LoadedModel
 from trimtab.runtime.out_of_memory import is_out_of_memory
 from trimtab.runtime.prompt_scores import PIECE_TOKENS, PromptScores
@@ -110,16 +111,20 @@ class LoadedEngine:
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.captures_ahead.prepare(self.shelf.held, first=True)
         self._has_learned.clear()
-        self._preparing.start(self._learn_images)
+        self._preparing.start(self._learn_media)
 
-    def _learn_images(self) -> None:
-        """Show the processor a small image, so that the first real one is resized on a thread of the pool too."""
-        if self.model.plan.request.images:
-            with suppress(Exception):  # a model without images, or a processor that the first prompt will find wanting
-                ahead_of(self.model.processor)
-                chat.prepare(
-                    self.model, "?", images=[Image.new("RGB", (LEARN_SIDE, LEARN_SIDE))], device=torch.device("cpu")
-                )
+    def _learn_media(self) -> None:
+        """Show the processor an image and a second of silence, so that a thread of the pool prepares the first real ones too."""
+        request, processor = self.model.plan.request, self.model.processor
+        # A model may lack either, or have a processor that the first prompt will find wanting.
+        with suppress(Exception):
+            if request.images and images_ahead(processor) is not None:
+                picture = Image.new("RGB", (LEARN_SIDE, LEARN_SIDE))
+                chat.prepare(self.model, "?", images=[picture], device=torch.device("cpu"))
+        with suppress(Exception):
+            if request.audio_s >= 1 and audio_ahead(processor) is not None:
+                silence = np.zeros(SAMPLE_RATE, np.float32)
+                chat.prepare(self.model, "?", audios=[silence], device=torch.device("cpu"))
         self._has_learned.set()
 
     @property
@@ -222,13 +227,15 @@ class LoadedEngine:
             raise self._name_on_host(exc, "preparing a prompt") from exc
 
     def _decoded(self, job: Job) -> Job:
-        """Return a job with its media decoded and its images resized, on a thread of the pool."""
+        """Return a job with its media decoded, its images resized and its audio turned into features, on a thread of the pool."""
         try:
             decoded = chat.decode_media(self.model, job.prompt)
-            pictures = [part["image"] for message in decoded for part in message["content"] if part["type"] == "image"]
+            parts = [part for message in decoded for part in message["content"]]
             self._has_learned.wait(LEARN_S)
-            if pictures and (ahead := ahead_of(self.model.processor)) is not None:
-                ahead.prepare(pictures)
+            for kind, ahead_of in (("image", images_ahead), ("audio", audio_ahead)):
+                media = [part[kind] for part in parts if part["type"] == kind]
+                if media and (ahead := ahead_of(self.model.processor)) is not None:
+                    ahead.prepare(media)
             return replace(job, prompt=decoded)
         except RequestError as exc:
             raise for_client(exc, job) from exc

@@ -1,8 +1,8 @@
 """The order in which prompts become model inputs, on a separate thread, so that an image delays no token of others.
 
-Images and audio are decoded, and images resized, by a few threads (media_pool.py). Everything else is done by one thread, because
-a tokenizer is changed while it encodes. Short texts come first: a text waits for one prompt with media at most, however many of
-those there are.
+Images and audio are decoded, images resized and audio turned into features by a few threads (media_pool.py). Everything else is
+done by one thread, because a tokenizer is changed while it encodes. Short texts come first: a text waits for one prompt with media
+at most, however many of those there are.
 """
 
 from __future__ import annotations

@@ -1,27 +1,30 @@
-"""Images are resized on threads of the media pool, and what comes of it is what the processor makes by itself."""
+"""Images and audio are prepared on threads of the media pool, and what comes of it is what the processor makes by itself."""
 
 from __future__ import annotations
 
+import gc
 import io
 import threading
 
+import numpy as np
 import pytest
+import soundfile
 import torch
 from PIL import Image
 
 import trimtab
 from tests import talking
 from tests.test_control_tokens import asked
-from tests.test_media_check import SEEING
+from tests.test_media_check import HEARING, SEEING
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
-from trimtab.runtime.images_ahead import ahead_of
+from trimtab.runtime.media_ahead import audio_ahead, images_ahead
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 
 
 class Real:
-    """An image processor that notes on which thread it is called."""
+    """An image processor or a feature extractor that notes on which thread it is called."""
 
     def __init__(self, real):
         self._real, self.threads = real, []
@@ -35,19 +38,30 @@ class Real:
 
 
 @pytest.fixture
-def seeing():
+def part_of():
+    """The model of a family, and a part of its processor that notes its calls."""
     changed = []
 
-    def of(family):
+    def of(family, part):
         model = asked(family)
-        own = model.processor.image_processor
-        changed.append((model.processor, own))
-        model.processor.image_processor = real = Real(own)
+        own = getattr(model.processor, part)
+        changed.append((model.processor, part, own))
+        real = Real(own)
+        setattr(model.processor, part, real)
         return model, real
 
     yield of
-    for processor, own in changed:
-        processor.image_processor = own
+    for processor, part, own in changed:
+        setattr(processor, part, own)
+
+
+@pytest.fixture
+def seeing(part_of):
+    return lambda family: part_of(family, "image_processor")
+
+
+def sounds(*seconds):
+    return [np.random.default_rng(0).normal(0, 0.1, int(count * 16_000)).astype(np.float32) for count in seconds]
 
 
 def pictures(*sides):
@@ -66,8 +80,8 @@ def test_what_was_prepared_is_what_the_processor_makes(family, sides, seeing):
     model, real = seeing(family)
     shown = pictures(*sides)
     expected = chat.prepare(model, "What is it?", images=shown)
-    ahead = ahead_of(model.processor)
-    assert ahead is ahead_of(model.processor)
+    ahead = images_ahead(model.processor)
+    assert ahead is images_ahead(model.processor)
     ahead.prepare(shown)  # how the processor calls is not known yet
     assert equal(chat.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 2
     ahead.prepare(shown)
@@ -77,10 +91,38 @@ def test_what_was_prepared_is_what_the_processor_makes(family, sides, seeing):
     assert equal(chat.prepare(model, "What is it?", images=shown), expected) and len(real.threads) == 4
 
 
+@pytest.mark.parametrize("family", HEARING)
+@pytest.mark.parametrize("seconds", [(1,), (1, 0.5)])
+def test_audio_that_was_prepared_is_what_the_processor_makes(family, seconds, part_of):
+    model, real = part_of(family, "feature_extractor")
+    heard = sounds(*seconds)
+    expected = chat.prepare(model, "What is it?", audios=heard)
+    ahead = audio_ahead(model.processor)
+    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 2
+    ahead.prepare(heard)
+    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 3
+    assert equal(chat.prepare(model, "What is it?", audios=heard), expected) and len(real.threads) == 4
+    # The same samples in another array are other audio.
+    ahead.prepare(heard)
+    assert equal(chat.prepare(model, "What is it?", audios=sounds(*seconds)), expected) and len(real.threads) == 6
+
+
+def test_what_was_prepared_is_dropped_with_its_media(part_of):
+    model, _ = part_of("gemma4", "feature_extractor")
+    heard = sounds(1)
+    ahead = audio_ahead(model.processor)
+    chat.prepare(model, "?", audios=heard)
+    ahead.prepare(heard)
+    assert len(ahead._prepared) == 1
+    heard.clear()
+    gc.collect()
+    assert not ahead._prepared
+
+
 def test_other_pictures_and_options_are_not_answered_with_what_was_prepared(seeing):
     model, real = seeing("gemma4")
     one, two = pictures(64, 100)
-    ahead = ahead_of(model.processor)
+    ahead = images_ahead(model.processor)
     chat.prepare(model, "?", images=[one])
     ahead.prepare([one])
     expected = chat.prepare(model, "?", images=[one, two])
@@ -93,7 +135,7 @@ def test_other_pictures_and_options_are_not_answered_with_what_was_prepared(seei
 def test_what_cannot_be_prepared_fails_where_it_is_needed(seeing):
     model, real = seeing("gemma4")
     chat.prepare(model, "?", images=pictures(64))
-    ahead = ahead_of(model.processor)
+    ahead = images_ahead(model.processor)
     chat.prepare(model, "?", images=pictures(64))
 
     def fail(*args, **kwargs):
@@ -107,18 +149,31 @@ def test_what_cannot_be_prepared_fails_where_it_is_needed(seeing):
 
 
 def test_a_tokenizer_without_images_has_nothing_to_prepare(seeing):
-    assert ahead_of(asked("llama").processor) is None
+    assert images_ahead(asked("llama").processor) is None
 
 
-def test_the_server_resizes_every_image_on_a_thread_of_its_pool_the_first_too(tmp_path):
+def png():
+    stream = io.BytesIO()
+    pictures(100)[0].save(stream, "PNG")
+    return stream.getvalue()
+
+
+def wav():
+    stream = io.BytesIO()
+    soundfile.write(stream, sounds(0.5)[0], 16_000, format="WAV")
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind, part, made", [("image", "image_processor", png), ("audio", "feature_extractor", wav)])
+def test_the_server_prepares_every_medium_on_a_thread_of_its_pool_the_first_too(kind, part, made, tmp_path):
     folder = talking.build_gemma4(tmp_path / "gemma4")
-    with trimtab.load(trimtab.plan(folder, quant="nf4", device="cpu", context=256, images=1)) as model:
-        model.processor.image_processor = real = Real(model.processor.image_processor)
+    planned = trimtab.plan(folder, quant="nf4", device="cpu", context=256, images=1, audio_s=2)
+    with trimtab.load(planned) as model:
+        real = Real(getattr(model.processor, part))
+        setattr(model.processor, part, real)
         engine = LoadedEngine(model, rows=1)
         engine.capture()
-        stream = io.BytesIO()
-        pictures(100)[0].save(stream, "PNG")
-        parts = [{"type": "text", "text": "?"}, {"type": "image", "image": stream.getvalue()}]
+        parts = [{"type": "text", "text": "?"}, {"type": kind, kind: made()}]
         for _ in range(2):
             job = Job("a", [{"role": "user", "content": parts}], GenerateRequest(max_new_tokens=1))
             found = engine.prepare(job).result(60)

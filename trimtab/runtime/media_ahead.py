@@ -1,0 +1,127 @@
+"""Images cut into patches and audio turned into features before their prompt is tokenized, on other threads than the one that
+tokenizes.
+
+    ahead = images_ahead(processor)       # or audio_ahead; None for a processor without
+    ahead.prepare(pictures)               # any thread
+    processor(text=..., images=pictures)  # takes what was prepared for these very pictures
+
+A processor calls its image processor and its feature extractor with options of its own, so they are known after the first prompt
+with such media, which are prepared where it is tokenized. What was prepared is used once, and only for the same media with the
+same options: the result is that of the same call.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+_installing = threading.Lock()
+
+
+@dataclass(frozen=True)
+class _Call:
+    """How a processor calls what prepares its media. name: of the argument with them, None without one. is_nested: those of its
+    one text are in a list of their own."""
+
+    name: str | None
+    is_nested: bool
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """media: weak references, so that what is dropped with its request is dropped here."""
+
+    media: tuple[weakref.ref[Any], ...]
+    call: _Call
+    output: Any
+
+
+class MediaAhead:
+    """Stands for an image processor or a feature extractor, and is one to all who ask it anything. names: of its argument with
+    media. kind: of each of them."""
+
+    def __init__(self, real: Any, names: Sequence[str], kind: type) -> None:
+        self._real, self._names, self._kind = real, names, kind
+        self._call: _Call | None = None
+        # By the identity of the first of them.
+        self._prepared: dict[int, _Prepared] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = next((name for name in self._names if name in kwargs), None)
+        given = kwargs[name] if name else args[0] if args else None
+        call, media = self._call_of(given, name, args, kwargs), self._flat(given)
+        if call is None or not media:
+            return self._real(*args, **kwargs)
+        self._call = call
+        prepared = self._prepared.pop(id(media[0]), None)
+        if prepared is not None and prepared.call == call and _are_same(prepared.media, media):
+            return prepared.output
+        return self._real(*args, **kwargs)
+
+    def prepare(self, media: Sequence[Any]) -> None:
+        """Prepare the media of one prompt now. Nothing is raised: what cannot be prepared fails where it is needed."""
+        call = self._call
+        if call is None or not media:
+            return
+        given: Any = [list(media)] if call.is_nested else list(media)
+        with suppress(Exception):
+            named = {call.name: given} if call.name else {}
+            output = self._real(*(() if named else (given,)), **named, **call.options)
+            key = id(media[0])
+            first = weakref.ref(media[0], lambda _: self._prepared.pop(key, None))
+            self._prepared[key] = _Prepared((first, *map(weakref.ref, media[1:])), call, output)
+
+    def _call_of(self, given: Any, name: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Return how a call was made, None for one that cannot be repeated with other media."""
+        is_nested = isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple))
+        options = {key: value for key, value in kwargs.items() if key != name}
+        return None if len(args) > (name is None) else _Call(name, is_nested, options)
+
+    def _flat(self, given: Any) -> list[Any]:
+        """Return the media of a call; none if something else is among them, or they belong to several texts."""
+        if isinstance(given, (list, tuple)) and len(given) == 1 and isinstance(given[0], (list, tuple)):
+            given = given[0]
+        is_plain = isinstance(given, (list, tuple)) and all(isinstance(one, self._kind) for one in given)
+        return list(given) if is_plain else []
+
+
+# The part of a processor -> what its argument is called, and the form of each medium.
+_PARTS: dict[str, tuple[tuple[str, ...], type]] = {
+    "image_processor": (("images",), Image.Image),
+    "feature_extractor": (("raw_speech", "audio"), np.ndarray),
+}
+
+
+def images_ahead(processor: Any) -> MediaAhead | None:
+    """Return what prepares images for a processor ahead of its prompts, put in place the first time; None without images."""
+    return _ahead(processor, "image_processor")
+
+
+def audio_ahead(processor: Any) -> MediaAhead | None:
+    """Return what prepares audio for a processor ahead of its prompts, put in place the first time; None without audio."""
+    return _ahead(processor, "feature_extractor")
+
+
+def _ahead(processor: Any, part: str) -> MediaAhead | None:
+    with _installing:
+        found = vars(processor).get(part)
+        if found is None or isinstance(found, MediaAhead):
+            return found
+        ahead = MediaAhead(found, *_PARTS[part])
+        setattr(processor, part, ahead)
+        return ahead
+
+
+def _are_same(first: Sequence[weakref.ref[Any]], second: Sequence[Any]) -> bool:
+    return len(first) == len(second) and all(one() is other for one, other in zip(first, second, strict=True))
