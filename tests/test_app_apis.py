@@ -128,6 +128,16 @@ def test_more_tokens_than_there_are_is_as_many_as_there_are():
     assert (pool.jobs[0].request.max_new_tokens, pool.jobs[0].fills_context) == (384, True)
 
 
+def test_a_last_message_of_the_assistant_is_continued():
+    pool = MockPool()
+    half = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": [{"type": "text", "text": "Hel"}]}]
+    assert messages(client(pool), messages=half).is_success and messages(client(pool), messages=half[:1]).is_success
+    assert [job.continue_final_message for job in pool.jobs] == [True, False]
+    assert messages(client(pool), messages=[half[0], {"role": "assistant", "content": " "}]).status_code == 400
+    choice = {"tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "any"}}
+    assert messages(client(pool), messages=half, **choice).status_code == 400
+
+
 def test_a_call_that_was_cut_says_so():
     def cut(job):
         pieces = [{"index": 0, "id": "c", "name": "f", "arguments": ""}, {"index": 0, "arguments": '{"a'}]
@@ -345,12 +355,15 @@ def test_tokens_of_texts_and_chats_and_back():
         "token_strs"
     ] == ["a", "b"]
     assert post("/tokenize", pool, messages=[{"role": "user", "content": "a"}]).json()["count"] == 2
+    half = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    on = {"continue_final_message": True, "add_generation_prompt": False}
+    assert post("/tokenize", pool, messages=half, **on).is_success and pool.jobs[-1].continue_final_message
     assert post("/detokenize", pool, tokens=[5, 6]).json() == {"prompt": "a b"}
     assert post("/v1/messages/count_tokens", pool, messages=[{"role": "user", "content": "a"}]).json() == {
         "input_tokens": 2
     }
     assert [(job.kind, job.adds_special) for job in pool.jobs] == [
-        ("tokens", True), ("tokens", False), ("tokens", True), ("text", True), ("tokens", True)
+        ("tokens", True), ("tokens", False), ("tokens", True), ("tokens", True), ("text", True), ("tokens", True)
     ]  # fmt: skip
 
 
@@ -361,6 +374,8 @@ def test_tokens_of_texts_and_chats_and_back():
         ("/v1/embeddings", {"input": ["a"] * 257}, "input"), ("/v1/embeddings", {"input": "a", "dimensions": 5}, "dimensions"),
         ("/v1/embeddings", {"input": "x" * 200_000}, "input"), ("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": ""}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "continue_final_message": True}, "continue_final_message"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True}, "messages[0].role"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"), ("/detokenize", {"tokens": []}, "tokens"),
         ("/detokenize", {"tokens": [1] * 385}, "tokens"), ("/detokenize", {"tokens": [-1]}, "tokens[0]"),
     ],

@@ -138,3 +138,38 @@ def test_a_tools_answer_may_be_parts_and_carries_no_pictures_of_unknown_form():
     messages = [{"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": "12"}]}]
     assert chat(client(pool), messages=messages).is_success
     assert pool.jobs[0].prompt[0]["content"] == [{"type": "text", "text": "12"}]
+
+
+# Continuing a message ---------------------------------------------------------------------------------------------------
+
+HALF = {"role": "assistant", "content": "Hel"}
+ON = {"messages": [*CHAT["messages"], HALF], "continue_final_message": True}
+
+
+def test_a_message_is_continued():
+    pool = MockPool()
+    assert chat(client(pool), **ON, add_generation_prompt=False, n=2, tools=[TOOL]).is_success
+    assert [job.continue_final_message for job in pool.jobs] == [True, True]
+    assert pool.jobs[0].prompt[-1] == HALF
+    parts = [{"type": "text", "text": "Hel"}]
+    assert chat(client(pool), **{**ON, "messages": [*CHAT["messages"], {**HALF, "content": parts}]}).is_success
+    assert chat(client(pool), add_generation_prompt=True, continue_final_message=False).is_success
+    assert [job.continue_final_message for job in pool.jobs] == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"messages": CHAT["messages"]}, "messages[0].role"), ({"add_generation_prompt": True}, "add_generation_prompt"),
+        ({"continue_final_message": None, "add_generation_prompt": False}, "add_generation_prompt"),
+        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": " "}]}, "messages[1].content"),
+        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": []}]}, "messages[1].content"),
+        ({"messages": [*CHAT["messages"], {**HALF, "tool_calls": [CALL]}]}, "messages[1].tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"), ({"continue_final_message": 1}, "continue_final_message"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_continued_is_refused(fields, param):
+    pool = MockPool()
+    assert error_of(chat(client(pool), **{**ON, **fields}), 400)["param"] == param
+    assert not pool.jobs

@@ -18,6 +18,7 @@ from tests import pico, talking, talking_families
 from trimtab.errors import RequestError
 from trimtab.proof.inputs import _Asked
 from trimtab.runtime import chat
+from trimtab.runtime.content_parts import empty_place
 from trimtab.runtime.control_tokens import ControlTokens
 
 FAMILIES = sorted(talking_families.KINDS)
@@ -48,7 +49,7 @@ def control_ids(family):
     }  # fmt: skip
 
 
-def stock_ids(family, messages):
+def stock_ids(family, messages, **options):
     """Return transformers' own ids of a conversation."""
     processor = asked(family).processor
     parts = [
@@ -56,14 +57,17 @@ def stock_ids(family, messages):
         if hasattr(processor, "tokenizer") and isinstance(message["content"], str) else message
         for message in messages
     ]  # fmt: skip
-    ids = processor.apply_chat_template(parts, tokenize=True, add_generation_prompt=True, return_dict=True)["input_ids"]
+    options = options or {"add_generation_prompt": True}
+    ids = processor.apply_chat_template(parts, tokenize=True, return_dict=True, **options)["input_ids"]
     return list(ids[0] if isinstance(ids[0], list) else ids)
 
 
 def conversation(texts):
     return st.lists(
         st.tuples(st.sampled_from(["user", "assistant", "tool"]), texts), min_size=1, max_size=4
-    ).map(lambda turns: [{"role": role, "content": text} for role, text in turns])  # fmt: skip
+    ).map(
+        lambda turns: [{"role": role, "content": text} for role, text in turns]
+    ).filter(lambda messages: empty_place(messages) is None)  # fmt: skip
 
 
 def counted(family, messages):
@@ -221,3 +225,49 @@ def test_half_a_surrogate_pair_is_refused():
     with pytest.raises(RequestError, match="surrogate") as caught:
         chat.prepare(asked("qwen3"), "a\ud800b")
     assert caught.value.field == "prompt"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_final_message_that_is_continued_gives_the_stock_ids(family):
+    for text in ("It is a", " It is.\n\nAnd", "the"):
+        messages = [{"role": "user", "content": "and the"}, {"role": "assistant", "content": text}]
+        found = chat.prepare(asked(family), messages, continue_final_message=True).token_ids
+        assert list(found) == stock_ids(family, messages, continue_final_message=True), text
+        assert found != chat.prepare(asked(family), messages).token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_continued_text_keeps_its_white_space_and_its_control_tokens_stay_text(family):
+    def ids(text):
+        messages = [{"role": "user", "content": "the"}, {"role": "assistant", "content": text}]
+        return chat.prepare(asked(family), messages, continue_final_message=True).token_ids
+
+    # transformers takes it off where the template trims; the answer would then say it a second time.
+    tokenizer = tokenizer_of(family)
+    assert str(tokenizer.decode(ids("the end \n"))).endswith("the end \n")
+    refused = []
+    for token in tokenizer.added_tokens_decoder.values():
+        try:
+            found = Counter(one for one in ids(f"x {token.content} x") if one in control_ids(family))
+        except RequestError as exc:
+            assert "it changes the text of the final message" in str(exc)
+            refused.append(token.content)
+        else:
+            assert found == Counter(one for one in ids("x x x") if one in control_ids(family)), token.content
+    # These templates leave out what stands before the end of a thought.
+    assert refused == {"gemma4": ["<|channel>", "<channel|>"], "qwen3": ["</think>"], "qwen3_moe": ["</think>"]}.get(
+        family, []
+    )
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"role": "user", "content": "the"}, {"role": "assistant", "content": " "}, {"role": "assistant", "content": []},
+        {"role": "assistant", "content": [{"type": "text", "text": "the"}, {"type": "text", "text": ""}]},
+    ],
+)  # fmt: skip
+def test_only_an_assistants_text_is_continued(last):
+    with pytest.raises(RequestError) as caught:
+        chat.prepare(asked("llama"), [{"role": "user", "content": "the"}, last], continue_final_message=True)
+    assert caught.value.field == "continue_final_message"

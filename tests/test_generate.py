@@ -414,6 +414,23 @@ def test_what_only_looked_like_a_stop_is_given_out():
     assert shown == "a " and detokenizer.finish() == "STO"
 
 
+class Pieces:
+    """A tokenizer whose decoder drops the space before a first token, as Llama 2's and Mistral's do."""
+
+    def decode(self, ids, **options):
+        return "".join(WORDS[token] for token in ids).removeprefix(" ")
+
+
+WORDS = [" It", " is", " red", "dish"]
+
+
+def test_a_continued_text_gets_the_space_before_the_first_new_token():
+    detokenizer = Detokenizer(Pieces(), before=[0, 1])
+    assert [detokenizer.push(token) for token in (2, 3)] == [" red", "dish"] and detokenizer.finish() == ""
+    alone = Detokenizer(Pieces())
+    assert alone.push(2) == "red"
+
+
 def test_the_demo_tokenizer_round_trips_through_pieces():
     tokenizer = talking._tokenizer()
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids

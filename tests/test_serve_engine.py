@@ -10,6 +10,7 @@ import shutil
 import struct
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -96,6 +97,19 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert usage["prompt_tokens"] == expected["style"].prompt_tokens
     assert usage["output_head"] == model.plan.execution.head == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
+
+
+def test_an_answer_that_was_cut_goes_on_to_the_same_end(model, engine):
+    """At temperature 0 the parts are the whole answer: the prompt ends with what the client already has."""
+    whole = run(engine, ask("whole", adapter="style"))["whole"][0]
+    for tokens in (1, 2, 5):
+        text, last, _ = run(engine, ask("cut", adapter="style", tokens=tokens))["cut"]
+        assert last.finish == "length" and whole.startswith(text) and text != whole
+        messages = [*LOOK, {"role": "assistant", "content": text}]
+        goes_on = replace(ask("on", messages, adapter="style"), continue_final_message=True)
+        assert text + run(engine, goes_on)["on"][0] == whole
+    again = run(engine, ask("new", messages, adapter="style"))["new"][0]
+    assert text + again != whole  # without the field it is a new answer
 
 
 def test_prompts_are_cut_only_where_there_is_room_for_the_graphs(engine, monkeypatch):

@@ -1,9 +1,9 @@
-"""Draw docs/images/page-*.png: the page of a server of the demo model, used as a reader does.
+"""Draw docs/images/page-*.png: the page of a server of the demo model, used as a reader does, without the times of answers.
 
     python tools/draw_page.py
 
-Needs a Chromium (TRIMTAB_CHROMIUM, or on the path) and playwright; nothing is downloaded. What is seen is a real server:
-bytes, seconds and answers are those of the machine it is drawn on.
+Needs a Chromium (TRIMTAB_CHROMIUM, or on the path) and playwright; nothing is downloaded. What is seen is a real server: bytes and
+answers are those of the machine it is drawn on. Times would say how busy that machine was, and are left out.
 """
 
 from __future__ import annotations
@@ -38,20 +38,23 @@ def main() -> None:
         page.locator("#memory-bar .slim-line").wait_for(state="attached")
         warm_up(page)
         ask(page)
+        leave_times_out(page)
         for scheme in ("light", "dark"):
             page.emulate_media(color_scheme=scheme)
             save(page.screenshot(), FOLDER / f"page-{scheme}.png")
         page.emulate_media(color_scheme="light")
         show_chances(page)
+        leave_times_out(page)
         save(page.screenshot(), FOLDER / "page-probabilities.png")
         page.mouse.move(5, 5)
         page.click("#memory")
         page.wait_for_timeout(1500)
-        save(page.screenshot(), FOLDER / "page-memory.png")
+        save(page.screenshot(clip=above_requests(page)), FOLDER / "page-memory.png")
         phone = browser.new_context(**PHONE).new_page()
         phone.goto(url)
         phone.locator("#memory-bar .slim-line").wait_for(state="attached")
         ask(phone)
+        leave_times_out(phone)
         save(phone.screenshot(), FOLDER / "page-phone.png")
         browser.close()
 
@@ -94,6 +97,21 @@ def show_chances(page: Any) -> None:
     page.get_by_role("button", name="Token probabilities").click()
     page.locator(".token").nth(2).hover()
     page.wait_for_timeout(300)
+
+
+def leave_times_out(page: Any) -> None:
+    """Leave the numbers of tokens in the line under each answer."""
+    page.evaluate(
+        """() => document.querySelectorAll(".facts").forEach((line) => {
+            line.textContent = line.textContent.split(", ").filter((fact) => /tokens?$/.test(fact)).join(", ");
+        })"""
+    )
+
+
+def above_requests(page: Any) -> dict[str, float]:
+    """Return the part of the memory dialog with the load line: what is below are times."""
+    dialog, end = page.locator("#load-dialog").bounding_box(), page.locator(".recent").bounding_box()
+    return {**dialog, "height": end["y"] - dialog["y"]}
 
 
 def save(picture: bytes, path: Path) -> None:

@@ -74,7 +74,7 @@ def api(url, path, body=None):
         return json.load(found)
 
 
-def stand_in(page, *texts, chances=None):
+def stand_in(page, *texts, chances=None, finish="stop"):
     """Answer the next chats with texts, in pieces; return the list that what is sent goes into. chances: of each piece."""
     sent, left = [], list(texts)
 
@@ -89,6 +89,7 @@ def stand_in(page, *texts, chances=None):
                 token = {"token": piece, "logprob": math.log(chances[at])}
                 choice["logprobs"] = {"content": [{**token, "top_logprobs": [token, other]}]}
             lines.append({"choices": [choice]})
+        lines.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
         lines.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(pieces)}})
         body = "".join(f"data: {json.dumps(line)}\n\n" for line in lines) + "data: [DONE]\n\n"
         route.fulfill(status=200, headers={"content-type": "text/event-stream"}, body=body)

@@ -58,7 +58,7 @@ def conversation(page):
 
 def chances(page):
     set_options(page, chances=True)
-    stand_in(page, "The quick brown fox", chances=[0.99, 0.6, 0.3, 0.05])
+    stand_in(page, "The quick brown fox", chances=[0.99, 0.6, 0.3, 0.05], finish="length")
     ask(page, "A message")
     answers(page)
     page.get_by_role("button", name="Token probabilities").click()

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.page.reading import CHAT, answers, ask, expect, question, set_options, stand_in
+from tests.page.reading import ANSWER_MS, CHAT, answers, ask, expect, question, set_options, stand_in
 
 pytestmark = pytest.mark.slow
 
@@ -92,6 +92,67 @@ def test_an_answer_is_regenerated_and_the_earlier_one_stays(opened):
     ask(page, "second")
     answers(page, 2)
     assert last_messages(sent)[1] == ("assistant", "One.")
+
+
+def test_an_answer_that_was_cut_is_continued(opened):
+    page = opened()
+    sent = stand_in(page, "One two ", finish="length")
+    ask(page, "first")
+    answers(page)
+    expect(page.locator(".facts")).to_contain_text("cut at the token limit")
+    sent = stand_in(page, "three.")
+    page.get_by_role("button", name="Continue the answer of gemma-demo (base)").click()
+    expect(page.locator(".text")).to_have_text("One two three.")
+    assert last_messages(sent) == [("user", "first"), ("assistant", "One two ")]
+    assert (sent[0]["continue_final_message"], sent[0]["add_generation_prompt"]) == (True, False)
+    expect(page.locator(".facts")).to_contain_text("continued, first token after")
+    # It is whole now, and one version: what is asked next has all of it.
+    expect(page.get_by_role("button", name="Continue the answer")).to_have_count(0)
+    expect(page.locator(".versions")).to_have_count(0)
+    sent = stand_in(page, "Yes.")
+    ask(page, "second")
+    answers(page, 2)
+    assert last_messages(sent)[1] == ("assistant", "One two three.")
+    assert "continue_final_message" not in sent[0]
+
+
+def test_a_continued_answer_has_the_probabilities_of_all_its_tokens_or_of_none(opened):
+    page = opened()
+    set_options(page, chances=True)
+    stand_in(page, "One two", chances=[0.9, 0.6], finish="length")
+    ask(page, "first")
+    answers(page)
+    set_options(page, chances=False)
+    sent = stand_in(page, " three", chances=[0.5])
+    page.get_by_role("button", name="Continue the answer").click()
+    expect(page.locator(".text")).to_have_text("One two three")
+    assert sent[0]["logprobs"] is True
+    page.get_by_role("button", name="Token probabilities").click()
+    expect(page.locator(".token")).to_have_text(["One", " two", " three"])
+    stand_in(page, "Four", finish="length")
+    ask(page, "second")
+    answers(page, 2)
+    set_options(page, chances=True)
+    sent = stand_in(page, " five")
+    page.get_by_role("button", name="Continue the answer").click()
+    expect(page.locator(".text").last).to_have_text("Four five")
+    assert "logprobs" not in sent[0]
+
+
+def test_the_server_continues_a_stopped_answer_to_the_same_end(opened):
+    """A real answer, cut at three tokens: its parts are the answer that was not cut."""
+    page, asked = opened(), question("image")
+    ask(page, asked["prompt"], voice="gemma-demo:style", media=asked["image"])
+    (whole,) = answers(page)
+    set_options(page, max_tokens="3")
+    page.get_by_role("button", name="Regenerate").click()
+    expect(page.locator(".facts")).to_contain_text("cut at the token limit", timeout=ANSWER_MS)
+    begun = page.locator(".text").inner_text()
+    assert whole.startswith(begun) and begun != whole
+    set_options(page, max_tokens="")
+    page.get_by_role("button", name="Continue the answer of style").click()
+    expect(page.locator(".text")).to_have_text(whole, timeout=ANSWER_MS)
+    expect(page.locator(".versions")).to_contain_text("2 of 2")
 
 
 def test_a_message_is_edited_and_what_came_after_it_goes(opened):
@@ -216,6 +277,21 @@ def test_the_server_tells_how_probable_each_token_was(opened):
     page.locator(".token").nth(1).hover()
     expect(page.locator("#chance")).to_be_visible()
     expect(page.locator("#chance .choice")).to_have_count(5)
+
+
+def test_a_token_shows_its_alternatives_to_a_touch(opened):
+    page = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    set_options(page, chances=True)
+    stand_in(page, "One two three", chances=[0.9, 0.5, 0.2])
+    ask(page, "Hello")
+    answers(page)
+    page.get_by_role("button", name="Token probabilities").tap()
+    page.locator(".token").nth(1).tap()
+    expect(page.locator("#chance")).to_contain_text("50.0 %")
+    page.locator(".token").nth(2).tap()
+    expect(page.locator("#chance")).to_contain_text("20.0 %")
+    page.locator("#question").tap()
+    expect(page.locator("#chance")).to_be_hidden()
 
 
 def test_a_token_shows_its_alternatives_on_hover_and_to_the_keyboard(opened):
@@ -376,6 +452,8 @@ def test_a_chat_that_was_cut_off_by_a_reload_says_so(opened):
     expect(page.locator(".chat-list .open")).to_have_count(1)
     page.reload()
     expect(page.locator(".facts")).to_have_text("interrupted")
+    # There is no beginning of an answer to continue.
+    expect(page.get_by_role("button", name="Continue the answer")).to_have_count(0)
     page.unroute_all()
     stand_in(page, "Now.")
     page.get_by_role("button", name="Regenerate").click()

@@ -54,7 +54,7 @@ class Inputs:
 def prepare(
     model: Any, prompt: Any, *, images: Sequence[Any] = (), audios: Sequence[Any] = (), system: str | None = None,
     template_kwargs: Mapping[str, Any] | None = None, tools: Sequence[Mapping[str, Any]] = (),
-    device: torch.device | None = None,
+    device: torch.device | None = None, continue_final_message: bool = False,
 ) -> Inputs:  # fmt: skip
     """Return the inputs of one prompt: text, chat messages with parts in their order, or token ids taken as they are.
 
@@ -62,12 +62,13 @@ def prepare(
     documents. Where the checkpoint has a chat template, nothing in a text becomes a control token: `<|turn>` is read as the
     characters it is written with. Without one, a text is the prompt itself, with control tokens as they stand.
     tools: what the model may call, in OpenAI's form; the arguments of calls in messages are objects. device: where the tensors
-    are put, None is the model's.
+    are put, None is the model's. continue_final_message: the prompt ends with the text of the last message, an assistant's, and
+    the answer continues it.
     Errors: RequestError for a modality that the model lacks, a medium that cannot be read, a message of no
     known form, no prompt at all (empty text, or an empty last message of a user); CheckpointError if the folder has no processor.
     """
     if is_token_ids(prompt):
-        if images or audios or system or template_kwargs or tools:
+        if images or audios or system or template_kwargs or tools or continue_final_message:
             raise RequestError(
                 "token ids are used unchanged; media, system, tools and template do not apply", field="prompt"
             )
@@ -77,14 +78,19 @@ def prepare(
     messages, pictures, sounds = _messages(prompt, images, audios, system)
     if (place := empty_place(messages)) is not None:
         raise RequestError(f"message {place} is empty: there is no prompt", field="prompt")
+    if continue_final_message:
+        _check_continues(messages[-1])
     _check_modalities(model, pictures, sounds)
     _check_planned(model, "image", len(pictures), "images", "pictures")
     processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
-        return _text_only(model, processor, messages, prompt, system, template_kwargs, tools, device)
+        return _text_only(
+            model, processor, messages, prompt, system, template_kwargs, tools, device, continue_final_message
+        )
     return _through_processor(
-        model, processor, messages, pictures, sounds, prompt, system, template_kwargs, tools, device
-    )
+        model, processor, messages, pictures, sounds, prompt, system, template_kwargs, tools, device,
+        continue_final_message,
+    )  # fmt: skip
 
 
 def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -235,9 +241,45 @@ def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**message, "content": "".join(part["text"] for part in message["content"])} for message in messages]
 
 
+def _check_continues(message: Mapping[str, Any]) -> None:
+    """Raise RequestError for a last message without a text that an answer can continue."""
+    parts = message["content"]
+    ends_in_text = bool(parts) and parts[-1]["type"] == "text" and bool(parts[-1]["text"].strip())
+    if message["role"] != "assistant" or message.get("tool_calls") or not ends_in_text:
+        raise RequestError(
+            "continues the text of an assistant's last message, and there is none", field="continue_final_message"
+        )
+
+
+# Marks where the continued text ends. A private character beyond those that stand in for others (control_tokens.py): a template
+# that trims texts does not trim it.
+_END = "\U0010fffd"
+
+
+def _with_end(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], str]:
+    """Return messages with _END after the last one's text, and that text."""
+    *earlier, last = messages
+    content = last["content"]
+    if isinstance(content, str):
+        return [*earlier, {**last, "content": content + _END}], content
+    text = content[-1]["text"]
+    return [*earlier, {**last, "content": [*content[:-1], {**content[-1], "text": text + _END}]}], text
+
+
+def _up_to_end(rendered: str, text: str) -> str:
+    """Return a rendered chat up to the end of its last text. Errors: ValueError if the template changed that text.
+
+    Source: transformers' `apply_chat_template(continue_final_message=True)`, which also takes white space off the end.
+    """
+    head, mark, _ = rendered.rpartition(_END)
+    if not mark or not head.endswith(text.lstrip()):
+        raise ValueError("it changes the text of the final message")
+    return head
+
+
 def _rendered(
     model: Any, owner: Any, messages: list[dict[str, Any]], template_kwargs: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]], continue_final_message: bool,
 ) -> PromptText:  # fmt: skip
     import jinja2
 
@@ -248,7 +290,10 @@ def _rendered(
         options = dict(template_kwargs or {})
         if changed_tools:
             options["tools"] = list(changed_tools)
-        return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
+        if not continue_final_message:
+            return str(owner.apply_chat_template(changed, tokenize=False, add_generation_prompt=True, **options))
+        marked, text = _with_end(changed)
+        return _up_to_end(str(owner.apply_chat_template(marked, tokenize=False, **options)), text)
 
     if "[TOOL_CALLS]" in str(owner.chat_template):
         messages = _with_short_ids(messages)
@@ -329,6 +374,7 @@ def _check_names(
 def _text_only(
     model: Any, tokenizer: Any, messages: list[dict[str, Any]], prompt: Any, system: str | None,
     template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
+    continue_final_message: bool,
 ) -> Inputs:  # fmt: skip
     if not getattr(tokenizer, "chat_template", None):
         text = _plain(prompt, system, template_kwargs, tools)
@@ -338,7 +384,7 @@ def _text_only(
     def encode(text: str) -> Any:  # a template writes the first token itself, where the model knows one
         return tokenizer(text, return_tensors="pt", add_special_tokens=False)
 
-    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools)
+    rendered = _rendered(model, tokenizer, _joined(messages), template_kwargs, tools, continue_final_message)
     encoded = model.control_tokens.encode(encode, rendered, adds_special=False)
     return _inputs(model, tokenizer, encoded, device, has_media=False)
 
@@ -362,11 +408,12 @@ def _adds_special(tokenizer: Any, text: str) -> bool:
 def _through_processor(
     model: Any, processor: Any, messages: list[dict[str, Any]], pictures: list[Any], sounds: list[Any], prompt: Any,
     system: str | None, template_kwargs: Mapping[str, Any] | None, tools: Sequence[Mapping[str, Any]], device: torch.device,
+    continue_final_message: bool,
 ) -> Inputs:  # fmt: skip
     tokenizer = getattr(processor, "tokenizer", processor)
     owner = processor if getattr(processor, "chat_template", None) else tokenizer
     if getattr(owner, "chat_template", None):
-        rendered = _rendered(model, owner, messages, template_kwargs, tools)
+        rendered = _rendered(model, owner, messages, template_kwargs, tools, continue_final_message)
     elif pictures or sounds:
         raise RequestError("this checkpoint has no chat template to place media in", field="prompt")
     else:

@@ -75,19 +75,21 @@ class Detokenizer:
 
     A piece is held back while it ends in an incomplete character (the tokenizer shows U+FFFD) or in what may become a
     stop text. stopped: a stop text was met; it and what follows are not part of the text. shown: control tokens that are part
-    of the text; others are left out.
+    of the text; others are left out. before: the tokens that the answer continues; its first token is decoded after them.
     """
 
     # A character is at most 4 bytes, one token each at worst: a U+FFFD that stays longer is the model's own.
     LONGEST_CHARACTER_TOKENS = 6
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = (), *, shown: Collection[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), *, shown: Collection[str] = (), before: Sequence[int] = ()
+    ) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         added = tokenizer.added_tokens_decoder.items() if shown else ()
         self._hidden = {token_id for token_id, token in added if token.special and token.content not in shown}
         self._hides_all = not shown
-        self._ids: list[int] = []
-        self._from, self._to = 0, 0
+        self._ids = list(before[-self.LONGEST_CHARACTER_TOKENS :])
+        self._from, self._to = 0, len(self._ids)
         self._held = ""
         self.stopped = False
         self.stop_text: str | None = None

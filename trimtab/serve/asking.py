@@ -16,7 +16,15 @@ from trimtab.serve.cut_media import Cut
 from trimtab.serve.job import Job
 from trimtab.serve.schema import check_ends
 from trimtab.serve.settings import Limits
-from trimtab.serve.wire import AudioPart, ChatRequest, CompletionRequest, EmbeddingsRequest, ImagePart, TextPart
+from trimtab.serve.wire import (
+    AssistantMessage,
+    AudioPart,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingsRequest,
+    ImagePart,
+    TextPart,
+)
 
 # More characters than a token ever has: a text above this times the context cannot fit, and is not worth tokenizing.
 TOKEN_CHARACTERS = 256
@@ -67,6 +75,7 @@ def jobs_of(
             uuid.uuid4().hex, prompt, request, group=group, adapter=adapter, deadline_s=deadline_s, top_logprobs=top, schema=schema,
             fills_context=fills_context(asked), client=client, **calls,
             prompt_logprobs=asked.prompt_logprobs if request is requests[0] else None,
+            continue_final_message=isinstance(asked, ChatRequest) and bool(asked.continue_final_message),
         )
         for prompt, group in zip(prompts, groups, strict=True)
         for request in requests
@@ -172,6 +181,31 @@ def check_shape(asked: ChatRequest | CompletionRequest) -> None:
         raise RequestError("has no effect without stream", field="stream_options")
     if asked.prompt_logprobs is not None and asked.stream:
         raise RequestError("not supported: prompt_logprobs in a stream", field="prompt_logprobs")
+    if isinstance(asked, ChatRequest):
+        check_continued(asked)
+
+
+def check_continued(asked: ChatRequest) -> None:
+    """Raise RequestError for a last message that an answer cannot continue, and for what cannot hold half an answer."""
+    field = "continue_final_message"
+    if not asked.continue_final_message:
+        if asked.add_generation_prompt is False:
+            raise RequestError(f"not supported: false without {field}", field="add_generation_prompt")
+        return
+    if asked.add_generation_prompt:
+        raise RequestError(f"cannot be combined with {field}", field="add_generation_prompt")
+    last, path = asked.messages[-1], f"messages[{len(asked.messages) - 1}]"
+    if not isinstance(last, AssistantMessage):
+        raise RequestError(f"must be assistant: {field} continues its text", field=f"{path}.role", value=last.role)
+    if last.tool_calls:
+        raise RequestError("the answer cannot continue a message with calls", field=f"{path}.tool_calls")
+    texts = [last.content] if isinstance(last.content, str) else [getattr(p, "text", "") for p in last.content or ()]
+    if not texts or not texts[-1].strip():
+        raise RequestError("does not end with a text that the answer could continue", field=f"{path}.content")
+    if asked.response_format is not None and asked.response_format.type != "text":
+        raise RequestError("cannot hold an answer that continues a message", field="response_format")
+    if asked.tool_choice not in (None, "none", "auto"):
+        raise RequestError("cannot hold an answer that continues a message", field="tool_choice")
 
 
 # Messages -------------------------------------------------------------------------------------------------------------

@@ -103,9 +103,13 @@ def _packed(vector: Sequence[float]) -> str:
 # Tokens ---------------------------------------------------------------------------------------------------------------
 
 
+# Fields of messages alone.
+_OF_CHAT = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
+
+
 def chat_to_tokenize(asked: wire.TokenizeRequest) -> wire.ChatRequest:
     """Return the chat whose tokens are wanted."""
-    fields = {name: getattr(asked, name) for name in ("messages", "tools", "chat_template_kwargs")}
+    fields = {name: getattr(asked, name) for name in ("messages", *_OF_CHAT)}
     return wire.chat_of({"model": asked.model, **fields})
 
 
@@ -114,7 +118,7 @@ def check_tokenize(asked: wire.TokenizeRequest) -> None:
     if (asked.prompt is None) == (asked.messages is None):
         raise RequestError("set this or messages", field="prompt")
     if asked.messages is None:
-        for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
+        for name in _OF_CHAT:
             if getattr(asked, name) is not None:
                 raise RequestError("has no effect without messages", field=name)
     elif asked.add_special_tokens is not None:
@@ -141,9 +145,13 @@ def chat_job(
 ) -> Job:
     """Return the job of a chat's tokens. Errors: RequestError."""
     asking.check_length(messages, context_tokens, "messages")
+    asking.check_continued(chat)
     calls = calling.calls_of(chat, limits)
     kept = {name: calls[name] for name in ("tools", "template_kwargs") if name in calls}
-    return Job(uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", **kept)
+    return Job(
+        uuid.uuid4().hex, messages, _NO_ANSWER, deadline_s=deadline_s, kind="tokens",
+        continue_final_message=bool(chat.continue_final_message), **kept,
+    )  # fmt: skip
 
 
 def ids_job(asked: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:

@@ -182,7 +182,8 @@ class LoadedEngine:
             group=job.group,
         )
         prompt.row.adapter = job.adapter  # it may be in host memory until its turn comes
-        detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown)
+        before = inputs.token_ids if job.continues else ()
+        detokenizer = Detokenizer(self._tokenizer, job.request.stop, shown=reading.shown, before=before)
         return Answer(job, prompt, prompt.row, detokenizer, time.monotonic(), reading=reading, scores=scores)
 
     def _told_at_once(self, job: Job, inputs: Inputs) -> Answer:
@@ -218,6 +219,7 @@ class LoadedEngine:
             return chat.prepare(
                 self.model, prompt, system=job.system, tools=job.tools, device=torch.device("cpu"),
                 template_kwargs=template_kwargs(job, self.model.processor) if is_chat(job) else None,
+                continue_final_message=job.continue_final_message,
             )  # fmt: skip
         except RequestError as exc:
             raise for_client(exc, job) from exc

@@ -31,6 +31,7 @@ class Job:
     "text" (of token ids) or "embedding". adds_special: whether a text gets the tokens that its tokenizer adds. pooling:
     of an embedding, "last" or "mean". prompt_logprobs: as top_logprobs, of the prompt's own tokens; they come with the end.
     group: of jobs with the same prompt and adapter, such as the choices of one request: the prompt goes through once.
+    continue_final_message: the answer continues the text of the last message, an assistant's.
     """
 
     id: str
@@ -53,6 +54,12 @@ class Job:
     pooling: str = "last"
     prompt_logprobs: int | None = None
     group: str = ""
+    continue_final_message: bool = False
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer continues a text that the client has."""
+        return self.continue_final_message or isinstance(self.prompt, dict)
 
 
 @dataclass(frozen=True)

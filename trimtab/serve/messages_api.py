@@ -197,6 +197,10 @@ def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) 
         made["tools"] = [_tool(tool) for tool in asked.tools]
     if asked.tool_choice is not None:
         made |= _choice(asked.tool_choice)
+    last = messages[-1]
+    if last["role"] == "assistant" and not last.get("tool_calls"):
+        # As Anthropic's API does: the answer goes on where the last message ends.
+        made["continue_final_message"] = True
     if asked.thinking is not None:
         is_on = asked.thinking.type != "disabled"
         made |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}

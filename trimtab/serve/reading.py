@@ -72,7 +72,8 @@ class Reading:
             self._form = chat.answer_form(processor, with_tools=bool(job.tools))
             self.shown = self._form.marks(with_calls=bool(job.tools))
         if self.shown or job.tools:
-            self._is_in_thought = self._opens_thought(inputs.token_ids[-END_TOKENS:])
+            is_new = not job.continue_final_message  # what ends a continued prompt is a text, whatever it says
+            self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])
             functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
             self.reader = AnswerReader(self._form, functions=functions, in_thought=self._is_in_thought)
 

@@ -56,7 +56,6 @@ def _no_number(value: Any) -> Any:
 
 
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
-OnlyTrue = Annotated[Literal[True], BeforeValidator(_no_number)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Known fields of which no value has an effect here: with --lenient every value is taken.
 NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
@@ -351,6 +350,9 @@ class ChatRequest(_Sampling):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    # Beyond OpenAI's, vLLM's: the answer continues the text of the last message, an assistant's.
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     # Accepted at the values that change nothing.
     functions: EmptyList | None = None
     function_call: Literal["none", "auto"] | None = None
@@ -423,8 +425,8 @@ class TokenizeRequest(Strict):
     chat_template_kwargs: TemplateKwargs | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    # Accepted at the value that changes nothing.
-    add_generation_prompt: OnlyTrue | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
 
 class DetokenizeRequest(Strict):

@@ -21,7 +21,9 @@ export function chanceView(tokens) {
     const token = tokens[target.dataset.at];
     if (token) showTip(target, token);
   };
-  for (const [event, act] of [["mouseover", show], ["focusin", show], ["mouseleave", hideTip], ["focusout", hideTip]]) {
+  // A touch leaves at once, and what it touched has the focus: its tip stays.
+  const leave = () => (list.contains(document.activeElement) ? show({ target: document.activeElement }) : hideTip());
+  for (const [event, act] of [["mouseover", show], ["focusin", show], ["mouseleave", leave], ["focusout", hideTip]]) {
     list.addEventListener(event, act);
   }
   list.addEventListener("keydown", (event) => {

@@ -29,6 +29,10 @@ export function startChat(model, onKept) {
       slot.at = slot.versions.length - 1;
       return answer(turn, [slot]);
     },
+    goOn: (turn, slot) => {
+      versionOf(slot).isBusy = true;
+      return answer(turn, [slot], true);
+    },
     compare: (turn, voice) => {
       turn.slots.push({ at: 0, versions: [versionFor(voice)] });
       return answer(turn, [turn.slots.at(-1)]);
@@ -120,7 +124,8 @@ export function startChat(model, onKept) {
 
   // How it is answered ----------------------------------------------------------------------------------------------
 
-  async function answer(turn, slots) {
+  /** isContinued: the answers go on where they end. */
+  async function answer(turn, slots, isContinued = false) {
     const at = chat.turns.indexOf(turn), mine = chat;
     if (views[at]) views[at].showAnswers();
     show();
@@ -132,7 +137,9 @@ export function startChat(model, onKept) {
     await Promise.all(slots.map(async (slot) => {
       const answerView = view.answers[turn.slots.indexOf(slot)], version = versionOf(slot);
       const { messages, leftOut } = await messagesOf(mine.turns.slice(0, at + 1), version.voice, model());
-      await run(version, options.bodyOf(version.voice, messages), signal, {
+      const body = options.bodyOf(version.voice, messages);
+      if (isContinued) continueIn(body, version);
+      await run(version, body, signal, {
         grow: () => {
           if (mine !== chat) return;
           answerView.grow();
@@ -293,14 +300,21 @@ const versionFor = (voice) => ({
   voice, text: "", thinking: "", tokens: [], facts: "waiting", how: null, error: null, isBusy: true, isJson: byId("json").checked,
 });
 
+/** Ask for the rest of a version instead of a new answer. Its tokens have probabilities all or none. */
+function continueIn(body, { text, thinking, tokens }) {
+  body.messages.push({ role: "assistant", content: text, ...(thinking ? { reasoning_content: thinking } : {}) });
+  Object.assign(body, { continue_final_message: true, add_generation_prompt: false, ...options.chancesOf(tokens.length > 0) });
+}
+
 function interrupt(version) {
   Object.assign(version, { isBusy: false, how: "interrupted", facts: "interrupted" });
 }
 
 /** Send a request and put into a version what comes. */
 async function run(version, body, signal, { grow, say }) {
-  const began = performance.now();
+  const began = performance.now(), isContinued = version.text !== "";
   let first = null, usage = null, finish = null, frame = null, shownMs = 0;
+  version.error = null;
   // A long answer takes longer to show: then it is shown less often, so that the page stays quick.
   const soon = () => {
     frame ??= setTimeout(() => requestAnimationFrame(() => {
@@ -335,7 +349,7 @@ async function run(version, body, signal, { grow, say }) {
     if (version.how === "failed") version.error = wordsOf(error);
   }
   if (version.isJson && version.how === null) version.text = indented(version.text);
-  version.facts = factsOf({ began, first, usage, how: version.how, isEmpty: !version.text && version.how === null });
+  version.facts = factsOf({ began, first, usage, how: version.how, isContinued, isEmpty: !version.text && version.how === null });
   grow();
   version.isBusy = false;
 }
@@ -348,9 +362,9 @@ function indented(text) {
   }
 }
 
-function factsOf({ began, first, usage, how, isEmpty }) {
+function factsOf({ began, first, usage, how, isContinued, isEmpty }) {
   const now = performance.now();
-  const facts = how ? [how] : [];
+  const facts = [...(isContinued ? ["continued"] : []), ...(how ? [how] : [])];
   if (isEmpty) facts.push("the answer is empty: the model ended it immediately");
   if (first !== null) facts.push(`first token after ${seconds((first - began) / 1000)}`);
   if (usage && usage.completion_tokens > 1 && first !== null && now > first) {

@@ -14,7 +14,10 @@ export function startOptions() {
     keep();
     summarize();
   });
-  byId("options-open").addEventListener("click", () => byId("options-dialog").showModal());
+  byId("options-open").addEventListener("click", () => {
+    byId("options-dialog").showModal();
+    byId("options-dialog").scrollTop = 0;
+  });
   byId("options-reset").addEventListener("click", () => {
     set({});
     keep();
@@ -69,6 +72,11 @@ function summarize() {
   byId("options-summary").textContent = parts.join(", ");
 }
 
+/** Return the fields that ask for token probabilities, or for none. */
+export function chancesOf(isWanted) {
+  return isWanted ? { logprobs: true, top_logprobs: TOP } : { logprobs: undefined, top_logprobs: undefined };
+}
+
 /** Return the body of a request for a chat. */
 export function bodyOf(voice, messages) {
   const number = (id) => (byId(id).value === "" ? undefined : Number(byId(id).value));
@@ -77,7 +85,7 @@ export function bodyOf(voice, messages) {
     model: voice,
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
     temperature: number("temperature"), top_p: number("top-p"), top_k: number("top-k"), min_p: number("min-p"), max_tokens: number("max-tokens"), seed: number("seed"),
-    ...(byId("chances").checked ? { logprobs: true, top_logprobs: TOP } : {}),
+    ...chancesOf(byId("chances").checked),
     response_format: byId("json").checked ? { type: "json_object" } : undefined,
     stream: true, stream_options: { include_usage: true },
   };

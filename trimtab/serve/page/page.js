@@ -224,6 +224,7 @@ byId("model").addEventListener("change", show);
 document.addEventListener("visibilitychange", () => { if (!document.hidden) poll(); });
 byId("memory").addEventListener("click", () => {
   byId("load-dialog").showModal();
+  byId("load-dialog").scrollTop = 0;
   show();
 });
 byId("load-close").addEventListener("click", () => byId("load-dialog").close());

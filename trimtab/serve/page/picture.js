@@ -104,9 +104,9 @@ export function drawSlim(model) {
     const line = budget === null ? [] : [draw("rect", { class: "slim-line", x: place(budget) - 0.6, y: 0, width: 1.2, height: 10 })];
     svg.replaceChildren(draw("rect", { class: "slim-trough", x: 0, y: 1, width: 100, height: 8 }), ...(isLoaded ? parts : []), ...used, ...line);
     const now = marks.find(([what]) => what === "in use now");
-    text.textContent = isLoaded
-      ? `${bar.name} ${bytes(now ? now[1] : loaded)}${budget === null ? "" : ` of ${bytes(budget)}`}`
-      : `${bar.name}: nothing loaded`;
+    text.replaceChildren(...(isLoaded
+      ? [`${bar.name} ${bytes(now ? now[1] : loaded)}`, make("span", { class: "memory-of" }, budget === null ? "" : ` of ${bytes(budget)}`)]
+      : [`${bar.name}: nothing loaded`]));
   });
 }
 

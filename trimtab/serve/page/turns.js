@@ -2,7 +2,7 @@
 
 import { chanceView, hideTip } from "./chances.js";
 import { markDifferences, unmark, wordCounts } from "./differ.js";
-import { counted, make, tool } from "./dom.js";
+import { counted, icon, make, tool } from "./dom.js";
 import { codeOf, copyButton, showMarkdown } from "./markdown.js";
 import { shown } from "./media.js";
 
@@ -16,7 +16,22 @@ export function nameOf(voice) {
 
 export const versionOf = (slot) => slot.versions[slot.at];
 
-/** One turn. acts: {edit(turn, text), again(turn, slot), compare(turn, voice), pick(turn), voices()}: what its buttons do. */
+/** Return facts in which no line ends between a number and its unit. */
+const unbroken = (facts) => facts.replaceAll(/(?<=\d) (?=ms\b|s\b|tok|\+)|(?<=\+) (?=\d)/g, "\u00a0");
+
+/** Whether an answer has a beginning that a model can continue. A JSON answer is held to its form as a whole. */
+function isCut({ how, text, isJson }) {
+  return how !== null && how !== undefined && text.trim() !== "" && !isJson;
+}
+
+function continueButton(onclick, name) {
+  return make(
+    "button", { type: "button", class: "quiet-button worded", "aria-label": `Continue the answer of ${name}`, "data-idle": true, onclick },
+    icon("on"), "Continue",
+  );
+}
+
+/** One turn. acts: {edit(turn, text), again(turn, slot), goOn(turn, slot), compare(turn, voice), pick(turn), voices()}: what its buttons do. */
 export class TurnView {
   constructor(turn, acts) {
     this.turn = turn;
@@ -165,13 +180,13 @@ export class AnswerView {
     } else {
       showMarkdown(this.body, version.text);
     }
-    this.facts.textContent = version.facts;
+    this.facts.textContent = unbroken(version.facts);
   }
 
   end() {
     const { version } = this;
     this.element.setAttribute("aria-busy", String(version.isBusy));
-    this.facts.textContent = version.facts;
+    this.facts.textContent = unbroken(version.facts);
     this.trouble.textContent = version.error ?? "";
     this.trouble.hidden = !version.error;
     this.showTools();
@@ -192,6 +207,7 @@ export class AnswerView {
         parts.push(tool("chances", "Token probabilities", () => this.turnChances(), { "aria-pressed": String(this.hasChances), "data-held": "chances" }));
       }
       if (turnView.isLast) {
+        if (isCut(version)) parts.push(continueButton(() => acts.goOn(turn, slot), nameOf(version.voice)));
         parts.push(tool("again", `Regenerate with ${nameOf(version.voice)}`, () => acts.again(turn, slot), { "data-idle": true }));
         if (turn.slots.length === 1) parts.push(this.compareSelect());
       }
