@@ -38,6 +38,7 @@ from trimtab.serve.job import Event, Job, Token
 from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
+from trimtab.serve.prompt_length import check_first_tokens
 from trimtab.serve.reading import Reading, is_chat, template_kwargs
 from trimtab.serve.scheduler import MistakeError, error_event
 from trimtab.serve.shelf import AdapterShelf
@@ -208,6 +209,7 @@ class LoadedEngine:
     def _inputs(self, job: Job) -> Inputs:
         """Return a job's inputs on the host; a GPU that captures steps must not be given work by another thread."""
         try:
+            check_first_tokens(job, self._tokenizer, self.model.context_tokens)
             prompt = job.prompt
             if isinstance(prompt, dict):  # a text to go on with, no chat
                 tokenizer = self._tokenizer
