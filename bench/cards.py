@@ -7,7 +7,8 @@ to fit as well. Each case is a fresh process and uses the public API: plan, load
 text with a rank-8 adapter on text, vision and audio. `tok_s` is taken between an answer of 33 and one of 801 tokens.
 `process_gib` is the device's free memory before the process began less the free memory after its last answer; `planned_gib` is
 what the plan asks of the device, context and reserve included. copies 4: every copy to the device is issued four times, as a
-link of a quarter of the rate takes (PCIe 4.0 x8). Rows that FILE has already stay in it (`merged`).
+link of a quarter of the rate takes (PCIe 4.0 x8). Rows that FILE has already stay in it (`merged`); with `--missing` their cases
+are not run again, and the exit code is 3 while rows are missing.
 """
 
 from __future__ import annotations
@@ -263,6 +264,12 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in cells)
 
 
+def missing(cases: list[dict[str, Any]], results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the cases that no row of these results is of."""
+    names = {name_of(row) for row in results.get("rows", [])}
+    return [case for case in cases if name_of(case) not in names]
+
+
 def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str, Any]) -> dict[str, Any]:
     """Return the results of earlier runs with these rows behind them, as one more run. Rows that failed are left out; of a case
     that was measured before, the earlier row stays and the later one counts."""
@@ -276,25 +283,37 @@ def merged(results: dict[str, Any], rows: list[dict[str, Any]], where: dict[str,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--cases", default="", help="names such as e4b:4:auto; all without it")
     parser.add_argument("--timeout-s", type=float, default=110)
     parser.add_argument("--total-s", type=float, default=3600)
-    parser.add_argument("--case")
-    parser.add_argument("--hold", action="store_true")
+    parser.add_argument("--missing", action="store_true", help="only cases that the file of --save has no row of")
+    parser.add_argument(
+        "--mixed", action="store_true", help=f"{MIXED} mixed requests before the memory of every case is read"
+    )
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.hold:
-        return hold()
+        hold()
+        return 0
     if given.case:
         case = json.loads(given.case)
         print("ROW " + json.dumps((run_stock_case if case.get("engine") == "stock" else run_trimtab)(case, given.work)))
-        return None
+        return 0
     begun, rows = time.monotonic(), []
     before = json.loads(given.save.read_text()) if given.save and given.save.exists() else {}
-    wanted = [case for case in CASES if not given.cases or name_of(case) in given.cases.split(",")]
+    known = {name_of(case): case for case in CASES}
+    unknown = sorted(set(filter(None, given.cases.split(","))) - set(known))
+    if unknown:
+        parser.error(f"--cases: {unknown}, known are {sorted(known)}")
+    wanted = [known[name] for name in given.cases.split(",")] if given.cases else list(CASES)
+    wanted = missing(wanted, before) if given.missing else wanted
+    if given.mixed:
+        wanted = [case if case.get("engine") else {**case, "mixed": True} for case in wanted]
     given.work.mkdir(parents=True, exist_ok=True)
     holder = Holder()
     try:
@@ -314,8 +333,8 @@ def main() -> None:
     finally:
         holder.close()
     print(table(rows))
-    return None
+    return 3 if given.missing and missing(wanted, {"rows": [row for row in rows if "error" not in row]}) else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

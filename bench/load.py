@@ -355,6 +355,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {"environment": environment(given.device), "settings": settings, "rows": [*kept, *rows]}
         given.save.write_text(json.dumps(found, indent=1) + "\n")
     print(table(rows), flush=True)
+    if all("failed" in row for row in rows):
+        raise SystemExit(1)
 
 
 def bodies_of(model: Model, given: argparse.Namespace) -> list[dict[str, Any]]:

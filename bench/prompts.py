@@ -1,13 +1,16 @@
 """How long a prompt takes to its first token: captured, one kernel after the other, and stock, in one run on one GPU.
 
     python -m bench.prompts --work FOLDER --save bench/results/prompts.json [--models e4b,e2b,...] [--engines trimtab,stock]
+    python -m bench.prompts --work FOLDER --save FILE --models e4b --engines trimtab --card-gib 4
 
 Checkpoints are bench.checkpoints' random ones, NF4 with double quantization, a rank-8 adapter on language and towers. Each model
 and engine is a process of its own; they load beside each other and are measured one after the other. What the file to be saved
 has rows of is not run again. A row: `tokens` of the prompt,
 `adapter`, `way` ("captured", "eager", "stock"), `ms` to the first token (median of five), `gpu_ms` of the graph's replays
 alone, `difference` of the scores from the eager ones' in parts of their largest, `same_token`. The row "picture 640x480" begins
-with the bytes of a PNG file and a question: decoding, resizing and the processor are in it, no picture comes twice.
+with the bytes of a PNG file and a question: decoding, resizing and the processor are in it, no picture comes twice. `--card-gib`: a
+second process holds the rest of the device, the plan places layers as it does on such a card, and answers are the public API's:
+`way` "planned", with the seconds that the plan predicted.
 """
 
 from __future__ import annotations
@@ -35,13 +38,13 @@ PICTURES = 40
 
 def prepare(size: str, work: Path) -> None:
     """Make a checkpoint and its adapter, in a process of its own, unless they are there."""
-    if (work / f"{size}-r8" / "adapter_config.json").is_file():
+    has_eyes = not size.startswith("e") or (work / size / "processor_config.json").is_file()
+    if has_eyes and (work / f"{size}-r8" / "adapter_config.json").is_file():
         return
     lines = (
         "from pathlib import Path",
-        "from bench.checkpoints import write_adapter, write_checkpoint",
+        f"from bench.cards import prepare; prepare({size!r}, Path({str(work)!r}))",
         f"work = Path({str(work)!r})",
-        f"write_adapter(write_checkpoint({size!r}, work / {size!r}), work / '{size}-r8', 8)",
     )
     if size.startswith("e"):
         lines += (f"from bench.prompts import give_eyes; give_eyes(work / {size!r})",)
@@ -269,6 +272,48 @@ def run_trimtab(size: str, work: Path, lengths: Sequence[int], *, profile: bool)
     return bench.rows
 
 
+def run_small(size: str, work: Path, lengths: Sequence[int]) -> None:
+    """Print the rows of a card that holds less than the whole model, through the public API."""
+    import trimtab
+    from bench.turns import token_ids
+
+    plan = trimtab.plan(
+        work / size, adapters={"r8": work / f"{size}-r8"}, context=CONTEXT, images=1, audio_s=10.0, quant="nf4-dq"
+    )
+    off = [row for row in plan.placements if row.part in ("language", "head") and row.tier != "resident"]
+    with trimtab.load(plan) as model:
+        about = {
+            "model": size, "engine": "trimtab", "way": "planned", "mode": plan.execution.prompt.mode,
+            "head": plan.execution.head, "streamed_gib": round(sum(one.host_bytes for one in off) / 2**30, 3),
+            "planned_ms": round(plan.execution.prompt.seconds * 1000, 1),
+            "planned_tokens": plan.request.context_tokens - plan.answer_tokens,
+        }  # fmt: skip
+        wait()
+        for tokens in lengths:
+            ids = token_ids(tokens, 0, int(model.hf_model.config.get_text_config().vocab_size))
+            for adapter in ("r8", None):
+                row = {**about, "what": "text", "tokens": len(ids), "adapter": adapter is not None}
+                print("ROW " + json.dumps(row | asked_ms(model, lambda ids=ids: ids, adapter)), flush=True)
+        if size.startswith("e"):
+            messages = pictures(work)
+            row = {**about, "what": "picture 640x480", "adapter": True}
+            row["tokens"] = model.prepare(next(messages)).prompt_tokens
+            print("ROW " + json.dumps(row | asked_ms(model, lambda: next(messages), "r8")), flush=True)
+        fallbacks = [f"{one.what}: {one.why}" for one in model.fallbacks]
+        print("ROW " + json.dumps({**about, "what": "memory", **model.memory(), "fallbacks": fallbacks}), flush=True)
+
+
+def asked_ms(model: Any, prompt: Any, adapter: str | None) -> dict[str, float]:
+    """Return the median milliseconds to the first token, from the prompt itself on."""
+
+    def ask() -> None:
+        model.answer(prompt(), adapter=adapter, max_new_tokens=1)
+
+    for _ in range(3):
+        ask()
+    return {"ms": median_ms(ask)}
+
+
 # Stock -------------------------------------------------------------------------------------------------------------------
 
 
@@ -335,7 +380,7 @@ class Case:
         self.go, self.log = (given.work / f"{engine}-{size}.{end}" for end in ("go", "log"))
         self.go.unlink(missing_ok=True)
         command = [sys.executable, "-m", "bench.prompts", "--work", str(given.work), "--case", f"{engine}:{size}"]
-        command += ["--lengths", given.lengths]
+        command += ["--lengths", given.lengths, "--card-gib", str(given.card_gib)]
         command += ["--profile"] if given.profile else []
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
@@ -367,7 +412,7 @@ class Case:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the first-token times as lines of text: a model, a length and an adapter each, the three ways beside each other."""
-    names = f"{'stock':>8} {'eager':>8} {'captured':>8} {'gpu':>7} {'differ':>8}"
+    names = f"{'stock':>8} {'eager':>8} {'captured':>8} {'planned':>8} {'gpu':>7} {'differ':>8}"
     lines = [f"{'model':12} {'what':18} {'tokens':>6} {'adapter':7} {names}"]
     groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
@@ -375,7 +420,7 @@ def table(rows: list[dict[str, Any]]) -> str:
             key = row["model"], row["what"], row["tokens"], row["adapter"]
             groups.setdefault(key, {})[row["way"]] = row
     for (model, what, tokens, adapter), ways in groups.items():
-        ms = [f"{ways.get(way, {}).get('ms', '-'):>8}" for way in ("stock", "eager", "captured")]
+        ms = [f"{ways.get(way, {}).get('ms', '-'):>8}" for way in ("stock", "eager", "captured", "planned")]
         captured = ways.get("captured", {})
         lines.append(
             f"{model:12} {what:18} {tokens:>6} {'yes' if adapter else 'no':7} {' '.join(ms)} "
@@ -391,6 +436,9 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--engines", default="trimtab,stock")
     parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)), help="tokens of the texts")
+    parser.add_argument(
+        "--card-gib", type=float, default=0.0, help="of the device's memory, what one model at a time may use"
+    )
     parser.add_argument("--timeout-s", type=float, default=150)
     parser.add_argument("--profile", action="store_true", help="print where the GPU's time goes")
     parser.add_argument("--case")
@@ -403,6 +451,8 @@ def main() -> None:
         lengths = [int(tokens) for tokens in given.lengths.split(",")]
         if engine == "stock":
             run_stock(size, given.work, lengths)
+        elif given.card_gib:
+            run_small(size, given.work, lengths)
         else:
             run_trimtab(size, given.work, lengths, profile=given.profile)
         return
@@ -418,17 +468,29 @@ def main() -> None:
     ]  # fmt: skip
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda size: prepare(size, given.work), dict.fromkeys(size for size, _ in wanted)))
-    cases = [Case(size, engine, given) for size, engine in wanted]
-    until = time.monotonic() + given.timeout_s
-    while time.monotonic() < until and not all(case.is_ready() for case in cases):
-        time.sleep(0.1)
-    for case in cases:
+    if given.card_gib:
+        from bench.cards import GIB, Holder
+
+        holder = Holder()
+        holder.leave(int(given.card_gib * GIB))
+    begun: dict[tuple[str, str], Case] = {}
+    if not given.card_gib:
+        begun = {one: Case(*one, given) for one in wanted}
+        until = time.monotonic() + given.timeout_s
+        while time.monotonic() < until and not all(case.is_ready() for case in begun.values()):
+            time.sleep(0.1)
+    for one in wanted:
+        case = begun.get(one) or Case(*one, given)
         rows = [row for row in rows if (row["model"], row["engine"]) != (case.size, case.engine)]
         rows += case.rows(given.timeout_s)
         if given.save:
             given.save.parent.mkdir(parents=True, exist_ok=True)
             given.save.write_text(json.dumps({"environment": environment(), "rows": rows}, indent=1) + "\n")
+    if given.card_gib:
+        holder.close()
     print(table(rows))
+    if any("error" in row for row in rows):
+        raise SystemExit(3)
 
 
 if __name__ == "__main__":

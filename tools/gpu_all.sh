@@ -1,64 +1,144 @@
 #!/usr/bin/env bash
-# Everything that claims a property of a GPU: `tools/gpu_all.sh RESULTS SECONDS` on a machine with one. All of it may take an hour.
-# Timings run alone; tests and merges share the GPU afterwards. Each step has its own time limit and log. STEPS="graphs decode"
-# runs some of them. What the stock stack imports must be there whole: PEFT needs transformers' Bloom, for one.
-out=$1; end=$(($(date +%s) + $2)); work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}
+# Everything that claims a property of a GPU, in steps: `tools/gpu_all.sh OUT [SECONDS]` on a machine with one; all of it takes more
+# than an hour. Each step has a limit and a log in OUT, and leaves NAME.done there once it has a result: a second call with this OUT
+# runs only what is left, so that several short calls do what one long one would. A step that was cut or broke runs again. Results,
+# failed tests by name (failed-tests.txt) and a table (steps.txt) are in OUT too.
+# STEPS="cards prompts" runs some. WORK: where checkpoints are made (40 GB; 75 with qwen3-8b). PYTHON, SANITIZER (compute-sanitizer),
+# OLD_SITE (a folder with the oldest releases). SIZE: of everything but cards and tune. What the stock stack imports must be there
+# whole: PEFT needs transformers' Bloom, for one.
+out=${1:?usage: tools/gpu_all.sh OUT [SECONDS]}; end=$(($(date +%s) + ${2:-3600}))
+work=${WORK:-/dev/shm/trimtab}; py=${PYTHON:-python3}; size=${SIZE:-e4b}; here=$(dirname "$0")
 mkdir -p "$out" "$work"
-export TRIMTAB_TEST_DEVICE=cuda TMPDIR=${TMPDIR:-/tmp}
-step() { # NAME SECONDS COMMAND...: run within its time, and within what is left of all
-  [ -n "${STEPS:-}" ] && [[ " $STEPS " != *" $1 "* ]] && return
-  local name=$1 limit=$2 left=$((end - $(date +%s))) start=$(date +%s); shift 2
-  [ "$left" -lt "$limit" ] && limit=$left
-  [ "$limit" -lt 5 ] && { echo "== $name: no time left"; return; }
-  timeout -k 5 "$limit" "$@" > "$out/$name.log" 2>&1
-  echo "== $name: exit $? after $(($(date +%s) - start)) s: $(grep -v '^$' "$out/$name.log" | tail -1 | cut -c1-300)"
+out=$(cd "$out" && pwd)
+export TRIMTAB_TEST_DEVICE=cuda TMPDIR=${TMPDIR:-/tmp} PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+names=()
+
+# The limit of a step: its own, or what is left of all; 0 for one that has its result, or for which no time is left.
+limit_of() { # NAME SECONDS
+  local left=$((end - $(date +%s)))
+  if [ -n "${STEPS:-}" ] && [[ " $STEPS " != *" $1 "* ]]; then echo 0
+  elif [ -e "$out/$1.done" ]; then echo 0
+  elif [ "$left" -lt 10 ]; then echo 0
+  elif [ "$left" -lt "$2" ]; then echo "$left"
+  else echo "$2"; fi
 }
-size=${SIZE:-e4b}
-# Several processes for the tests where pytest-xdist is there: most of their time is compiling.
-several() { $py -c "import xdist" 2> /dev/null && echo "-n $1 --dist worksteal"; }
-step make 90 $py -c "
+step() { # NAME SECONDS COMMAND...: run within its limit; {S} in a word stands for the seconds that it has
+  local name=$1 limit start code; limit=$(limit_of "$1" "$2"); shift 2
+  [ "$limit" = 0 ] && return
+  start=$(date +%s)
+  timeout -k 5 "$limit" "${@//\{S\}/$((limit > 20 ? limit - 10 : limit))}" > "$out/$name.log" 2>&1
+  code=$?
+  # Of tests a failure is a result: which ones failed is in the log.
+  { [ $code = 0 ] || { [ $code = 1 ] && [[ $name = tests* ]]; }; } && touch "$out/$name.done"
+  printf '%s\t%s\t%s\n' "$code" "$(($(date +%s) - start))" "$limit" > "$out/$name.code"
+  echo "== $name: exit $code after $(($(date +%s) - start)) s: $(tail -200 "$out/$name.log" | grep -v '^$' | tail -1 | cut -c1-200)"
+}
+tests() { # NAME SECONDS PROCESSES FILES...: most of the time is compiling, so that several processes pay where pytest-xdist is
+  local name=tests-$1 seconds=$2 several=(); shift 2
+  [ "$1" -gt 1 ] && $py -c "import xdist" 2> /dev/null && several=(-n "$1" --dist worksteal)
+  shift
+  step "$name" "$seconds" $py -m pytest -v -rfEs --tb=short -p no:cacheprovider "${several[@]}" "${@/#/tests/gpu/}"
+}
+table() {
+  local name code seconds limit state
+  cat "$out"/tests-*.log 2> /dev/null | grep -E '^(FAILED|ERROR) ' | sort -u > "$out/failed-tests.txt"
+  for name in "${names[@]}"; do
+    state="not run"; code="" seconds="" limit=""
+    [ -e "$out/$name.code" ] && IFS=$'\t' read -r code seconds limit < "$out/$name.code"
+    case "$code" in "") ;; 0) state=ok ;; 124|137) state="cut at $limit s" ;; *) state="exit $code" ;; esac
+    [ -e "$out/$name.done" ] && [ "$code" = 1 ] && state="tests failed"
+    printf '%-22s %-14s %6s s  %s\n' "$name" "$state" "${seconds:--}" \
+      "$(tail -200 "$out/$name.log" 2> /dev/null | grep -v '^$' | tail -1 | cut -c1-110)"
+  done > "$out/steps.txt"
+  cat "$out/steps.txt"
+  echo "$(wc -l < "$out/failed-tests.txt") tests failed (failed-tests.txt); $((end - $(date +%s))) s left"
+}
+trap table EXIT
+plan() { names+=("$@"); }  # the order of the table
+
+plan make tests-new tests-kernels tests-steps tests-memory tests-rest
+# 1. Checkpoints of random weights; tests beside it, and alone those that measure memory. What is newest comes first.
+make_models="
+import os, shutil, sys
 from pathlib import Path
-from bench.checkpoints import write_adapter, write_checkpoint
-work = Path('$work')
-folder = write_checkpoint('$size', work / '$size')
-for rank in (8, 64): write_adapter(folder, work / f'$size-r{rank}', rank)
-import os, shutil
+from bench.cards import prepare
 from bench.load import give_voice, sized
-talking = work / '$size-talking'
-shutil.copytree(folder, talking, copy_function=os.link)
-give_voice(talking)
-sized('$size', work, 8, device='cuda')" &
-step kernels 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_kernels.py tests/gpu/test_ends.py --maxfail=12 &
-step graphs 240 $py -m pytest -q -p no:cacheprovider $(several 5) tests/gpu/test_graphs.py tests/gpu/test_short_ops.py tests/gpu/test_head8.py --maxfail=12
+from bench.prompts import give_eyes
+work = Path('$work')
+for name in sys.argv[1:]:
+    prepare(name, work)
+    if name.startswith('e') and not (work / name / 'processor_config.json').exists():
+        give_eyes(work / name)
+    talking = work / f'{name}-talking'
+    if name != 'e2b' and not (talking / 'tokenizer.json').exists():
+        shutil.copytree(work / name, talking, copy_function=os.link, dirs_exist_ok=True)
+        give_voice(talking)
+    if name != 'e2b':
+        sized(name, work, 32 if name == '$size' else 8, device='cuda', context=1024, audio_s=5.0)
+print('made:', *sys.argv[1:])
+"
+# In /dev/shm they are gone with the machine, whatever OUT says.
+[ -e "$work/$size-talking/tokenizer.json" ] || rm -f "$out/make.done"
+step make 200 $py -c "$make_models" "$size" e2b &
+tests new 280 6 test_capturing.py test_paged_rows.py test_batch_invariant.py test_tower_graphs.py test_graphs.py test_packed_prompts.py
+tests kernels 240 6 test_kernels.py test_ends.py test_head8.py test_short_ops.py test_many_rows.py test_prompt_kernels.py &
+tests steps 240 6 test_prefill.py test_generate.py test_batch.py test_chat.py test_load.py test_known.py
 wait
-step decode 600 $py -m bench.decode --work "$work" --models $size --timeout-s 200 --save "$out/decode.json"
-# The bridge's cases hold nearly all of the card: nothing else may use it meanwhile.
-step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes $size --no-check --save "$out/merge.json" &
-step bridge 120 $py -m bench.bridge --work "$work" --size $size --save "$out/bridge.json"
-# With the oldest set of packages, in a folder of its own: its checkpoint is written by that release.
-[ -n "${OLD_SITE:-}" ] && step bridge-old 260 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.bridge --work "$work-old" --size $size \
-  --save "$out/bridge.json"
-step load 180 $py -m bench.load --work "$work" --size $size --adapters 8 --device cuda --quant nf4-dq --seconds 5 \
-  --max-tokens 32 --rates 4 --save "$out/load.json"
-step memory 60 $py -m pytest -q -p no:cacheprovider tests/gpu/test_memory.py tests/gpu/test_devices.py  # alone: they measure
-step tests 400 $py -m pytest -q -p no:cacheprovider $(several 10) tests/gpu/test_bridge.py tests/gpu/test_verify.py \
-  tests/gpu/test_merge.py tests/gpu/test_generate.py tests/gpu/test_batch.py tests/gpu/test_chat.py tests/gpu/test_load.py \
-  tests/gpu/test_matrix.py &
-step lanes 180 $py -m bench.lanes --work "$work" --size $size --save "$out/lanes.json" &
-wait
-# A memory checker over every kernel, where one is named (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
-if [ -n "${SANITIZER:-}" ]; then
-  for tool in memcheck initcheck synccheck; do
-    step "sanitizer-$tool" 270 "$SANITIZER" --tool $tool --error-exitcode 9 $py -m tests.gpu.once &
-  done
+tests memory 90 1 test_memory.py test_devices.py
+
+plan cards prompts prompts-4gib start tune-e4b tune-e2b
+# 2. Small cards: every row of the table, after 200 mixed requests too, the stock stack beside them.
+step cards 900 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases \
+  e4b:4:auto,e4b:3.7:auto,e4b:4:full,e4b:3.2:auto,e4b:6:full,e4b:0:full,e4b:3.5:auto,e2b:2.5:auto,e2b:2:auto,e2b:3:full,e2b:0:full,e4b:4:full:copies4,e4b:4:auto:copies4,e4b:0:full:enginestock
+# 3. Prompts, an image among them, beside the stock stack and on a small card.
+step prompts 240 $py -m bench.prompts --work "$work" --models "$size,e2b" --save "$out/prompts.json"
+step prompts-4gib 150 $py -m bench.prompts --work "$work" --models "$size" --engines trimtab --card-gib 4 --save "$out/prompts-4gib.json"
+step start 170 $py -m bench.start --work "$work" --size "$size" --device cuda --gpu-memory 6GiB --runs 1 --save "$out/start.json"
+# 4. Launch configurations of this card, as they may be shipped.
+for one in e4b e2b; do
+  step tune-$one 120 $py -m trimtab tune "$work/$one" --quant nf4-dq --device cuda --rows 8 --export "$out/tuned-$one.json"
+done
+
+plan company kv-pages turns load qwen cards-qwen
+# 5. Batch-invariant answers, keys and values in pages, second turns of a chat.
+step company 150 $py -m bench.company --work "$work" --size "$size" --rows 8 --save "$out/company.json"
+step kv-pages 120 $py -m bench.kv_pages --work "$work" --model "$size" --rows 32 --context 4096 --tokens 512 --save "$out/kv_pages.json"
+step turns 90 $py -m bench.turns "$work/$size" --adapter "$work/$size-r8" --quant nf4-dq --device cuda --save "$out/turns.json"
+# 6. Servers under load, stock and transformers serve among them: mixed requests, Poisson arrivals, 32 adapters on 32 rows.
+step load 560 env PYTHON="$py" "$here/load_all.sh" "$work" "$out" "{S}"
+# Qwen3-8B is made last: 16 GB.
+step qwen 120 $py -c "$make_models" qwen3-8b
+step cards-qwen 200 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases qwen3-8b:5:auto
+
+# 7. A memory checker over every kernel, where there is one (NVIDIA's compute-sanitizer, from a toolkit or its wheel).
+sanitizer=${SANITIZER:-$(command -v compute-sanitizer)}
+if [ -n "$sanitizer" ]; then
   own=(); for name in native cub gemm cutlass; do own+=(--kernel-name-exclude "kns=$name"); done  # torch's kernels
+  for tool in memcheck initcheck synccheck; do
+    plan "sanitizer-$tool"
+    step "sanitizer-$tool" 270 "$sanitizer" --tool $tool --error-exitcode 9 $py -m tests.gpu.once &
+  done
   for part in 1 2 3 4 5 6 7 8 9 10; do
-    step "sanitizer-racecheck-$part" 270 "$SANITIZER" --tool racecheck "${own[@]}" --error-exitcode 9 $py -m tests.gpu.once $part 10 &
+    plan "racecheck-$part"
+    step "racecheck-$part" 270 "$sanitizer" --tool racecheck "${own[@]}" --error-exitcode 9 $py -m tests.gpu.once $part 10 &
   done
   wait
 fi
+
+plan decode merge bridge bridge-old lanes matrix matrix-old bench-kernels
+# 8. What was measured before and changes seldom.
+tests rest 400 8 test_bridge.py test_verify.py test_merge.py test_matrix.py
+step decode 600 $py -m bench.decode --work "$work" --models "$size" --timeout-s 200 --save "$out/decode.json"
+# The bridge's cases hold nearly all of the card: only the merge, which uses little of it, runs meanwhile.
+step merge 240 $py -m bench.merge --work "$TMPDIR/merge" --sizes "$size" --no-check --save "$out/merge.json" &
+step bridge 120 $py -m bench.bridge --work "$work" --size "$size" --save "$out/bridge.json"
+# With the oldest set of packages, in a folder of its own: its checkpoint is written by that release.
+[ -n "${OLD_SITE:-}" ] && step bridge-old 260 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.bridge --work "$work-old" --size "$size" \
+  --save "$out/bridge.json"
+wait
+step lanes 180 $py -m bench.lanes --work "$work" --size "$size" --save "$out/lanes.json"
 step matrix 560 $py -m bench.matrix --device cuda --jobs 10 --save "$out/matrix_gpu_newest.json"
 [ -n "${OLD_SITE:-}" ] && step matrix-old 560 env PYTHONPATH="$OLD_SITE:$PWD" $py -m bench.matrix --device cuda --jobs 10 \
   --save "$out/matrix_gpu_oldest.json"
-step bench-kernels 40 $py -m bench.kernels --models $size --rows 1,8 --json "$out/kernels.json"
-echo "== done with $((end - $(date +%s))) s left"
+step bench-kernels 40 $py -m bench.kernels --models "$size" --rows 1,8 --json "$out/kernels.json"
+exit 0

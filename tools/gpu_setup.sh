@@ -5,4 +5,7 @@ if [ ! -d "$site" ]; then
   mkdir -p "$site"
   for wheel in "$1"/*.whl; do python3 -m zipfile -e "$wheel" "$site"; done
 fi
+# A wheel unpacked so has no executable files: compute-sanitizer and what it starts.
+sanitizer=$(find "$site" -name compute-sanitizer -type f -print -quit)
+if [ -n "$sanitizer" ]; then chmod -R u+x "$(dirname "$sanitizer")"; export SANITIZER=$sanitizer; fi
 export PYTHONPATH="$site:$PWD" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
