@@ -34,7 +34,7 @@ def work(monkeypatch, tmp_path):
 
 def test_what_was_told_comes_back_in_order_and_as_it_is_said():
     heard = []
-    found = process.run_inside(WORK, {"do": "tell", "count": 3}, heard=heard.append)
+    found = process.run_inside(WORK, {"do": "tell", "count": 3}, on_event=heard.append)
     assert found.ended == "done"
     assert found.exit_code == 0
     assert list(found.lines) == heard == [{"line": 0}, {"line": 1}, {"line": 2}]

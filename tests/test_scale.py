@@ -303,12 +303,12 @@ def on_front(handle, work, *, retry=False, adapters=None, kept=()):
         async def ask(one):
             events, ended = [], asyncio.Event()
 
-            def tell(event):
+            def emit(event):
                 events.append(event)
                 if event.kind in ("done", "error"):
                     ended.set()
 
-            found.submit(one, tell)
+            found.submit(one, emit)
             await asyncio.wait_for(ended.wait(), WAIT_S)
             await asyncio.sleep(0)
             return events
@@ -588,11 +588,11 @@ class Worker:
         future.set_result(self.numbers)
         return future
 
-    def submit(self, one, tell):
+    def submit(self, one, emit):
         self.jobs.append(one)
         if one.prompt == "echo":
             for event in answer(one.id):
-                tell(event)
+                emit(event)
 
     def cancel(self, job_id):
         self.cancelled.append(job_id)

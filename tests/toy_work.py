@@ -8,9 +8,9 @@ import sys
 import time
 
 
-def main(request, tell):
+def main(request, emit):
     for place in range(request.get("count", 0)):
-        tell({"line": place})
+        emit({"line": place})
     match request["do"]:
         case "tell":
             print("to stdout")
@@ -19,7 +19,7 @@ def main(request, tell):
             raise ZeroDivisionError
         case "hang":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-            tell({"child": child.pid})
+            emit({"child": child.pid})
             time.sleep(60)
         case "eat":
             held = []
@@ -33,4 +33,4 @@ def main(request, tell):
         case "exit":
             os._exit(0)
         case "import":
-            tell({"imported": importlib.util.find_spec(request["name"]) is not None})
+            emit({"imported": importlib.util.find_spec(request["name"]) is not None})

@@ -24,17 +24,17 @@ def main(connection, settings):
 
 
 def _obey(channel, message):
-    def tell(*events):
+    def emit(*events):
         channel.send({"say": "events", "events": [event_to_message(event) for event in events]})
 
     if message["do"] == "submit":
         job = job_from_message(message["job"])
         match job.prompt:
             case "echo":
-                tell(Event(job.id, "started"), Event(job.id, "text", text=str(os.getpid())))
-                tell(Event(job.id, "done", finish="stop"))
+                emit(Event(job.id, "started"), Event(job.id, "text", text=str(os.getpid())))
+                emit(Event(job.id, "done", finish="stop"))
             case "speak, then wait":
-                tell(Event(job.id, "text", text="so far"))
+                emit(Event(job.id, "text", text="so far"))
             case "wait":
                 pass
             case "hang":

@@ -60,10 +60,10 @@ def pull(
     is no hub id, where the hub is switched off (HF_HUB_OFFLINE) or cannot be reached, or the disk has too little room;
     CheckpointError for a repository without safetensors.
     """
-    tell = say or (lambda text: None)
+    emit = say or (lambda text: None)
     branch = revision or "main"
     try:
-        return _pull(model, branch, tell, endpoint)
+        return _pull(model, branch, emit, endpoint)
     except HFValidationError as exc:
         raise RequestError("is not a hub id", field="model", value=model, allowed=("OWNER/NAME",)) from exc
     except OfflineModeIsEnabled as exc:
@@ -77,7 +77,7 @@ def pull(
         raise RequestError(f"cannot be fetched ({_first_line(exc)})", field="model", value=model) from exc
 
 
-def _pull(model: str, branch: str, tell: Callable[[str], None], endpoint: str | None) -> Pulled:
+def _pull(model: str, branch: str, emit: Callable[[str], None], endpoint: str | None) -> Pulled:
     api = huggingface_hub.HfApi(endpoint=endpoint)
     info = api.model_info(model, revision=branch, files_metadata=True)
     commit = str(info.sha or "")
@@ -85,7 +85,7 @@ def _pull(model: str, branch: str, tell: Callable[[str], None], endpoint: str | 
         raise CheckpointError("the hub names no commit for it", path=model)
     sizes = {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
     license_name = _license_of(info)
-    tell(f"{model} at {commit}; license: {license_name or 'none stated'}")
+    emit(f"{model} at {commit}; license: {license_name or 'none stated'}")
 
     def fetch(name: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(model, name, revision=commit, endpoint=endpoint))
@@ -107,7 +107,7 @@ def _pull(model: str, branch: str, tell: Callable[[str], None], endpoint: str | 
     _check_room(model, sum(sizes[name] for name in missing if name in weights))
     for number, name in enumerate(weights, 1):
         is_there = name not in missing
-        tell(f"{number}/{len(weights)} {name}, {gib(sizes[name])}{': is there' if is_there else ''}")
+        emit(f"{number}/{len(weights)} {name}, {gib(sizes[name])}{': is there' if is_there else ''}")
         fetch(name)
     folder = fetch(small[0]).parent
     if branch != commit:

@@ -2,7 +2,7 @@
 
     EXE .../trimtab/inside.py MODULE REQUEST.json LINES.jsonl
 
-imports MODULE (a dotted name below `trimtab`) and calls its `main(request, tell)`: request is the JSON object of the first
+imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`: request is the JSON object of the first
 file, every `tell(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said.
 The other interpreter needs only what MODULE itself imports. It runs as a plain script: nothing of trimtab is imported
 before the search path is right, and only the standard library above that line.
@@ -51,12 +51,12 @@ def main(arguments: list[str]) -> int:
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     with open(lines_file, "a", encoding="utf-8") as lines:
 
-        def tell(line: dict[str, Any]) -> None:
+        def emit(line: dict[str, Any]) -> None:
             lines.write(json.dumps(line, default=str) + "\n")
             lines.flush()
 
-        importlib.import_module(module).main(request, tell)
-        tell({"event": "end"})
+        importlib.import_module(module).main(request, emit)
+        emit({"event": "end"})
     return 0
 
 

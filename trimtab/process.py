@@ -1,6 +1,6 @@
 """Work in a separate process, with limits on time and memory and the output that it wrote before it ended.
 
-The work is a module of trimtab with `main(request, tell)` (see `inside.py`), run by this interpreter or another one. The
+The work is a module of trimtab with `main(request, emit)` (see `inside.py`), run by this interpreter or another one. The
 process is a fresh one (never a fork: a CUDA context does not survive that), watched with psutil together with its
 children, and killed as a tree.
 """
@@ -35,7 +35,7 @@ class Outcome:
     """The result of the work.
 
     ended: "done" (it said all), "failed" (an exception left `main`), "timeout" and "oom-host" (killed by us at the limit,
-    or by the system's own killer), "crashed" (a signal or an exit inside native code). lines: what `tell` was given, in
+    or by the system's own killer), "crashed" (a signal or an exit inside native code). lines: the values given to `emit`, in
     order. peak_host_bytes: the largest resident size of the process and its children that was seen (every 50 ms).
     stdout, stderr: their last 20,000 characters.
     """
@@ -58,11 +58,11 @@ def run_inside(
     memory_bytes: int | None = None,
     environment: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
-    heard: Callable[[dict[str, Any]], None] | None = None,
+    on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
-    """Return what came of `module.main(request, tell)`.
+    """Return what came of `module.main(request, emit)`.
 
-    python: the interpreter (None: this one). environment: variables to add. heard: called with each line as it arrives.
+    python: the interpreter (None: this one). environment: variables to add. on_event: called with each line as it arrives.
     Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the tree and goes on as KeyboardInterrupt.
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-process-", ignore_cleanup_errors=True) as folder:
@@ -76,7 +76,7 @@ def run_inside(
         with paths["stdout"].open("wb") as out, paths["stderr"].open("wb") as err:
             started = time.monotonic()
             process = _start(command, out, err, environment, cwd)
-            reader = _Lines(paths["lines.jsonl"], heard)
+            reader = _Lines(paths["lines.jsonl"], on_event)
             try:
                 killed, peak = _watch(process, reader, started + timeout_s, memory_bytes)
             finally:
@@ -108,8 +108,8 @@ def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str
 class _Lines:
     """Reads the lines of a growing file; a half-written last line waits for its end."""
 
-    def __init__(self, path: Path, heard: Callable[[dict[str, Any]], None] | None) -> None:
-        self._path, self._heard, self._at, self._rest = path, heard, 0, b""
+    def __init__(self, path: Path, on_event: Callable[[dict[str, Any]], None] | None) -> None:
+        self._path, self._on_event, self._at, self._rest = path, on_event, 0, b""
         self.lines: list[dict[str, Any]] = []
 
     def read(self) -> None:
@@ -121,8 +121,8 @@ class _Lines:
         for text in whole:
             line = json.loads(text)
             self.lines.append(line)
-            if self._heard is not None and line.get("event") != "end":
-                self._heard(line)
+            if self._on_event is not None and line.get("event") != "end":
+                self._on_event(line)
 
 
 def _watch(process: Any, reader: _Lines, deadline: float, memory_bytes: int | None) -> tuple[str | None, int]:

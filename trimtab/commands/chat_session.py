@@ -147,8 +147,8 @@ class Session:
         """Print an answer as it comes. Returns its text."""
         texts: list[str] = []
         try:
-            with closing(pieces) as found:  # type: ignore[type-var]
-                for piece in found:
+            with closing(pieces) as chunks:  # type: ignore[type-var]
+                for piece in chunks:
                     texts.append(piece)
                     if not self.as_json:
                         print(self.style.printable(piece), end="", flush=True)

@@ -71,7 +71,7 @@ def _answer(
     waiting: int, summary: dict[str, Any],
 ) -> None:  # fmt: skip
     """Answer what is not answered yet, and count it."""
-    sent: list[PromptLine] = []
+    lines: list[PromptLine] = []
     sampling = {name: value for name, value in defaults.items() if name not in ("system", "adapter")}
     question = {name: value for name, value in defaults.items() if name in ("system", "adapter") and value is not None}
     done = 0
@@ -95,14 +95,14 @@ def _answer(
             if isinstance(line.request, RequestError):
                 add(line, line.request)
                 continue
-            sent.append(line)
+            lines.append(line)
             yield {**question, **line.request}
 
     with opened(plan, decode) as model, show.loading_bar(sys.stderr, "answering", is_bytes=False) as bar:
         results = model.batch_as_finished(requests(), rows=plan.request.batch, errors="return", **sampling)
         with closing(results) as answer:  # type: ignore[type-var]
             for index, result in answer:
-                add(sent[index], result)
+                add(lines[index], result)
         say_fallbacks(model)
 
 

@@ -99,7 +99,7 @@ def _run(say: Say, placed: LoadRequest) -> dict[str, Any]:
     _, expected, expected_changes = _answers(whole, asks, None)
     check_changes(changes, expected_changes)
     largest = compare(logits, expected)
-    positions = sum(len(found) for found in logits)
+    positions = sum(len(of_prompt) for of_prompt in logits)
     say(f"   {len(asks)} prompts, {positions} positions: largest difference of a logit {largest:g}")
     verdict, noise = _judge(whole, asks, logits, expected, say) if largest else ("same", None)
     say(f"   {verdict}")

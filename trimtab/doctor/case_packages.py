@@ -16,7 +16,7 @@ NEEDED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safete
 VERSIONED = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "safetensors", "tokenizers", "numpy")
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Report the versions of this interpreter's packages, the missing ones, and whether there is a GPU."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     has_gpu = False
@@ -24,7 +24,7 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
         import torch
 
         has_gpu = torch.cuda.is_available()
-    tell({"versions": versions(), "missing": missing, "has_gpu": has_gpu})
+    emit({"versions": versions(), "missing": missing, "has_gpu": has_gpu})
 
 
 def versions() -> dict[str, str]:

@@ -36,7 +36,7 @@ class Cleaner:
 
 
 @dataclass
-class Heard:
+class LogEvents:
     """Warnings by first line with their counts, and log lines, in order and each once."""
 
     warnings: Counter[str] = field(default_factory=Counter)
@@ -50,21 +50,21 @@ class Heard:
 
 
 class _Handler(logging.Handler):
-    def __init__(self, heard: Heard) -> None:
+    def __init__(self, events: LogEvents) -> None:
         super().__init__(logging.INFO)
-        self.heard = heard
+        self.events = events
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.WARNING or record.name.startswith("accelerate"):
-            self.heard.log_lines[_line(record.getMessage().replace("\n", " "))] = None
+            self.events.log_lines[_line(record.getMessage().replace("\n", " "))] = None
 
 
 @contextmanager
-def listening() -> Iterator[Heard]:
+def listening() -> Iterator[LogEvents]:
     """Yield what the libraries say from now on. accelerate's INFO lines too: it says there what fits nowhere."""
     import transformers
 
-    log = Heard()
+    log = LogEvents()
     handler = _Handler(log)
     transformers.utils.logging.disable_progress_bar()
     loggers = [logging.getLogger(name) for name in LIBRARIES]

@@ -13,7 +13,7 @@ from typing import Any
 from trimtab.doctor.cases import Case
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Write the references of one name into a file.
 
     request: name ("none", "nf4+towers", ...), model, adapter (a patched copy, or null), inputs (a file, made here if it is
@@ -33,7 +33,7 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
         if not Path(request["inputs"]).is_file():
             made, source = case_inputs.make_inputs(folder)
             case_inputs.save_inputs(made, Path(request["inputs"]))
-            tell({"inputs": source})
+            emit({"inputs": source})
         empty = case_model.empty_model(folder)
         arguments = case_model.load_arguments(case, case_model.parts_of(empty), empty, save.parent)
         model = case_model.load_base(folder, arguments, card)
@@ -46,9 +46,9 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
                 model = case_model.steady(PeftModel.from_pretrained(model, request["adapter"]).eval())
                 answers |= _answers(model, inputs, "adapter")
             except Exception as exc:
-                tell({"failed": exception_json(exc, Cleaner({}))})
+                emit({"failed": exception_json(exc, Cleaner({}))})
     save_file(answers, save)
-    tell({"answers": sorted(answers), **card.memory()})
+    emit({"answers": sorted(answers), **card.memory()})
 
 
 def _answers(model: Any, inputs: Mapping[str, Any], voice: str) -> dict[str, Any]:

@@ -306,18 +306,18 @@ def _why_unknown(run: Run) -> str:
     return "no known signature matches this failure; read its trace and find its cause before filing"
 
 
-def show(text: str, bucket: Bucket, run: Run, came: Mapping[str, Any]) -> tuple[Shown | None, str]:
+def show(text: str, bucket: Bucket, run: Run, result: Mapping[str, Any]) -> tuple[Shown | None, str]:
     """Return a reproducer's run as evidence, or None and why it is none: it must fail as the recorded run failed."""
-    versions = {name: value for name, value in dict(came.get("versions") or {}).items() if name in run.versions}
+    versions = {name: value for name, value in dict(result.get("versions") or {}).items() if name in run.versions}
     differing = [name for name in run.versions if versions.get(name) != run.versions[name]]
     if differing:
         return None, f"the reproducer ran with other versions than the run ({', '.join(differing)})"
-    if came.get("ended") not in (None, "done"):
-        return None, f"the reproducer ended as {came['ended']}"
-    output = clean(str(came.get("output") or ""))
+    if result.get("ended") not in (None, "done"):
+        return None, f"the reproducer ended as {result['ended']}"
+    output = clean(str(result.get("output") or ""))
     kind, message, files = raised_in(output)
     if not kind:
-        return None, f"the reproducer did not show the failure (exit code {came.get('exit_code')})"
+        return None, f"the reproducer did not show the failure (exit code {result.get('exit_code')})"
     wanted_type, wanted_message = bucket.shows
     if not re.fullmatch(wanted_type, kind) or not re.search(wanted_message, message):
         return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
@@ -328,7 +328,7 @@ def show(text: str, bucket: Bucket, run: Run, came: Mapping[str, Any]) -> tuple[
         return None, f"the reproducer ended in another failure ({kind}: {message[:80]})"
     if run.frames and not bucket.shows[0].startswith("AssertionError") and not _same_place(run, files):
         return None, "the reproducer failed in another place than the run"
-    return Shown(text, output, int(came.get("exit_code") or 0), float(came.get("seconds") or 0.0), versions), ""
+    return Shown(text, output, int(result.get("exit_code") or 0), float(result.get("seconds") or 0.0), versions), ""
 
 
 def _same_place(run: Run, files: tuple[str, ...]) -> bool:

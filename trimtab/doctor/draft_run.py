@@ -52,9 +52,9 @@ def readable(output: str) -> str:
     return "\n".join(kept if len(kept) <= MOST_LINES else ["...", *kept[-MOST_LINES:]])
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the script of `request["text"]` and report its exit code and output."""
-    tell({"versions": versions_of(PACKAGES)})
+    emit({"versions": versions_of(PACKAGES)})
     with tempfile.TemporaryDirectory(prefix="trimtab-reproducer-", ignore_cleanup_errors=True) as folder:
         Path(folder, "reproducer.py").write_text(request["text"], encoding="utf-8")
         # What the script makes in the temporary folder goes with this one.
@@ -63,4 +63,4 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
             [sys.executable, "reproducer.py"], cwd=folder, env={**os.environ, **places}, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
-    tell({"exit_code": done.returncode, "output": done.stdout.decode("utf-8", "replace")})
+    emit({"exit_code": done.returncode, "output": done.stdout.decode("utf-8", "replace")})

@@ -23,14 +23,14 @@ PACKAGES = (
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {"triton": ("pytorch-triton", "triton-windows", "pytorch-triton-rocm")}
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Report the interpreter's packages, then its torch with the GPUs; if torch crashes, the packages remain."""
     version = ".".join(str(number) for number in sys.version_info[:3])
-    tell({
+    emit({
         "python": {"version": version, "implementation": platform.python_implementation()},
         "packages": {name: read_package(name) for name in PACKAGES},
     })  # fmt: skip
-    tell({"torch": read_torch()})
+    emit({"torch": read_torch()})
 
 
 def read_package(name: str) -> dict[str, Any]:

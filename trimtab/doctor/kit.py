@@ -252,21 +252,21 @@ class _Said(logging.Handler):
 @contextmanager
 def quiet() -> Iterator[list[str]]:
     """Keep warnings and log lines of the stack off the terminal; yields the list that they are collected in."""
-    said: list[str] = []
-    handler = _Said(said)
+    warned: list[str] = []
+    handler = _Said(warned)
     loggers = [logging.getLogger(), *(logging.getLogger(name) for name in LIBRARIES)]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     _forget_said_once()
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda message, *_, **__: said.append(str(message))
+        warnings.showwarning = lambda message, *_, **__: warned.append(str(message))
         for logger in loggers:
             # A library that passes its lines on to the root is heard there.
             logger.handlers = [handler] if logger.parent is None or not logger.propagate else []
             if logger.getEffectiveLevel() > logging.WARNING:
                 logger.setLevel(logging.WARNING)  # a program that silenced a library would silence the evidence
         try:
-            yield said
+            yield warned
         finally:
             for logger, handlers, level in before:
                 logger.handlers = handlers

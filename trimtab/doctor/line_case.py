@@ -12,43 +12,43 @@ from typing import Any
 
 from trimtab.doctor.cases import Case, device_map, skip_modules
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 CONTEXT_TOKENS = 512
 ADAPTER = "adapter"
 CPU_TIERS = {"cpu": "stream", "disk": "disk"}
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case on trimtab and report its record's fields. request: as `stock_case.main`."""
-    tell({"stage": "import"})
+    emit({"stage": "import"})
     from trimtab.doctor import case_packages
     from trimtab.doctor.case_record import Cleaner, exception_json, listening
 
-    tell({"facts": {"versions": case_packages.versions()}})
+    emit({"facts": {"versions": case_packages.versions()}})
     clean = Cleaner(request["names"])
-    run = _Run(Case.from_json(request["case"]), request, tell, clean)
-    with listening() as heard:
+    run = _Run(Case.from_json(request["case"]), request, emit, clean)
+    with listening() as events:
         try:
             run.run()
         except Exception as exc:
             failure = exception_json(exc, clean)
             how = f"refused: {type(exc).__name__}, {failure['message'].splitlines()[0]}" if failure["ours"] else ""
-            tell({"facts": {"exception": failure, **({"how": how} if how else {})}})
+            emit({"facts": {"exception": failure, **({"how": how} if how else {})}})
         finally:
-            tell({"facts": heard.to_json(clean)})
+            emit({"facts": events.to_json(clean)})
 
 
 class _Run:
-    def __init__(self, case: Case, request: Mapping[str, Any], tell: Tell, clean: Any) -> None:
-        self.case, self.request, self.tell, self.clean = case, request, tell, clean
+    def __init__(self, case: Case, request: Mapping[str, Any], emit: Emit, clean: Any) -> None:
+        self.case, self.request, self.emit, self.clean = case, request, emit, clean
         self.on_gpu = request["device"] != "cpu"
         self.pressure = case.pressure if request["pressure"] is None else request["pressure"]
 
     def facts(self, **found: Any) -> None:
-        self.tell({"facts": found})
+        self.emit({"facts": found})
 
     def enter(self, stage: str) -> None:
-        self.tell({"stage": stage})
+        self.emit({"stage": stage})
 
     def run(self) -> None:
         import torch

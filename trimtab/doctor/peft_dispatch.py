@@ -35,9 +35,9 @@ class _Planned(BaseException):
     """PEFT has its map: the rest of the load is not run."""
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Report the plan, or why PEFT stopped before it made one."""
-    tell(plan_of(request))
+    emit(plan_of(request))
 
 
 def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -201,24 +201,24 @@ def _second_json(second: SecondPlan) -> dict[str, Any]:
 # For people -----------------------------------------------------------------------------------------------------------
 
 
-def preflight_text(judged: Preflight) -> str:
+def preflight_text(result: Preflight) -> str:
     """Return the judgement as lines for people: what lies ahead, why, and the call that works."""
-    lines = [f"{judged.model_class} ({judged.model}), {judged.quant}, stock stack: {_stack(judged.versions)}"]
-    lines.append(f"device map: {_shown_map(judged.device_map)}")
-    lines += ["", *_unquantized(judged.map, judged.quant)]
-    if judged.second is not None:
-        lines += ["", arithmetic_text(judged.second)]
-    lines += ["", "What will fail" if judged.findings else "No known failure applies."]
+    lines = [f"{result.model_class} ({result.model}), {result.quant}, stock stack: {_stack(result.versions)}"]
+    lines.append(f"device map: {_shown_map(result.device_map)}")
+    lines += ["", *_unquantized(result.map, result.quant)]
+    if result.second is not None:
+        lines += ["", arithmetic_text(result.second)]
+    lines += ["", "What will fail" if result.findings else "No known failure applies."]
     for severity in SEVERITIES:
-        for one in judged.findings:
+        for one in result.findings:
             if one.severity == severity:
                 lines += [f"  {severity:7}{one.bug or '-':4}{one.when}: {one.title}", f"{'':13}{one.detail}"]
                 lines += _way_round(one)
-    lines += ["", f"What works here: {judged.answer.kind} ({judged.answer.reason})"]
-    if judged.answer.stock:
-        lines += ["", "With the stock objects:", "", *_indented(judged.answer.stock)]
-    if judged.answer.python:
-        lines += ["", "With trimtab:", "", *_indented(judged.answer.command), "", *_indented(judged.answer.python)]
+    lines += ["", f"What works here: {result.answer.kind} ({result.answer.reason})"]
+    if result.answer.stock:
+        lines += ["", "With the stock objects:", "", *_indented(result.answer.stock)]
+    if result.answer.python:
+        lines += ["", "With trimtab:", "", *_indented(result.answer.command), "", *_indented(result.answer.python)]
     return "\n".join(lines)
 
 

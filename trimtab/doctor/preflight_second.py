@@ -205,7 +205,9 @@ def _required(inferred: _Inferred, device: Device) -> str:
     if not refused:
         return f"{device}: {nbytes} bytes required"
     path = refused[-1][1]
-    size = max(int(nbytes) for _, tried, nbytes in refused if tried == path)  # with what is tied to it, if anything is
+    size = max(
+        int(nbytes) for _, path_refused, nbytes in refused if path_refused == path
+    )  # with what is tied to it, if anything is
     rest, share = nbytes - size, 100 * (nbytes - size) / nbytes if nbytes else 0.0
     kept = f"{rest} for the largest layer ({_own(inferred.largest[0])}, {share:.1f} %)" if rest else "nothing kept back"
     return (

@@ -129,15 +129,15 @@ def _refusal(reply: Mapping[str, Any]) -> TrimtabError:
     return error
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Report the shape, or trimtab's error."""
     try:
         shape = shape_of(request["model"], request["device_map"], request["quant"], request["dtype"])
     except TrimtabError as exc:
         kept = {name: value for name, value in vars(exc).items() if not name.startswith("_")}
-        tell({"error": {"class": type(exc).__name__, "message": str(exc), "fields": kept}})
+        emit({"error": {"class": type(exc).__name__, "message": str(exc), "fields": kept}})
         return
-    tell({"shape": shape.to_json()})
+    emit({"shape": shape.to_json()})
 
 
 # Reading, in the interpreter whose stack is asked about ---------------------------------------------------------------

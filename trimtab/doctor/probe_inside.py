@@ -23,7 +23,7 @@ from trimtab.doctor.upstream import read_entry
 STACK = ("torch", "transformers", "accelerate", "bitsandbytes", "peft")
 
 
-def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Tell {"event": "start", "id"} and {"event": "seen", "id", "state", "evidence", "seconds"} for every file.
 
     request: files (paths of catalogue entries), folder (where probes may write), timeout_s (for one probe), gpu_hidden:
@@ -36,14 +36,14 @@ def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Non
     for module in modules:
         if request["gpu_hidden"] and getattr(module, "NEEDS_GPU", False) and _is_built_for_gpu(kit):
             continue
-        tell({"event": "start", "id": module.BUG.id})
+        emit({"event": "start", "id": module.BUG.id})
         started = time.monotonic()
         faulthandler.dump_traceback_later(request["timeout_s"], exit=True, file=sys.stderr)
         seen = _seen(module, kit)
         faulthandler.cancel_dump_traceback_later()
         os.chdir(home)
         gc.collect()
-        tell(
+        emit(
             {"event": "seen", "id": module.BUG.id, "state": seen.state, "evidence": seen.evidence}
             | {"seconds": round(time.monotonic() - started, 3)}
         )

@@ -123,7 +123,7 @@ class _Run:
             outcome = run_inside(
                 "trimtab.doctor.probe_inside",
                 request | {"timeout_s": self._timeout_s, "gpu_hidden": gpu_hidden},
-                python=self._python, cwd=folder, environment=environment, heard=partial(self._hear, bugs),
+                python=self._python, cwd=folder, environment=environment, on_event=partial(self._hear, bugs),
                 timeout_s=IMPORTS_S + self._timeout_s * len(left),
             )  # fmt: skip
             left = self._left(entries)

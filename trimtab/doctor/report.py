@@ -248,15 +248,15 @@ def _verdict(one: Any) -> dict[str, Any]:
     return {name: values.get(name, "") for name in names}
 
 
-def _preflight(judged: Any) -> dict[str, Any] | None:
+def _preflight(preflight: Any) -> dict[str, Any] | None:
     """Return the findings as rows, and the whole with its arithmetic as text."""
-    if judged is None:
+    if preflight is None:
         return None
     from trimtab.doctor.preflight import Preflight, preflight_text
 
-    values = _json(judged)
-    if isinstance(judged, Preflight):
-        text = preflight_text(judged)
+    values = _json(preflight)
+    if isinstance(preflight, Preflight):
+        text = preflight_text(preflight)
     else:
         text = _as_text(values)
     return {"text": clean_all(text), "findings": clean_all(list(values.get("findings") or ()))}

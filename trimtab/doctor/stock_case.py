@@ -13,39 +13,39 @@ from typing import Any
 
 from trimtab.doctor.cases import TARGETS, Case, device_map
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one case and report its record's fields.
 
     request: case (Case.to_json), model, adapters (variant -> folder), inputs, reference (a file or null), work, device,
     pressure (null: the case's own), names (path -> how a text of the record calls it).
     """
-    tell({"stage": "import"})
+    emit({"stage": "import"})
     from trimtab.doctor import case_packages
     from trimtab.doctor.case_record import Cleaner, exception_json, listening
 
-    tell({"facts": {"versions": case_packages.versions()}})
+    emit({"facts": {"versions": case_packages.versions()}})
     clean = Cleaner(request["names"])
-    with listening() as heard:
-        run = _Run(Case.from_json(request["case"]), request, tell, clean)
+    with listening() as events:
+        run = _Run(Case.from_json(request["case"]), request, emit, clean)
         try:
             run.run()
         except Exception as exc:
-            tell({"facts": {"exception": exception_json(exc, clean)}})
+            emit({"facts": {"exception": exception_json(exc, clean)}})
         finally:
             run.end()
-            tell({"facts": heard.to_json(clean)})
+            emit({"facts": events.to_json(clean)})
 
 
 class _Run:
     """One case in this process."""
 
-    def __init__(self, case: Case, request: Mapping[str, Any], tell: Tell, clean: Any) -> None:
+    def __init__(self, case: Case, request: Mapping[str, Any], emit: Emit, clean: Any) -> None:
         from trimtab.doctor.case_model import Card
 
-        self.case, self.request, self.tell, self.clean = case, request, tell, clean
+        self.case, self.request, self.emit, self.clean = case, request, emit, clean
         self.folder, self.work = Path(request["model"]), Path(request["work"])
         self.card = Card(request["device"])
         self.pressure = case.pressure if request["pressure"] is None else request["pressure"]
@@ -54,10 +54,10 @@ class _Run:
         self.stage = self.failed_stage = ""
 
     def facts(self, **found: Any) -> None:
-        self.tell({"facts": found})
+        self.emit({"facts": found})
 
     def enter(self, stage: str) -> None:
-        self.tell({"stage": stage})
+        self.emit({"stage": stage})
 
     def run(self) -> None:
         model = self.load()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: dict[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the requested merge and report its time and memory."""
     import torch
 
@@ -37,7 +37,7 @@ def main(request: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> Non
     seconds = time.perf_counter() - started
     is_done.set()
     watcher.join()
-    tell(
+    emit(
         {
             "seconds": seconds, "baseline_bytes": baseline, "peak_bytes": max(peak, process_bytes()),
             "report": report.to_json(),

@@ -95,20 +95,20 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
     Where not all of the decoder stays on the device, eager steps may place it otherwise (the CPU computes some of it): then
     the least expected seconds decide.
     """
-    asked = request.decode if request.decode in MODES else None
+    requested = request.decode if request.decode in MODES else None
     refused: dict[str, str] = {}
     error: DoesNotFitError | None = None
     plans: list[Plan] = []
-    for mode in FASTEST_FIRST if asked is None else (asked,):
+    for mode in FASTEST_FIRST if requested is None else (requested,):
         # On a CPU the plain counterpart of our own kernels can be requested, to compare with.
-        on_cpu = machine.on_cpu and not (asked == mode == "fused")
+        on_cpu = machine.on_cpu and not (requested == mode == "fused")
         quant = quant_of(anatomy, request.quant)
         why = unsupported_reason(mode, anatomy, quant=quant, on_cpu=on_cpu, capability=machine.capability)
         if plans and (mode == "graph" or not _cpu_may_pay(plans[0])):
             continue  # the same bytes as the steps planned already, and slower
         if why is None:
             try:
-                plans.append(planned(anatomy, head, mode, _mode_reason(mode, asked, refused, plans, machine)))
+                plans.append(planned(anatomy, head, mode, _mode_reason(mode, requested, refused, plans, machine)))
                 if not _off_device(plans[-1]):
                     break
             except ModeRefusedError as exc:
@@ -126,14 +126,16 @@ def _fastest(request: LoadRequest, anatomy: Anatomy, head: str, machine: Any, pl
         "quant": quant_of(anatomy, request.quant), "on_cpu": machine.on_cpu, "capability": machine.capability,
     }  # fmt: skip
     raise RequestError(
-        f"decode steps cannot run this way: {refused[asked or 'eager']}", field="decode", value=request.decode,
+        f"decode steps cannot run this way: {refused[requested or 'eager']}", field="decode", value=request.decode,
         allowed=("auto", *(mode for mode in MODES if unsupported_reason(mode, anatomy, **facts) is None)),
         hint="Omit it to use an available mode",
     )  # fmt: skip
 
 
-def _mode_reason(mode: str, asked: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any) -> str:
-    if asked is not None:
+def _mode_reason(
+    mode: str, requested: str | None, refused: Mapping[str, str], before: Sequence[Plan], machine: Any
+) -> str:
+    if requested is not None:
         return "asked for"
     if machine.on_cpu:
         return "the CPU computes"
@@ -246,14 +248,14 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
 def fitting_changes(request: LoadRequest, fits: Callable[[LoadRequest], bool]) -> list[str]:
     """Return the changes of one thing each that make a request fit its budgets, the smallest of each kind; where there is none, all
     of them together if that does."""
-    found, least = [], request
+    changes, least = [], request
     for tries in _smaller(request):
         for what, changed in tries:
             if fits(changed):
-                found.append(what)
+                changes.append(what)
                 break
-    if found:
-        return found
+    if changes:
+        return changes
     together = []
     for tries in _smaller(request):
         what, changed = tries[-1]

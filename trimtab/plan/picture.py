@@ -125,17 +125,17 @@ def bars_of(plan: Plan) -> list[Bar]:
 
 
 def _by_part_and_tier(plan: Plan, device: str) -> list[Segment]:
-    found: dict[tuple[str, str], int] = {}
+    by_tier: dict[tuple[str, str], int] = {}
     for row in plan.placements:
         nbytes = getattr(row, f"{device}_bytes")
         # What cannot leave the device stays there whatever the block's tier: it is resident.
         tier = "resident" if device == "gpu" else row.tier
         if nbytes:
-            found[row.part, tier] = found.get((row.part, tier), 0) + nbytes
+            by_tier[row.part, tier] = by_tier.get((row.part, tier), 0) + nbytes
     order = {part: place for place, part in enumerate(PART_COLORS)}
     return [
         Segment(f"{part} ({tier})", nbytes, _tinted(PART_COLORS[part], TIER_TINT[tier]))
-        for (part, tier), nbytes in sorted(found.items(), key=lambda item: (order[item[0][0]], item[0][1]))
+        for (part, tier), nbytes in sorted(by_tier.items(), key=lambda item: (order[item[0][0]], item[0][1]))
     ]
 
 

@@ -75,13 +75,13 @@ def evened(
     ):
         small = [place for place in layers if items[place].leave(cap, far=False) is not None]
         for leaving in _spread(small, away):
-            tried = list(chosen)
+            candidate = list(chosen)
             for place in places:
                 choice = items[place].leave(cap, far=False) if place in leaving else items[place].stay()
                 assert choice is not None
-                tried[place] = choice
-            if (tried_s := seconds_of(tried)) < best_s and is_allowed(tried):
-                best, best_s = tried, tried_s
+                candidate[place] = choice
+            if (tried_s := seconds_of(candidate)) < best_s and is_allowed(candidate):
+                best, best_s = candidate, tried_s
     return best
 
 

@@ -149,14 +149,14 @@ def resolve_device_map(
     _check_followed(devices, followed, anatomy)
     decided: dict[str, Asked] = {}
     for block in blocks:
-        asked = asked_by.get(block.block_path, {})
-        if len(asked) > 1:
-            cutting = sorted(key for found in asked.values() for key in found)
+        keys_by_device = asked_by.get(block.block_path, {})
+        if len(keys_by_device) > 1:
+            cutting = sorted(key for of_device in keys_by_device.values() for key in of_device)
             raise RequestError(
                 f"cuts the block {block.block_path} in two ({', '.join(map(repr, cutting))}): a block moves as a whole",
                 field="device_map", value={key: device_map[key] for key in cutting},
             )  # fmt: skip
-        for device, keys in asked.items():
+        for device, keys in keys_by_device.items():
             decided[block.block_path] = _asked(block, device, min(keys))
     return decided
 

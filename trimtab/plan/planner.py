@@ -178,8 +178,8 @@ def _advised(
             return True
         return False
 
-    found = fitting_changes(request, fits)
-    hint = "; ".join(part for part in (f"This fits: {', or '.join(found)}" if found else "", error.hint) if part)
+    changes = fitting_changes(request, fits)
+    hint = "; ".join(part for part in (f"This fits: {', or '.join(changes)}" if changes else "", error.hint) if part)
     return DoesNotFitError(
         error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
         budget_bytes=error.budget_bytes, hint=hint,
@@ -237,15 +237,15 @@ class _Planner:
 
     def plan(self) -> Plan:
         search = Search(self.items, self.limits)
-        found = search.best() if search.may_fit() else None
-        if found is None and not self.is_explained:
+        best = search.best() if search.may_fit() else None
+        if best is None and not self.is_explained:
             raise DoesNotFitError(
                 "no placement", block=None, device=self.machine.execution_device, needed_bytes=0,
                 budget_bytes=self.limits.device_budget_bytes,
             )  # fmt: skip
-        if found is None:
+        if best is None:
             raise self._does_not_fit(search)
-        return self._with_best_buffers(*found) if self.is_captured and self._copies(found[0]) else self._plan(*found)
+        return self._with_best_buffers(*best) if self.is_captured and self._copies(best[0]) else self._plan(*best)
 
     def _copies(self, chosen: Sequence[Choice]) -> bool:
         """Whether a step copies blocks of the decoder."""
@@ -255,12 +255,12 @@ class _Planner:
     def _with_best_buffers(self, chosen: list[Choice], totals: Totals) -> Plan:
         """Return the plan of a captured step that copies blocks, with two staging buffers or with one: a second one hides more of
         the copies, and takes the room of a block."""
-        two, tried = self.limits, [self._evened(chosen, totals)]
+        two, candidates = self.limits, [self._evened(chosen, totals)]
         self.limits = replace(two, slots=1)
         alone = Search(self.items, self.limits).best()
-        tried += [] if alone is None else [self._evened(*alone)]
-        best = min(tried, key=lambda one: self._seconds_of(*one))
-        if best is tried[0]:
+        candidates += [] if alone is None else [self._evened(*alone)]
+        best = min(candidates, key=lambda one: self._seconds_of(*one))
+        if best is candidates[0]:
             self.limits = two
         return self._plan(*best)
 
@@ -283,22 +283,22 @@ class _Planner:
     # What there is to choose from -------------------------------------------------------------------------------------
 
     def _item(self, block: Block) -> Item:
-        asked = self.asked.get(block.block_path)
+        requested = self.asked.get(block.block_path)
         choices = [
             self._choice(block, tier, home)
             for tier, home in places_of(block)
-            if (asked is None and self._runs_in_mode(block, tier))
-            or (asked is not None and asked.tier == tier and asked.home in (None, home))
+            if (requested is None and self._runs_in_mode(block, tier))
+            or (requested is not None and requested.tier == tier and requested.home in (None, home))
         ]
-        if asked is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
+        if requested is not None and not all(self._runs_in_mode(block, choice.tier) for choice in choices):
             raise ModeRefusedError(
-                f"{block.block_path} is placed in tier {asked.tier}: the CPU takes part in every step"
+                f"{block.block_path} is placed in tier {requested.tier}: the CPU takes part in every step"
             )
-        if asked is not None and not choices:
+        if requested is not None and not choices:
             raise RequestError(
                 f"{block.block_path} is not one tensor of the checkpoint, so its rows cannot be read from there",
                 field="device_map",
-                value=asked.asked,
+                value=requested.asked,
                 allowed=("cpu", self.machine.execution_device),
             )
         return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
@@ -488,16 +488,16 @@ class _Planner:
         if self.request.quant == "none" and self.anatomy.prequantized is None:
             return ()
         tied = tied_paths(self.anatomy)
-        found = []
+        kept = []
         for row in self.anatomy.rows:
             if row.kind in ("linear", "experts") and not row.quantized and not row.is_head8:
                 weights = [row.weight] if row.weight is not None else [t for t in row.tensors if len(t.shape) == 3]
                 nbytes = sum(packed_bytes(t.shape, "none", t.dtype) for t in weights if t is not None)
                 shared = "" if not any(t and t.tensor_path in tied for t in weights) else "shared with another module"
-                found.append(
+                kept.append(
                     Unquantized(module_path=row.module_path, bytes=nbytes, reason=row.why_unquantized or shared)
                 )
-        return tuple(found)
+        return tuple(kept)
 
     # What would fit ---------------------------------------------------------------------------------------------------
 
@@ -546,8 +546,8 @@ class _Planner:
         return self._error(device, device_bytes, limits.device_budget_bytes, why, argument=both)
 
     def _is_spilled(self, block: Block) -> bool:
-        asked = self.asked.get(block.block_path)
-        return asked is not None and asked.tier == "disk"
+        requested = self.asked.get(block.block_path)
+        return requested is not None and requested.tier == "disk"
 
     def _error(
         self, device: str, needed_bytes: int, budget_bytes: int, reason: str, argument: str = ""

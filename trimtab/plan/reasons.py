@@ -41,9 +41,9 @@ class Reasons:
 
     def of(self, block: Block, choice: Choice) -> str:
         """Return the reason of one block's place."""
-        asked = self.asked.get(block.block_path)
-        if asked is not None:
-            return f"requested: {asked.asked}"
+        requested = self.asked.get(block.block_path)
+        if requested is not None:
+            return f"requested: {requested.asked}"
         if block.movable_bytes == 0:
             return block.refused["stream"]
         if choice.tier == "resident":

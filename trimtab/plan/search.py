@@ -185,18 +185,18 @@ class _Destinations:
 
     def placed(self, leaving: Counts, far_counts: Counts) -> list[Placed]:
         """Return the placement with so many of each group leaving, and so many of those to disk."""
-        found: list[Placed] = []
+        placements: list[Placed] = []
         for number, group in enumerate(self.groups):
-            gone, away = leaving[number], far_counts[number]
+            moved_count, away = leaving[number], far_counts[number]
             for choice, count in (
-                (self.stay[number], group.count - gone),
-                (self.near[number], gone - away),
+                (self.stay[number], group.count - moved_count),
+                (self.near[number], moved_count - away),
                 (self.far[number], away),
             ):
                 if count:
                     assert choice is not None
-                    found.append((choice, group.item, count))
-        return found
+                    placements.append((choice, group.item, count))
+        return placements
 
 
 def _staged(choice: Choice | None) -> int:
@@ -214,8 +214,8 @@ class Search:
         self.groups = [_Group(item, count) for item, count in counted.items()]
         sizes = sorted({choice.staged_bytes for item in counted for choice in item.choices})
         self.caps = _thinned(sizes)
-        found = (_Destinations(self.groups, limits, cap) for cap in self.caps)
-        self.destinations = [to for to in found if to.is_possible]
+        destinations = (_Destinations(self.groups, limits, cap) for cap in self.caps)
+        self.destinations = [to for to in destinations if to.is_possible]
 
     def may_fit(self) -> bool:
         """Return False where the device's budget is too small even for what stays when all that may leave has left."""
@@ -228,10 +228,10 @@ class Search:
 
     def best(self) -> tuple[list[Choice], Totals] | None:
         """Return the cheapest placement within the limits, None if there is none."""
-        found: tuple[list[Placed], Totals] | None = None
+        best_found: tuple[list[Placed], Totals] | None = None
 
         def is_hopeless(least_s: float) -> bool:
-            return found is not None and least_s >= found[1].cost_s * (1 - TIE)
+            return best_found is not None and least_s >= best_found[1].cost_s * (1 - TIE)
 
         for to, leaving in self._leavings(is_hopeless):
             if is_hopeless(to.least_s(leaving)):
@@ -242,8 +242,8 @@ class Search:
                 continue
             for placed, totals in self._filled(to, leaving):
                 if not is_hopeless(totals.cost_s) and self.limits.allows(totals):
-                    found = placed, totals
-        return None if found is None else (self._spread(found[0]), found[1])
+                    best_found = placed, totals
+        return None if best_found is None else (self._spread(best_found[0]), best_found[1])
 
     def smallest_device_bytes(self) -> int | None:
         """Return the smallest device budget that has a placement within the host and disk budgets, None if none has."""

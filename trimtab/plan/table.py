@@ -33,14 +33,14 @@ def table(plan: Plan) -> str:
 
 def grouped(placements: Sequence[Placement]) -> list[tuple[str, list[Placement]]]:
     """Return (name, rows); layers of one list that share part, tier, home and reason are one: "layers.0-3,5"."""
-    found: dict[tuple[str, ...], list[Placement]] = {}
+    groups: dict[tuple[str, ...], list[Placement]] = {}
     for row in placements:
         parent, _, last = row.block_path.rpartition(".")
         name = (parent, "#") if last.isdecimal() else (row.block_path, "")
-        found.setdefault((*name, row.part, row.tier, row.home, row.reason), []).append(row)
+        groups.setdefault((*name, row.part, row.tier, row.home, row.reason), []).append(row)
     return [
         (f"{key[0]}.{_ranges(row.block_path for row in rows)}" if key[1] else key[0], rows)
-        for key, rows in found.items()
+        for key, rows in groups.items()
     ]
 
 
@@ -149,7 +149,7 @@ def _unquantized(rows: Sequence[Unquantized]) -> list[str]:
         by_reason.setdefault(row.reason or "not quantized", []).append(row)
     lines = [("not quantized", "modules", "bytes", "for example")]
     lines += [
-        (reason, str(len(found)), gib(sum(row.bytes for row in found)), found[0].module_path)
-        for reason, found in by_reason.items()
+        (reason, str(len(placements)), gib(sum(row.bytes for row in placements)), placements[0].module_path)
+        for reason, placements in by_reason.items()
     ]
     return _aligned(lines, right=(1, 2))

@@ -61,10 +61,10 @@ def extended(inputs: Mapping[str, Tensor], continuation: Sequence[int]) -> dict[
     return longer
 
 
-def wanted(item: Mapping[str, Any], said: Sequence[Sequence[int]]) -> list[int] | None:
+def wanted(item: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> list[int] | None:
     """Return the tokens that an item is to be asked about, None for those that it answers itself."""
     if item.get("follows") is not None:
-        return list(said[item["follows"]])
+        return list(answers[item["follows"]])
     return None if item.get("continuation") is None else list(item["continuation"])
 
 

@@ -72,8 +72,8 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
     return rows
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Do `prepare` in a process of its own; tells the rows."""
     prompts = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"]]
     rows = prepare(Path(request["model"]), request["dtype"], prompts, Path(request["out"]))
-    tell({"event": "prepared", "rows": rows})
+    emit({"event": "prepared", "rows": rows})

@@ -9,10 +9,10 @@ from typing import Any
 from trimtab.errors import TrimtabError
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Run the `main` of request["module"]; an error of trimtab is reported, any other ends the process as usual."""
     try:
-        importlib.import_module(request["module"]).main(request["request"], tell)
+        importlib.import_module(request["module"]).main(request["request"], emit)
     except TrimtabError as exc:
         fields = {name: value for name, value in vars(exc).items() if not name.startswith("__")}
-        tell({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": fields})
+        emit({"event": "error", "kind": type(exc).__name__, "message": str(exc), "fields": fields})

@@ -121,7 +121,7 @@ class LaneRunner:
             self._route("adapter loaded", self.folder, quant=lane.quant, adapter=True), [*items, *base],
             out / "loaded", new_tokens=self.new_tokens, isolated=self.isolated,
         )  # fmt: skip
-        lines = [vars(said) for said in ran.said]
+        lines = [vars(answer) for answer in ran.said]
         return {"adapter": lines[: len(items)], "base": lines[len(items) :]}, ran
 
     def _yardstick(self, lane: Lane, out: Path) -> LaneRun:

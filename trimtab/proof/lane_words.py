@@ -17,8 +17,8 @@ PROMPT_HEAD = ("prompt", "classification", "base != adapter", "adapter == merged
 
 def lane_row(run: LaneRun) -> tuple[str, ...]:
     """Return one lane's cells under HEAD."""
-    judged = [row for row in run.prompts if row.adapter_is_merged is not None]
-    alike = f"{sum(bool(row.adapter_is_merged) for row in judged)} of {len(judged)}" if judged else "-"
+    compared = [row for row in run.prompts if row.adapter_is_merged is not None]
+    alike = f"{sum(bool(row.adapter_is_merged) for row in compared)} of {len(compared)}" if compared else "-"
     survived, noise = mean_survival(run.survival) if run.survival else (None, None)
     host, gpu = run.memory.get("host_peak_bytes"), run.memory.get("gpu_peak_bytes")
     return (

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Merge request["adapter"] into request["folder"] at request["out"]; tells seconds and the process's peak."""
     from trimtab.merge import merge
     from trimtab.runtime.devices import peak_host_bytes
 
     started = time.monotonic()
     merge(request["folder"], request["out"], adapters={"adapter": request["adapter"]}, requantize=request["requantize"])
-    tell(
+    emit(
         {"event": "merge", "seconds": time.monotonic() - started,
          "memory": {"host_peak_bytes": peak_host_bytes(), "gpu_peak_bytes": 0}}
     )  # fmt: skip

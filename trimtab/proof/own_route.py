@@ -22,10 +22,10 @@ from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.lora import EmbeddingAdapter
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Load the route's model and answer every item of the request.
 
     request: route (its `plan` or `request`), items (id, file, prompt_tokens, has_media, adapter, continuation),
@@ -37,23 +37,23 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
     plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
     # Transformers' own generation where nothing else is compared: bit for bit the stock stack's.
     with load(plan, decode=route.get("decode") or "eager") as model:
-        tell(
+        emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": str(model.device),
              "tiers": _tally(plan), "quant": plan.request.quant, "head": _head(plan), "adapters": list(model.adapters),
              "changes": own_changes(model)}
         )  # fmt: skip
         items = request["items"]
         if request.get("batched"):
-            _run_batched(model, items, request, tell)
+            _run_batched(model, items, request, emit)
             return
         answers: list[list[int]] = []
         for place, item in enumerate(items):
-            answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, tell))
+            answers.append(_run_item(model, place, item, forced.wanted(item, answers), request, emit))
         # Last: the larger batches are no part of the route whose memory was just told.
         for item, continuation in list(zip(items, answers, strict=True))[
             : request["noise_items"] if request["noise"] else 0
         ]:
-            _tell_noise(model, item, continuation, request, tell)
+            _emit_noise(model, item, continuation, request, emit)
 
 
 def own_changes(model: Any) -> dict[str, dict[str, list[float]]]:
@@ -79,7 +79,7 @@ def _tally(plan: Plan) -> dict[str, int]:
 
 
 def _run_item(
-    model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], tell: Tell
+    model: Any, place: int, item: Mapping[str, Any], given: Sequence[int] | None, request: Mapping[str, Any], emit: Emit
 ) -> list[int]:  # fmt: skip
     """Answer one item, write its logits, and return the continuation that they are of."""
     inputs = forced.read_inputs(item["file"], model.device)
@@ -99,7 +99,7 @@ def _run_item(
             again = forced.forward(model.hf_model, whole)[0]
     file = Path(request["out"]) / f"run-{place}.safetensors"
     forced.save_run(file, logits[0], [layer[0] for layer in hidden])
-    tell(
+    emit(
         {"event": "item", "place": place, "id": item["id"], "file": str(file), "token_ids": list(answer.token_ids),
          "text": answer.text, "continuation": continuation, "repeats": bool(torch.equal(again, logits)),
          "memory": model.memory()}
@@ -139,8 +139,8 @@ def _using(model: Any, adapter: str | None) -> Iterator[None]:
         model.route.set(None)
 
 
-def _tell_noise(
-    model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], tell: Tell
+def _emit_noise(
+    model: Any, item: Mapping[str, Any], continuation: Sequence[int], request: Mapping[str, Any], emit: Emit
 ) -> None:
     whole = forced.extended(forced.read_inputs(item["file"], model.device), continuation)
     with _using(model, item["adapter"]):
@@ -155,10 +155,10 @@ def _tell_noise(
             orders = chain(orders, rounded_order(model, item["adapter"], whole, packed))
             draws = rounded_draws(model, item["adapter"], whole, packed)
         pairs, skipped = forced.measure_noise(item["id"], once, orders, draws)
-    tell({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
+    emit({"event": "noise", "pairs": [asdict(pair) for pair in pairs], "skipped": list(skipped)})
 
 
-def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mapping[str, Any], tell: Tell) -> None:
+def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mapping[str, Any], emit: Emit) -> None:
     """Answer items together, `batched` rows at a time, each row with its own adapter. Text only."""
     count = int(request["batched"])
     for start in range(0, len(items), count):
@@ -172,7 +172,7 @@ def _run_batched(model: Any, items: Sequence[Mapping[str, Any]], request: Mappin
         for at, (item, row) in enumerate(zip(group, rows, strict=True)):
             file = Path(request["out"]) / f"run-{start + at}.safetensors"
             forced.save_run(file, logits[at, : row["input_ids"].shape[1]], ())
-            tell(
+            emit(
                 {"event": "item", "place": start + at, "id": item["id"], "file": str(file), "token_ids": None,
                  "text": None, "continuation": list(item["continuation"]), "repeats": True, "memory": model.memory()}
             )  # fmt: skip

@@ -174,8 +174,8 @@ def _said(line: Mapping[str, Any]) -> Said:
 def with_continuations(items: Sequence[Item], reference: Ran) -> tuple[Item, ...]:
     """Return the items with the reference's greedy tokens to be asked about; it may have answered more after them."""
     return tuple(
-        replace(item, continuation=said.continuation)
-        for item, said in zip(items, reference.said[: len(items)], strict=True)
+        replace(item, continuation=answer.continuation)
+        for item, answer in zip(items, reference.said[: len(items)], strict=True)
     )
 
 

@@ -18,57 +18,57 @@ from trimtab.proof import forced, stock_route
 from trimtab.proof.survival import Survival, lora_delta, survival
 from trimtab.proof.versions import versions
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 ADAPTER = "adapter"
 ROUNDING_WARNING = "may get different generations"
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Run one lane.
 
     request: folder, adapter, quant, dequantize ("" | "base" | "adapted"), dtype, device, items, out, new_tokens. Tells
     stage lines (with the peaks so far), `said` lines (who: adapter, base, merged), one `survival` and one `merge` line;
     what stock raises is an `upstream` line.
     """
-    with stock_route.told_if_raised(tell):
-        _run(request, tell)
+    with stock_route.emit_if_raised(emit):
+        _run(request, emit)
 
 
-def _run(request: Mapping[str, Any], tell: Tell) -> None:
+def _run(request: Mapping[str, Any], emit: Emit) -> None:
     with stock_route.recorded_warnings() as loading:
         model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device
-        _stage(tell, "base", device, versions=versions())
+        _stage(emit, "base", device, versions=versions())
         if request["dequantize"] == "base":
             model = model.dequantize()
         model, notes = stock_route.with_adapters(model, {ADAPTER: request["adapter"]}, Path(request["out"]))
-    _stage(tell, "adapter", device, notes=notes, warnings=dict(loading))
+    _stage(emit, "adapter", device, notes=notes, warnings=dict(loading))
     tokenizer = stock_route.read_tokenizer(request["folder"])
     answers = _answers(
-        model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], tell
+        model, tokenizer, "adapter", ADAPTER, request, [forced.wanted(i, []) for i in request["items"]], emit
     )
-    _answers(model, tokenizer, "base", None, request, answers, tell)
-    _stage(tell, "merge", device)
-    merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", tell)
-    tell({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
-    _stage(tell, "merged", device)
-    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, answers, tell, plain=True)
+    _answers(model, tokenizer, "base", None, request, answers, emit)
+    _stage(emit, "merge", device)
+    merged, counts, seconds = _merged(model, request["dequantize"] == "adapted", emit)
+    emit({"event": "merge", "warnings": counts, "rounding_warnings": _rounding(counts), "seconds": seconds})
+    _stage(emit, "merged", device)
+    _answers(stock_route.without_cpu_repacking(merged), tokenizer, "merged", None, request, answers, emit, plain=True)
 
 
-def _stage(tell: Tell, stage: str, device: torch.device, **more: Any) -> None:
-    tell({"event": "stage", "stage": stage, "memory": stock_route.memory(device), **more})
+def _stage(emit: Emit, stage: str, device: torch.device, **more: Any) -> None:
+    emit({"event": "stage", "stage": stage, "memory": stock_route.memory(device), **more})
 
 
 def _answers(
     model: Any, tokenizer: Any, who: str, adapter: str | None, request: Mapping[str, Any],
-    continuations: Sequence[Sequence[int] | None], tell: Tell, *, plain: bool = False,
+    continuations: Sequence[Sequence[int] | None], emit: Emit, *, plain: bool = False,
 ) -> list[list[int]]:  # fmt: skip
     answers = []
     for place, (item, given) in enumerate(zip(request["items"], continuations, strict=True)):
         with stock_route.using(model, adapter, not plain):
             line = stock_route.run_item(model, tokenizer, place, item, given, request, name=who)
         answers.append(line["continuation"])
-        tell({"event": "said", "who": who, "place": place, **line})
+        emit({"event": "said", "who": who, "place": place, **line})
     return answers
 
 
@@ -76,7 +76,7 @@ def _rounding(counts: Mapping[str, int]) -> int:
     return sum(count for text, count in counts.items() if ROUNDING_WARNING in text)
 
 
-def _merged(model: Any, dequantize: bool, tell: Tell) -> tuple[Any, dict[str, int], float]:
+def _merged(model: Any, dequantize: bool, emit: Emit) -> tuple[Any, dict[str, int], float]:
     rows: list[Survival] = []
     if dequantize:
         model.dequantize()
@@ -87,7 +87,7 @@ def _merged(model: Any, dequantize: bool, tell: Tell) -> tuple[Any, dict[str, in
     with stock_route.recorded_warnings() as counts:
         merged = model.merge_and_unload()
     seconds = time.monotonic() - started
-    tell({"event": "survival", "rows": [row.to_json() for row in rows]})
+    emit({"event": "survival", "rows": [row.to_json() for row in rows]})
     return merged, dict(counts), seconds
 
 

@@ -28,23 +28,23 @@ from trimtab.proof import forced
 from trimtab.proof.loaded_changes import sketch
 from trimtab.proof.versions import versions
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 LIBRARIES = ("bitsandbytes", "accelerate", "peft", "transformers", "safetensors", "torch")
 _KEY = re.compile(r"^base_model\.model\.(.+?)\.(lora_[AB]|lora_embedding_[AB]|lora_magnitude_vector)(\..*)?$")
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Load the stock model, answer every item, and tell a line a step as `own_route.main` does.
 
     What stock raises is told as an `upstream` line (package, version, message) and ends the work.
     """
-    with told_if_raised(tell):
+    with emit_if_raised(emit):
         route = request["route"]
         started = time.monotonic()
         with recorded_warnings() as counts:
             model = load_base(route["folder"], route["quant"], route["dtype"], route["device"])
             model, notes = with_adapters(model, route["adapters"], Path(request["out"]))
-        tell(
+        emit(
             {"event": "loaded", "seconds": time.monotonic() - started, "device": route["device"], "tiers": {},
              "quant": route["quant"], "adapters": list(route["adapters"]), "notes": notes, "warnings": dict(counts),
              "versions": versions(), "changes": stock_changes(model)}
@@ -55,12 +55,12 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             with using(model, item["adapter"], bool(route["adapters"])):
                 line = run_item(model, tokenizer, place, item, forced.wanted(item, answers), request)
             answers.append(line["continuation"])
-            tell({"event": "item", "place": place, **line})
+            emit({"event": "item", "place": place, **line})
         for item, continuation in list(zip(request["items"], answers, strict=True))[
             : request["noise_items"] if request["noise"] else 0
         ]:
             with using(model, item["adapter"], bool(route["adapters"])):
-                tell({"event": "noise", **noise_of(model, item, continuation)})
+                emit({"event": "noise", **noise_of(model, item, continuation)})
 
 
 def load_base(folder: str, quant: str, dtype: str, device: str) -> Any:
@@ -282,12 +282,12 @@ def recorded_warnings() -> Iterator[Counter[str]]:
 
 
 @contextmanager
-def told_if_raised(tell: Tell) -> Iterator[None]:
+def emit_if_raised(emit: Emit) -> Iterator[None]:
     """Report an error of the stock stack with the library of its frame, instead of ending in a traceback."""
     try:
         yield
     except Exception as exc:  # anything that four libraries may raise
-        tell({"event": "upstream", **raised(exc)})
+        emit({"event": "upstream", **raised(exc)})
 
 
 def raised(exc: BaseException) -> dict[str, Any]:

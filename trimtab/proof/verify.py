@@ -159,17 +159,17 @@ def _compare(
     subject = run_route(case.subject, second, work / "subject", **options)
     speak("comparing")
     by_id = {prompt.id: prompt for prompt in given}
-    found, layers = [], []
+    compared, layers = [], []
     for at in range(count):
         row, by_layer = _parity(case, by_id[items[at].id], items[at], at, reference, subject, count)
-        found.append(row)
+        compared.append(row)
         layers.append(by_layer)
     survived, weights = _weights(case, speak)
     changes = _changes(case, reference, subject)
-    findings = (*_findings(case, found, reference, subject, weights), *_other_changes(changes))
+    findings = (*_findings(case, compared, reference, subject, weights), *_other_changes(changes))
     return ParityReport(
         model=case.model, against=case.against, adapter=case.adapter, expected=case.expected,
-        prompts=tuple(found), floor=reference.noise, layers=_largest_by_layer(layers),
+        prompts=tuple(compared), floor=reference.noise, layers=_largest_by_layer(layers),
         reference=reference.to_json(), subject=subject.to_json(), findings=findings,
         survival=survived, weights=weights, changes=changes, versions=versions(),
     )  # fmt: skip
@@ -265,7 +265,7 @@ def _findings(
     if weights is not None and weights.verdict == compare.DIFFERS:
         findings += _wrong_weights(weights)
     for ran in (reference, subject):
-        ids = [said.id for said in ran.said if not said.repeats]
+        ids = [answer.id for answer in ran.said if not answer.repeats]
         if ids:
             findings.append(
                 f"{ran.route.label}: a second pass over {', '.join(dict.fromkeys(ids))} gave different bits"

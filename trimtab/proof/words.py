@@ -49,11 +49,11 @@ def floor_words(report: ParityReport) -> list[str]:
     if not floor.pairs:
         return ["noise floor: not measured; a difference cannot be judged"]
     size = f"max {number(floor.max_abs)}, mean {number(floor.mean_abs)}, KL {number(floor.kl_max)}"
-    tried = Counter(_DRAW_NUMBER.sub("", name) for name in floor.orders)
+    orders = Counter(_DRAW_NUMBER.sub("", name) for name in floor.orders)
     lines = [
         f"noise floor: {size}: the largest difference between runs of {report.reference['label']}, "
         f"{len(floor.orders)} for each prompt",
-        "  runs: " + ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in tried.items()),
+        "  runs: " + ", ".join(name if count == 1 else f"{name} ({count} times)" for name, count in orders.items()),
     ]
     if floor.limit is None:
         return [*lines, "limit: too few runs to know the spread of the noise; a difference cannot be judged"]
@@ -165,5 +165,5 @@ def report_markdown(report: ParityReport) -> str:
     if report.lanes is not None:
         lines += ["", "## Merge lanes", "", lanes_markdown(report.lanes)]
     if report.versions:
-        lines += ["", "Versions: " + ", ".join(f"{name} {found}" for name, found in report.versions.items())]
+        lines += ["", "Versions: " + ", ".join(f"{name} {release}" for name, release in report.versions.items())]
     return "\n".join(lines).rstrip() + "\n"

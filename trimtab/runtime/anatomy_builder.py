@@ -91,12 +91,14 @@ def _untied_head(path: str, ties: Mapping[str, str]) -> tuple[dict[str, str], di
     """Return (the head's weight -> what it was tied to, the ties without it)."""
     weight = f"{path}.weight"
     copies = {weight: ties[weight]} if weight in ties else {}
-    left = {name: owner for name, owner in ties.items() if name != weight}
-    heirs = [name for name, owner in left.items() if owner == weight]
+    remaining = {name: owner for name, owner in ties.items() if name != weight}
+    heirs = [name for name, owner in remaining.items() if owner == weight]
     if heirs:  # the head was the owner: the first of the others takes its place
         copies[weight] = heirs[0]
-        left = {name: heirs[0] if owner == weight else owner for name, owner in left.items() if name != heirs[0]}
-    return copies, left
+        remaining = {
+            name: heirs[0] if owner == weight else owner for name, owner in remaining.items() if name != heirs[0]
+        }
+    return copies, remaining
 
 
 def _check_keep(keep_unquantized: tuple[str, ...], rows: tuple[ModuleRow, ...]) -> None:

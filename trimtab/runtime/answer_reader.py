@@ -129,8 +129,8 @@ class AnswerReader:
         marks += [CALL_MARKS[self._calls][0]] if self._calls else []
         places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if not places:
-            held = max((_overlap(self._buffer, mark) for mark in marks), default=0)
-            sure = self._buffer[: len(self._buffer) - held]
+            overlap = max((_overlap(self._buffer, mark) for mark in marks), default=0)
+            sure = self._buffer[: len(self._buffer) - overlap]
             if self._calls:  # white space before a call is none of the text
                 sure = sure.rstrip()
             if self._calls == "llama" and self._is_first and not sure:
@@ -174,8 +174,8 @@ class AnswerReader:
         close = self._form.thoughts[1]
         place = self._buffer.find(close)
         if place < 0:
-            held = _overlap(self._buffer, close)
-            sure = self._buffer[: len(self._buffer) - held].rstrip()
+            overlap = _overlap(self._buffer, close)
+            sure = self._buffer[: len(self._buffer) - overlap].rstrip()
             self._think(sure)
             self._buffer = self._buffer[len(sure) :]
             return False
@@ -239,8 +239,8 @@ class AnswerReader:
     def _whole_json(self, text: str) -> None:
         """Read a call of which everything is there: its fields may stand in any order."""
         try:
-            made = json.loads(text, strict=False)
-            name, given = made["name"], made.get("arguments", made.get("parameters", {}))
+            call = json.loads(text, strict=False)
+            name, given = call["name"], call.get("arguments", call.get("parameters", {}))
             arguments = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
             if not isinstance(name, str) or not isinstance(json.loads(arguments), dict):
                 raise ValueError("no call")

@@ -79,8 +79,8 @@ class Asking:
     def question(self: Any, prompt: Any, options: Mapping[str, Any]) -> tuple[Inputs, GenerateRequest, Any]:
         """Return the inputs, sampling request and adapter of `answer(prompt, **options)`. Errors: RequestError."""
         media = [options.get(name) for name in many.QUESTION[1:]]
-        asked = {name: value for name, value in options.items() if name not in many.QUESTION}
-        inputs, request = self._question(prompt, *media, asked)
+        sampling = {name: value for name, value in options.items() if name not in many.QUESTION}
+        inputs, request = self._question(prompt, *media, sampling)
         return inputs, request, media[many.QUESTION.index("adapter") - 1]
 
     # Other threads ----------------------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ class Asking:
 
         Cancelling the task ends the answer. prompt, options, errors: as in `answer`.
         """
-        found: list[Answer] = []
-        async for _ in waiting.pieces(self, prompt, options, found):
+        answers: list[Answer] = []
+        async for _ in waiting.pieces(self, prompt, options, answers):
             pass
-        return found[0]
+        return answers[0]
 
     def generate_async(self, prompt: Any, **options: Any) -> AsyncIterator[str]:
         """Yield the answer's text as it arrives, as `generate` does, without blocking the event loop (asyncio).

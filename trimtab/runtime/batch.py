@@ -30,6 +30,7 @@ from torch import Tensor
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import company, finite, graphs, hf_generate, hf_slots, prefill_graphs, prefix_cache
+from trimtab.runtime.batch_request import Constraint, Drawn, First, Prompt, Row
 from trimtab.runtime.capture_ahead import CaptureAhead
 from trimtab.runtime.chat import Inputs, check_fits
 from trimtab.runtime.ends import with_likeliest
@@ -37,111 +38,6 @@ from trimtab.runtime.kv_pages import RowPages
 
 if TYPE_CHECKING:
     from trimtab.runtime.held_adapter import HeldAdapter
-
-Constraint = Callable[[Sequence[int], Tensor], Tensor]
-
-
-@dataclass(eq=False)
-class Row:
-    """One request in the batch.
-
-    adapter: a name, None for the base. request, sampler, constraint: how it is sampled. token_ids: prompt and answer so
-    far; prompt_tokens: length of the prompt. number: its row in the cache, -1 without one. finish: None while it runs,
-    "stop", "length" or "error"; then `error` is why no token could be sampled, and the other rows continue. client,
-    cached_tokens, written, reuse: its prefix cache: the owner, tokens taken from it, positions written. group: rows with
-    one prompt, whose computation is copied; shared_tokens: how much of it. logits: of the prompt's last token [V].
-    """
-
-    adapter: str | None
-    request: GenerateRequest
-    sampler: hf_generate.Sampler
-    token_ids: list[int]
-    prompt_tokens: int
-    number: int = -1
-    finish: str | None = None
-    constraint: Constraint | None = None
-    error: Exception | None = None
-    # Whose cached prefixes it may use (None: none), how many of its prompt's tokens it has used, and how many of its positions
-    # have been written.
-    client: str | None = None
-    cached_tokens: int = 0
-    written: int = 0
-    reuse: prefix_cache.Reuse | None = None
-    # Rows of one group have one prompt: what it computed is copied from row to row. logits: of the prompt's last token.
-    group: str = ""
-    logits: Tensor | None = None
-    shared_tokens: int = 0
-    pages: tuple[int, ...] | None = None  # of the pool, where rows share one
-
-    @property
-    def answer_ids(self) -> list[int]:
-        """The answer's tokens so far, its end token included."""
-        return self.token_ids[self.prompt_tokens :]
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """One sampled token of one row.
-
-    token_id: its id. logprob: under the model's own distribution (before temperature and truncation). top: the most likely
-    (token id, log-probability), if requested.
-    """
-
-    row: Row
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True)
-class _First:
-    """A prompt's first token on its way to the host: there once `event` has passed. why: why none could be drawn."""
-
-    token: Tensor
-    event: Any
-    why: Exception | None = None
-
-
-@dataclass(eq=False)
-class Prompt:
-    """A prompt that is being computed.
-
-    inputs: of `LoadedModel.prepare`. row: its request. top_logprobs: as in `Batch.begin`. done_tokens: tokens computed so
-    far; chunk_tokens: length of the next chunk. logits: of its last token [V], once complete. cache, offset: where its keys
-    and values are. first: its first token on the way to the host. source: the row with the same prompt whose results it
-    copies.
-    """
-
-    batch: Batch
-    inputs: Inputs
-    row: Row
-    top_logprobs: int | None
-    cache: Any
-    done_tokens: int = 0
-    logits: Tensor | None = None
-    offset: int = 0
-    chunk_tokens: int = 0
-    first: _First | None = None
-    source: Row | None = None
-
-    @property
-    def needs_towers(self) -> bool:
-        """Whether its next piece is a pass of the towers, which no number of tokens bounds."""
-        return self.inputs.has_media and not self.done_tokens and self not in self.batch.prompts.jobs
-
-    def step(self, most_tokens: int | None = None) -> bool:
-        """Put the next piece through the model; returns True when the whole prompt is through.
-
-        most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
-        included; 0 for a pass of the towers, which is a piece of its own where prompts go through in chunks. Errors:
-        DoesNotFitError if rows share a pool of pages and it lacks room; nothing has changed then.
-        """
-        self.batch.pages.reserve(self.row)
-        if not self.done_tokens and self.batch._fork(self):
-            return True
-        is_through = self.batch._prefill(self, most_tokens)
-        self.batch.prefixes.piece_done(self)
-        return is_through
 
 
 @dataclass(frozen=True)
@@ -290,12 +186,12 @@ class Batch:
         self.model.route.set(prompt.row.adapter)
         hf_slots.reset_offset(self.model.hf_model)
         with torch.no_grad(), self.prefixes.encoders(prompt) if is_whole else nullcontext():
-            found = self.model.hf_model(
+            output = self.model.hf_model(
                 **tensors, past_key_values=prompt.cache, use_cache=True, logits_to_keep=1, return_dict=True
             )
         prompt.done_tokens = end
         if end == count:
-            prompt.logits = found.logits[0, -1].float()
+            prompt.logits = output.logits[0, -1].float()
             prompt.offset = hf_slots.read_offset(self.model.hf_model) if is_whole else offset
         return end == count
 
@@ -325,8 +221,8 @@ class Batch:
         for number in numbers:
             self.prompts.evict(number, None)
         with self.pages.unbound_on_error(numbers):
-            found = self.prompts.packs.run(together, numbers)
-        for prompt, number, logits in zip(together.prompts, numbers, found, strict=True):
+            all_logits = self.prompts.packs.run(together, numbers)
+        for prompt, number, logits in zip(together.prompts, numbers, all_logits, strict=True):
             prompt.logits, prompt.done_tokens, prompt.offset = logits, prompt.inputs.prompt_tokens, 0
             self.cache.positions[number], self.cache.offsets[number] = prompt.done_tokens, 0
             self._is_placed(prompt, number)
@@ -348,7 +244,7 @@ class Batch:
             prompt.row.logits = prompt.logits
         prompt.first = self._first(prompt.row, prompt.logits)
 
-    def _first(self, row: Row, logits: Tensor) -> _First:
+    def _first(self, row: Row, logits: Tensor) -> First:
         token, why = with_likeliest(logits)[1], None
         if row.constraint is None and not row.sampler.is_greedy:
             try:
@@ -361,7 +257,7 @@ class Batch:
         event = torch.cuda.Event() if on_gpu else None
         if event is not None:
             event.record()
-        return _First(host, event, why)
+        return First(host, event, why)
 
     def _close_up(self) -> None:
         """Move placed prompts down, in their order, to where rows have left."""
@@ -389,16 +285,16 @@ class Batch:
                 first.event.synchronize()
             if first.why is not None:
                 raise first.why
-            found = self._draw(row, logits, int(first.token))
+            token = self._draw(row, logits, int(first.token))
         except BaseException:
             row.reuse = None  # what such logits came from is not cached
             self.leave(row)  # without a token it could not take part in a step
             raise
-        self._commit(found)
+        self._commit(token)
         self.prefixes.joined(prompt)
         prompt.logits, prompt.cache, prompt.first = None, None, None
-        self.tokens[row.number, 0] = found.token_id
-        return found
+        self.tokens[row.number, 0] = token.token_id
+        return token
 
     def _fill(self, number: int, prompt: Prompt) -> None:
         self.prompts.evict(number, prompt)
@@ -430,35 +326,35 @@ class Batch:
             return []
         places = {row: row.number for row in self.active}
         ahead, self._ahead = self._ahead, None
-        moved = False
+        has_moved = False
         if ahead is not None and self._is_right(ahead):
             logits, greedy = ahead.logits, ahead.greedy
             places = {row: expected[0] for row, expected in ahead.expected.items()}
-            moved = self._told  # a row that left was filled by another
+            has_moved = self._told  # a row that left was filled by another
         else:
             if ahead is not None:
                 self.tell_tokens()  # it had gone on to tokens that nobody drew
             logits, greedy = self._forward()
         # From here on the step counts as done: if memory ran out before, the same one can be done again.
         self._advance()
-        wrote_tokens = self.steps.wrote_tokens and not moved
-        drawn, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
-        tokens, tried = self._read_tokens(drawn, going, look_ahead=not moved and not failed, behind=behind)
-        found = []
+        wrote_tokens = self.steps.wrote_tokens and not has_moved
+        queued, failed = self._queue_draws(going, places, logits, greedy, write=wrote_tokens)
+        tokens, has_tuned = self._read_tokens(queued, going, look_ahead=not has_moved and not failed, behind=behind)
+        sampled = []
         for row in going:
             try:
                 if row in failed:
                     raise failed[row]
-                found.append(self._draw(row, logits[places[row]], tokens[places[row]]))
+                sampled.append(self._draw(row, logits[places[row]], tokens[places[row]]))
             except Exception as exc:
                 row.error, row.finish = exc, "error"
-        for one in found:
+        for one in sampled:
             self._commit(one)
         if self._ahead is None and (
-            tried or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in found)
+            has_tuned or not wrote_tokens or any(d.token_id != tokens[places[d.row]] for d in sampled)
         ):
             self.tell_tokens()
-        return found
+        return sampled
 
     def _queue_draws(
         self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
@@ -472,17 +368,17 @@ class Batch:
         failed: dict[Row, Exception] = {}
         if not drawing:
             return greedy, failed
-        found = greedy.clone()
+        chosen = greedy.clone()
         for row in drawing:
             at = places[row]
             try:
                 token = row.sampler.queue(row.token_ids, logits[at])
-                found[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
+                chosen[at].copy_(torch.where(greedy[at] < 0, greedy[at], token))
             except Exception as exc:
                 failed[row] = exc
         if write:
-            self.tokens[: found.shape[0], 0].copy_(found.clamp_min(0))
-        return found, failed
+            self.tokens[: chosen.shape[0], 0].copy_(chosen.clamp_min(0))
+        return chosen, failed
 
     def _read_tokens(
         self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool, behind: Callable[[], bool] | None = None
@@ -504,20 +400,20 @@ class Batch:
                 outputs = self.steps.run(ahead=True)
         if read is not None:
             read.synchronize()
-        found: list[int] = self._read[:count].tolist()
+        token_ids: list[int] = self._read[:count].tolist()
         if outputs is not None:
             serials = self.model.route.serials
             expected = {
                 row: (
                     row.number, len(row.token_ids) + (row in going),
-                    found[row.number] if row in going else row.token_ids[-1],
+                    token_ids[row.number] if row in going else row.token_ids[-1],
                     None if row.adapter is None else (row.adapter, serials[row.adapter]),
                 )
                 for row in self.active
             }  # fmt: skip
             self._ahead = _Ahead(outputs[1], outputs[0], expected)
             self._told = False
-        return found, tries
+        return token_ids, tries
 
     def _will_go_on(self, going: Sequence[Row]) -> bool:
         """Whether the next step's tokens are where it reads them, and some row will want them."""
@@ -541,10 +437,10 @@ class Batch:
         if self._ahead is not None:
             self._ahead = None
             self.tell_tokens()
-        found, _ = self._forward()
+        logits, _ = self._forward()
         self._advance()
         self.tell_tokens()  # a captured step has gone on to the likeliest ones
-        return found
+        return logits
 
     def _forward(self) -> tuple[Tensor, Tensor]:
         return self.steps.run()
@@ -562,16 +458,16 @@ class Batch:
             raise finite.no_numbers(self.model.device, adapter=row.adapter)
         if row.constraint is not None:
             token = row.sampler.draw(row.token_ids, row.constraint(row.token_ids, logits))
-        asked = self._top[row]
-        if asked is None:
+        top_count = self._top[row]
+        if top_count is None:
             return Drawn(row, token)
         logprobs = torch.log_softmax(logits, dim=-1)
-        values, ids = logprobs.topk(asked) if asked else (logprobs[:0], logprobs[:0])
+        values, ids = logprobs.topk(top_count) if top_count else (logprobs[:0], logprobs[:0])
         top = tuple((int(place), float(value)) for place, value in zip(ids.tolist(), values.tolist(), strict=True))
         return Drawn(row, token, float(logprobs[token]), top)
 
-    def _commit(self, drawn: Drawn) -> None:
-        row, token = drawn.row, drawn.token_id
+    def _commit(self, sampled: Drawn) -> None:
+        row, token = sampled.row, sampled.token_id
         row.token_ids.append(token)
         if token in self.ends or token in row.request.stop_token_ids:
             row.finish = "stop"

@@ -60,25 +60,25 @@ class _Gemma:
 
     def object(self, depth: int) -> dict[str, Any]:
         """Read an object after its brace."""
-        made: dict[str, Any] = {}
+        members: dict[str, Any] = {}
         while self._skip() != "}":
             key = self._quoted()
             key = self._until(":}") if key is None else key
             if self._skip() != ":":
                 raise ValueError("a key without a value")
             self.place += 1
-            made[key] = self._value(depth + 1)
+            members[key] = self._value(depth + 1)
             self._separate("}")
         self.place += 1
-        return made
+        return members
 
     def _array(self, depth: int) -> list[Any]:
-        made = []
+        values = []
         while self._skip() != "]":
-            made.append(self._value(depth + 1))
+            values.append(self._value(depth + 1))
             self._separate("]")
         self.place += 1
-        return made
+        return values
 
     def _separate(self, end: str) -> None:
         char = self._skip()
@@ -109,11 +109,11 @@ def _plain(text: str) -> Any:
 def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the arguments that stand between tags. parameters: the tool's schema, which says what is a text."""
     properties = (parameters or {}).get("properties")
-    made: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, text in _PARAMETER.findall(body):
         schema = properties.get(name) if isinstance(properties, Mapping) else None
-        made[name] = text if is_text_schema(schema) else _read(text)
-    return made
+        arguments[name] = text if is_text_schema(schema) else _read(text)
+    return arguments
 
 
 def is_text_schema(schema: Any) -> bool:

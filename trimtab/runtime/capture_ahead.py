@@ -58,16 +58,16 @@ class CaptureAhead:
 
     def prepare_more(self, expected: Iterable[HeldAdapter] = ()) -> None:
         """Capture the next of what was left. Errors: as `prepare`; then nothing more is captured before its first use."""
-        left, self._left = self._left, []
+        pending, self._left = self._left, []
         self._check_idle()
-        if not left or not self.batch.steps.is_captured:
+        if not pending or not self.batch.steps.is_captured:
             return
-        what, sizes = left[0]
+        what, sizes = pending[0]
         if what == "prompts":
             self._capture_prompts(self._token(), sizes)
         else:
             self._capture_steps(self._token(), expected, sizes)
-        self._left = left[1:]
+        self._left = pending[1:]
 
     def _check_idle(self) -> None:
         rows = len(self.batch.active) + len(self.batch.placed) + len(self.batch.prompts.jobs)

@@ -174,7 +174,7 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, (list, tuple)):
         raise RequestError(f"message {place} has no content", field="prompt")
-    made = []
+    described = []
     for part in map(own_form, parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in PART_TYPES or kind not in part:
@@ -182,12 +182,12 @@ def _message(place: int, item: Any, pictures: list[Any], sounds: list[Any]) -> d
                 f"message {place} has a part of unknown form {kind!r}", field="prompt", allowed=PART_TYPES
             )
         if kind == "text":
-            made.append({"type": "text", "text": _text(part["text"])})
+            described.append({"type": "text", "text": _text(part["text"])})
             continue
         medium = LowDetail(part[kind]) if kind == "image" and part.get("detail") == "low" else part[kind]
         (pictures if kind == "image" else sounds).append(medium)
-        made.append({"type": kind})
-    return {"role": item["role"], "content": made} | {key: item[key] for key in MESSAGE_KEYS if item.get(key)}
+        described.append({"type": kind})
+    return {"role": item["role"], "content": described} | {key: item[key] for key in MESSAGE_KEYS if item.get(key)}
 
 
 def _text(value: Any) -> str:
@@ -322,15 +322,15 @@ def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
             return str(given)
         return hashlib.sha256(str(given).encode("utf-8", "replace")).hexdigest()[:9]
 
-    made = []
+    shortened = []
     for message in messages:
         changed = dict(message)
         if message.get("tool_calls"):
             changed["tool_calls"] = [{**call, "id": short(call.get("id"))} for call in message["tool_calls"]]
         if "tool_call_id" in message:
             changed["tool_call_id"] = short(message["tool_call_id"])
-        made.append(changed)
-    return made
+        shortened.append(changed)
+    return shortened
 
 
 # How Python and JSON write a part of a message.
@@ -339,24 +339,24 @@ _LIST = re.compile(r"""\{["']type["']: ["']text["'], ["']text["']: """)
 
 def _texts_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages whose contents are text where they have no media."""
-    made = []
+    plain = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list) and all(part.get("type") == "text" for part in parts):
             message = {**message, "content": "".join(part["text"] for part in parts)}
-        made.append(dict(message))
-    return made
+        plain.append(dict(message))
+    return plain
 
 
 def _neutral(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return messages of the same form with another text."""
-    made = []
+    neutral = []
     for message in messages:
         parts = message["content"]
         if isinstance(parts, list):
             parts = [{**part, "text": "x"} if part.get("type") == "text" else part for part in parts]
-        made.append({**message, "content": "x" if isinstance(parts, str) else parts})
-    return made
+        neutral.append({**message, "content": "x" if isinstance(parts, str) else parts})
+    return neutral
 
 
 def _check_names(

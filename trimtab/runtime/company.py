@@ -29,7 +29,8 @@ from trimtab.plan.execution import INVARIANT_CHUNK
 from trimtab.runtime import ends
 
 if TYPE_CHECKING:
-    from trimtab.runtime.batch import Batch, Prompt
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.batch_request import Prompt
     from trimtab.runtime.graphs import Steps
     from trimtab.runtime.prefill_graphs import Prompts
 

@@ -41,9 +41,9 @@ def jobs(
             continue
         count = len(group)
         for n in counts:
-            found = matvec.config_of(group, n, module, pair=pair)
-            for normed in () if found is None else (False, True) if found[0].normed else (False,):
-                cut = None if found is None else found[0]
+            config = matvec.config_of(group, n, module, pair=pair)
+            for normed in () if config is None else (False, True) if config[0].normed else (False,):
+                cut = None if config is None else config[0]
                 variants[matvec.options(group[0], dtype, cut, members=count, pair=pair, normed=normed)] = None
         for n in checked:
             plain = matvec.choose(group, n, module)

@@ -119,9 +119,9 @@ class ControlTokens:
             return PromptText(raw, (), harmless)
         stand_ins = _unused(texts, len(self._signs) + 2)
         hidden = dict(zip(map(ord, self._signs), stand_ins, strict=False))
-        shown = {ord(stand_in): chr(code) for code, stand_in in hidden.items()}
+        originals = {ord(stand_in): chr(code) for code, stand_in in hidden.items()}
         marked = changed(lambda text: text.translate(hidden))
-        plain = marked.translate(shown)
+        plain = marked.translate(originals)
         if plain != raw:
             # The template reads control tokens in the texts, as those do that leave an old answer's thoughts out, or writes
             # what users wrote in another way, as JSON's quotes.
@@ -258,8 +258,8 @@ def _mapped(messages: Sequence[Mapping[str, Any]], change: Callable[[str], str])
 
 def _changed_call(call: Mapping[str, Any], change: Callable[[str], str]) -> dict[str, Any]:
     function = call["function"]
-    made = {"name": change(function["name"]), "arguments": _changed(function["arguments"], change)}
-    return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **made}}
+    fields = {"name": change(function["name"]), "arguments": _changed(function["arguments"], change)}
+    return {**call, **({"id": change(call["id"])} if "id" in call else {}), "function": {**function, **fields}}
 
 
 def _unused(texts: Sequence[str], count: int) -> list[str]:
@@ -305,9 +305,9 @@ def _without_ids(encoded: Any, separator_id: int, is_ours: Sequence[bool]) -> An
 
 
 def _cannot_be_text(tokens: Sequence[str]) -> RequestError:
-    shown = sorted(set(tokens))[:3]
+    examples = sorted(set(tokens))[:3]
     return RequestError(
-        f"contains a control token of this model ({', '.join(shown)}), which its tokenizer cannot read as text" if shown
+        f"contains a control token of this model ({', '.join(examples)}), which its tokenizer cannot read as text" if examples
         else "contains a control token of this model, which its tokenizer cannot read as text",
         field="prompt", hint="Leave it out",
     )  # fmt: skip

@@ -213,8 +213,8 @@ def _with_stages(cut: Cut, shared_bytes: int) -> Cut | None:
     if depth < min(2, pieces):
         return None
     stages = depth * cut.groups
-    made = replace(cut, stages=stages)
-    return replace(made, shared_bytes=made.needed_bytes(cut.n))
+    staged = replace(cut, stages=stages)
+    return replace(staged, shared_bytes=staged.needed_bytes(cut.n))
 
 
 def _estimate(cut: Cut, nbytes: float, multiprocessors: int, bandwidth: float) -> float:

@@ -117,9 +117,9 @@ def process_on_gpu(device: str | torch.device) -> tuple[int, bool]:
     Windows' display driver model and in most containers. An estimate leaves out kernels and graphs."""
     properties = torch.cuda.get_device_properties(device)
     uuid = getattr(properties, "uuid", None)
-    held = None if uuid is None else gpu_process.process_bytes(str(uuid))
-    if held is not None:
-        return held, False
+    nbytes = None if uuid is None else gpu_process.process_bytes(str(uuid))
+    if nbytes is not None:
+        return nbytes, False
     return context_bytes(int(properties.multi_processor_count)) + int(torch.cuda.memory_reserved(device)), True
 
 
@@ -174,12 +174,12 @@ def measure_rates(device: str, *, cache: bool = True) -> Rates:
 
 def _median_s(run: Callable[[], object], repeat: int = 5) -> float:
     run()
-    taken = []
+    times_s = []
     for _ in range(repeat):
         start = time.perf_counter()
         run()
-        taken.append(time.perf_counter() - start)
-    return max(statistics.median(taken), 1e-9)
+        times_s.append(time.perf_counter() - start)
+    return max(statistics.median(times_s), 1e-9)
 
 
 def _measure(device: torch.device) -> Rates:

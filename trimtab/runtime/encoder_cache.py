@@ -140,8 +140,8 @@ class _Tower:
             scope_of(self.scope, "one", _form(*arguments), digest)
             for arguments, digest in zip(split, self.digests, strict=True)
         ]
-        found: dict[bytes, Any] = {key: self._find(key) for key in dict.fromkeys(keys)}
-        missing = [key for key, kept in found.items() if kept is None]
+        outputs: dict[bytes, Any] = {key: self._find(key) for key in dict.fromkeys(keys)}
+        missing = [key for key, kept in outputs.items() if kept is None]
         if missing:
             chosen = [split[keys.index(key)] for key in missing]
             self.counts.passes += 1
@@ -150,9 +150,9 @@ class _Tower:
             if parts is None:  # nothing of this form was ever kept: all of them were missing
                 return output
             for key, part in zip(missing, parts, strict=True):
-                found[key] = part
+                outputs[key] = part
                 self.cache.put_blob(key, part)
-        return _assembled([found[key] for key in keys])
+        return _assembled([outputs[key] for key in keys])
 
 
 def _form(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
@@ -238,6 +238,6 @@ def restored(form: Any, tensors: Sequence[Tensor]) -> Any:
     if kind == "dict":
         return {name: restored(one, tensors) for name, one in value.items()}
     if kind in ("tuple", "list"):
-        made = [restored(one, tensors) for one in value]
-        return tuple(made) if kind == "tuple" else made
+        values = [restored(one, tensors) for one in value]
+        return tuple(values) if kind == "tuple" else values
     return value

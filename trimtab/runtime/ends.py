@@ -141,9 +141,9 @@ def per_layer(
         or any(x.dtype != product.dtype or x.stride(-1) != 1 or x.data_ptr() % 16 for x in tensors)
         or product.stride(0) % 8 or own.stride(0) % 8
     ):  # fmt: skip
-        made = (product * scale).reshape(-1, width)
-        normed = torch.empty_like(made)
-        fused.add_norm(None, made, None, weight, eps, None, None, normed)
+        projected = (product * scale).reshape(-1, width)
+        normed = torch.empty_like(projected)
+        fused.add_norm(None, projected, None, weight, eps, None, None, normed)
         out.copy_((normed.view(own.shape) + own) * factor)
         return
     module.launch(

@@ -123,10 +123,10 @@ MOST_AHEAD = 4
 def ahead_arguments(ahead: Sequence[Tensor]) -> list[nvrtc.Argument]:
     """Return the last arguments of kernels that bring weights into L2 for a later one: up to four tensors, whole pieces of them."""
     assert len(ahead) <= MOST_AHEAD and all(one.is_contiguous() for one in ahead)
-    found: list[nvrtc.Argument] = []
+    arguments: list[nvrtc.Argument] = []
     for one in ahead:
-        found += [one, one.numel() * one.element_size() // _PIECE_BYTES] if one.data_ptr() % 16 == 0 else [None, 0]
-    return found + [None, 0] * (MOST_AHEAD - len(ahead))
+        arguments += [one, one.numel() * one.element_size() // _PIECE_BYTES] if one.data_ptr() % 16 == 0 else [None, 0]
+    return arguments + [None, 0] * (MOST_AHEAD - len(ahead))
 
 
 # Norms ---------------------------------------------------------------------------------------------------------------
@@ -409,20 +409,20 @@ def _attend_torch(
     q: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float, softcap: float | None, out: Tensor
 ) -> None:  # fmt: skip
     n, heads, dim = q.shape
-    seen = keys.shape[2]
+    length = keys.shape[2]
     if q.device.type == "cpu":  # elsewhere the length stays on the device
-        seen = min(seen, int(positions.max()) + 1)
-    mask = (torch.arange(seen, device=q.device) <= positions[:, None])[:, None, None]
+        length = min(length, int(positions.max()) + 1)
+    mask = (torch.arange(length, device=q.device) <= positions[:, None])[:, None, None]
     group = heads // keys.shape[1]
-    k, v = (x[:n, :, :seen].repeat_interleave(group, dim=1) for x in (keys, values))
+    k, v = (x[:n, :, :length].repeat_interleave(group, dim=1) for x in (keys, values))
     if softcap is None:
-        found = functional.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scaling)
+        attended = functional.scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scaling)
     else:
         scores = torch.matmul(q[:, :, None], k.transpose(2, 3)) * scaling
         scores = torch.tanh(scores / softcap) * softcap
         scores = scores.masked_fill(~mask, -math.inf)
-        found = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
-    out.copy_(found.reshape(n, heads * dim))
+        attended = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+    out.copy_(attended.reshape(n, heads * dim))
 
 
 # Gates ---------------------------------------------------------------------------------------------------------------

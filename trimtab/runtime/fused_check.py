@@ -29,10 +29,10 @@ LENGTHS = ((70, 0), (512, 511), (1100, 700), (1100, 1099), (512, 5000))
 _PIECE = 2**20
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
     """Return the norm of the difference over the norm of what was wanted, in float64 (infinite if not finite)."""
-    sums = torch.zeros(2, dtype=torch.float64, device=found.device)
-    pieces = (x.reshape(-1).split(_PIECE) for x in (found, wanted.to(found.device)))
+    sums = torch.zeros(2, dtype=torch.float64, device=actual.device)
+    pieces = (x.reshape(-1).split(_PIECE) for x in (actual, wanted.to(actual.device)))
     for a, b in zip(*pieces, strict=True):
         b = b.double()
         sums += torch.stack([(a.double() - b).square().sum(), b.square().sum()])
@@ -47,15 +47,15 @@ def attend_exact(
     """Return what `attend` approximates, [n, Hq * D] in float64."""
     n, heads, dim = q.shape
     kv_heads = keys.shape[1]
-    found = torch.empty(n, kv_heads, heads // kv_heads, dim, dtype=torch.float64, device=q.device)
-    asked = q.double().view_as(found)
+    attended = torch.empty(n, kv_heads, heads // kv_heads, dim, dtype=torch.float64, device=q.device)
+    queries = q.double().view_as(attended)
     for i in range(n):
-        seen = min(int(positions[i]) + 1, keys.shape[2])
+        length = min(int(positions[i]) + 1, keys.shape[2])
         for j in range(kv_heads):
-            scores = asked[i, j] @ keys[i, j, :seen].double().T * scaling
+            scores = queries[i, j] @ keys[i, j, :length].double().T * scaling
             scores = scores if softcap is None else torch.tanh(scores / softcap) * softcap
-            found[i, j] = torch.softmax(scores, dim=-1) @ values[i, j, :seen].double()
-    return found.view(n, heads * dim)
+            attended[i, j] = torch.softmax(scores, dim=-1) @ values[i, j, :length].double()
+    return attended.view(n, heads * dim)
 
 
 def check_bytes(attention: Sequence[tuple[int, int, int]], dtype: torch.dtype, *, rows: int) -> int:
@@ -81,8 +81,8 @@ def check(
     def poisoned(*shape: int) -> Tensor:
         return torch.full(shape, math.nan, dtype=dtype, device=module.device)
 
-    def wrong(what: str, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> str | None:
-        error = max(relative_error(a, b) for a, b in zip(found, wanted, strict=True))
+    def wrong(what: str, actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> str | None:
+        error = max(relative_error(a, b) for a, b in zip(actual, wanted, strict=True))
         limit = (LARGEST_ERROR if wanted[0].dtype == torch.float64 else LARGEST_DIFFERENCE)[dtype]
         return None if error <= limit else f"{what}: relative error {error:.1e}"
 
@@ -91,16 +91,16 @@ def check(
             y, residual, scalar = random(n, width), random(n, width), random(1)
             post, following = random(width), random(width)
             for first in (y, None):
-                found, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
-                for (h, x), one in ((found, module), (wanted, None)):
+                actual, wanted = ((poisoned(n, width), poisoned(n, width)) for _ in range(2))
+                for (h, x), one in ((actual, module), (wanted, None)):
                     add_norm(first, residual, post, following, 1e-6, scalar, h, x, one)
-                if reason := wrong(f"add_norm of {n} x {width}", found, wanted):
+                if reason := wrong(f"add_norm of {n} x {width}", actual, wanted):
                     return reason
             both = random(n, 2 * width)
             for kind in ACTIVATIONS:
-                for out, one in ((found[0].fill_(math.nan), module), (wanted[0].fill_(math.nan), None)):
+                for out, one in ((actual[0].fill_(math.nan), module), (wanted[0].fill_(math.nan), None)):
                     gated(both[:, :width], both[:, width:], out, kind, one)
-                if reason := wrong(f"gated ({kind}) of {n} x {width}", found[:1], wanted[:1]):
+                if reason := wrong(f"gated ({kind}) of {n} x {width}", actual[:1], wanted[:1]):
                     return reason
         for heads, kv_heads, dim in attention:
             reason = _wrong_attention(module, n, heads, kv_heads, dim, random, poisoned, wrong)
@@ -117,15 +117,15 @@ def _wrong_attention(
     places = torch.arange(n, device=module.device) * 3 % 70
     for mode, parts in (("own", 2), ("k_is_v", 1), ("shared", 0)):
         qkv = random(n, (heads + parts * kv_heads) * dim)
-        found, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
+        written, wanted = ((poisoned(n, kv_heads, 70, dim), poisoned(n, kv_heads, 70, dim)) for _ in range(2))
         turned = [poisoned(n, heads, dim) for _ in range(2)]
-        for (keys, values), q_out, one in ((found, turned[0], module), (wanted, turned[1], None)):
+        for (keys, values), q_out, one in ((written, turned[0], module), (wanted, turned[1], None)):
             keys.zero_(), values.zero_()
             rope_write(
                 qkv, heads, kv_heads, dim, q_weight, k_weight, 1e-6, cos, sin, keys, values, places, q_out, module=one,
                 mode=mode,
             )  # fmt: skip
-        if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *found], [turned[1], *wanted]):
+        if reason := wrong(f"rope_write ({mode}) {what}", [turned[0], *written], [turned[1], *wanted]):
             return reason
     for length, position in LENGTHS:
         keys, values = random(n, kv_heads, length, dim), random(n, kv_heads, length, dim)
@@ -157,9 +157,9 @@ def _wrong_turn(
         qkv, out, q = random(n, (heads + parts * kv_heads) * dim), poisoned(n, heads * dim), poisoned(n, heads, dim)
         if mode != "shared":  # what is there before must not be looked at
             keys[each, :, places] = values[each, :, places] = math.nan
-        found = keys.clone(), values.clone()
+        written = keys.clone(), values.clone()
         turn_and_attend(
-            qkv, heads, q_weight, k_weight, 1e-6, cos, sin, *found, places, positions, dim**-0.5, None, out, q, None, module,
+            qkv, heads, q_weight, k_weight, 1e-6, cos, sin, *written, places, positions, dim**-0.5, None, out, q, None, module,
             mode=mode,
         )  # fmt: skip
         writes = mode != "shared"
@@ -171,7 +171,7 @@ def _wrong_turn(
         if reason := wrong(f"turn_and_attend ({mode})", [out], [exact]):
             return reason
         for i in range(n):  # the whole cache: nothing else may have been written
-            one, other = ([x[i].nan_to_num() for x in pair] for pair in (found, (keys, values)))
+            one, other = ([x[i].nan_to_num() for x in pair] for pair in (written, (keys, values)))
             if reason := wrong(f"cache of turn_and_attend ({mode})", one, other):
                 return reason
     return None
@@ -234,10 +234,10 @@ def measure(
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device=module.device).to(dtype)
 
-    found: dict[str, tuple[float, float]] = {}
+    times: dict[str, tuple[float, float]] = {}
 
     def pair(name: str, run: Callable[[nvrtc.Module | None], None]) -> None:
-        found[name] = time_us(lambda: run(module)), time_us(lambda: run(None))
+        times[name] = time_us(lambda: run(module)), time_us(lambda: run(None))
 
     y, h, x, weight = random(n, width), random(n, width), random(n, width), random(width)
     both, out = random(n, 2 * mlp), random(n, mlp)
@@ -247,7 +247,7 @@ def measure(
     for heads, kv_heads, dim in attention:
         shape = f"{heads}/{kv_heads} x {dim}"
         keys, values = random(n, kv_heads, places, dim), random(n, kv_heads, places, dim)
-        qkv, q, looked = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
+        qkv, q, attended = random(n, (heads + 2 * kv_heads) * dim), random(n, heads, dim), random(n, heads * dim)
         turn, scratch = random(n, dim), torch.empty(scratch_values(n, heads, dim, places), device=module.device)
 
         def rope(one: nvrtc.Module | None, heads: int = heads, kv_heads: int = kv_heads, dim: int = dim) -> None:
@@ -259,13 +259,13 @@ def measure(
         def both_at_once(one: nvrtc.Module | None, heads: int = heads, dim: int = dim) -> None:
             turn_and_attend(
                 qkv, heads, turn[0], turn[0], 1e-6, turn, turn, keys, values, positions, positions, dim**-0.5,  # noqa: B023
-                None, looked, q, scratch, one,  # noqa: B023
+                None, attended, q, scratch, one,  # noqa: B023
             )  # fmt: skip
 
         def look(one: nvrtc.Module | None, dim: int = dim) -> None:
-            attend(q, keys, values, positions, dim**-0.5, None, looked, scratch, one)  # noqa: B023
+            attend(q, keys, values, positions, dim**-0.5, None, attended, scratch, one)  # noqa: B023
 
         pair(f"rope_write {shape}", rope)
         pair(f"attend {shape}, {places} places", look)
         pair(f"both at once {shape}, {places} places", both_at_once)
-    return found
+    return times

@@ -241,17 +241,17 @@ class Generation:
         while not prompt.step():
             if self._stream.is_over():
                 return
-        drawn = batch.join(prompt)
-        self.cached_tokens = drawn.row.cached_tokens
+        first = batch.join(prompt)
+        self.cached_tokens = first.row.cached_tokens
         try:
-            self._stream.take(drawn.token_id, logprobs_of(drawn))
-            while drawn.row.finish is None and not self._stream.is_over():
-                for found in batch.step():
-                    self._stream.take(found.token_id, logprobs_of(found))
-                if drawn.row.error is not None:
-                    raise drawn.row.error
+            self._stream.take(first.token_id, logprobs_of(first))
+            while first.row.finish is None and not self._stream.is_over():
+                for sampled in batch.step():
+                    self._stream.take(sampled.token_id, logprobs_of(sampled))
+                if first.row.error is not None:
+                    raise first.row.error
         finally:
-            batch.leave(drawn.row)
+            batch.leave(first.row)
 
     def _chunk(self) -> int | None:
         """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
@@ -259,9 +259,9 @@ class Generation:
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
 
 
-def logprobs_of(drawn: Any) -> tuple[TokenLogprob, ...]:
+def logprobs_of(sampled: Any) -> tuple[TokenLogprob, ...]:
     """Return what a batch reports with a token, in an answer's form."""
-    return () if drawn.logprob is None else (TokenLogprob(drawn.token_id, drawn.logprob, drawn.top),)
+    return () if sampled.logprob is None else (TokenLogprob(sampled.token_id, sampled.logprob, sampled.top),)
 
 
 def detokenizer_of(model: Any, stop: Sequence[str]) -> Detokenizer | None:

@@ -117,9 +117,9 @@ class Steps:
         if self.batch.is_invariant:
             return self._run_invariant(names)
         if not self.has_placeholder():
-            found = self._run_graph(count, names) if self.is_captured else None
-            if found is not None:
-                return found[0][:count], found[1][:count]
+            outputs = self._run_graph(count, names) if self.is_captured else None
+            if outputs is not None:
+                return outputs[0][:count], outputs[1][:count]
             step = self._fused_step() if self.mode == "fused" else None
             return self._eager(count, names, step or self._short)
         return self._eager(count, names, self._modules)
@@ -130,21 +130,21 @@ class Steps:
         batch, count = self.batch, len(names)
         apart = [number for number in range(count) if not self.is_captured or self._is_apart(number)]
         before = batch.tokens.clone() if apart else None
-        found = None
+        outputs = None
         if len(apart) < count:
-            found = self._run_graph(count, [None if number in apart else name for number, name in enumerate(names)])
-            if found is None:  # capturing failed: no row is in a graph from now on
+            outputs = self._run_graph(count, [None if number in apart else name for number, name in enumerate(names)])
+            if outputs is None:  # capturing failed: no row is in a graph from now on
                 return self._run_invariant(names)
             self.wrote_tokens = not apart
         if before is not None:
             batch.tokens.copy_(before)
             alone = company.one_by_one(self, {number: names[number] for number in apart})
-            if found is None:
+            if outputs is None:
                 return alone
             for number, logits, token in zip(apart, *alone, strict=True):
-                found[0][number], found[1][number] = logits, token
-        assert found is not None
-        return found[0][:count], found[1][:count]
+                outputs[0][number], outputs[1][number] = logits, token
+        assert outputs is not None
+        return outputs[0][:count], outputs[1][:count]
 
     def _is_apart(self, number: int) -> bool:
         """Whether a row's step cannot be part of a graph of all rows: its token is a picture's, or no table holds its adapter."""
@@ -172,7 +172,7 @@ class Steps:
             return self._modules(count)
         if self._short_ops is None:
             self._short_ops = short_ops.ShortOps(
-                self.model.hf_model, self.model.route, self.device, partial(self._choice.fall_back, asked=False)
+                self.model.hf_model, self.model.route, self.device, partial(self._choice.fall_back, requested=False)
             )
         unpacked = self.model.unpacked
         with (
@@ -194,11 +194,11 @@ class Steps:
         step = cache.rows_of_step(count)
         if added_masks:
             masks = short_ops.added_masks(self.model.hf_model, masks, self.model.dtype)
-        found = self.model.hf_model(
+        output = self.model.hf_model(
             input_ids=batch.tokens[step], position_ids=hf_slots.step_positions(self.model.hf_model, cache, count),
             attention_mask=masks, past_key_values=cache, use_cache=True, logits_to_keep=1, return_dict=True,
         )  # fmt: skip
-        logits: Tensor = found.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
         return logits
 
     def _finish(self, step: Any, count: int, next_tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -235,7 +235,7 @@ class Steps:
             self._examined = exchanges, self._fused.why_not_rows()
         why = self._examined[1]
         if why is not None:
-            self._choice.fall_back("fused step", why, asked=self.mode == "fused")
+            self._choice.fall_back("fused step", why, requested=self.mode == "fused")
             return None
         return self._fused
 
@@ -263,15 +263,15 @@ class Steps:
         elif has_adapters:  # captured with the adapters' own addresses
             key = (*key, *((name, self.model.route.serials[name]) if name is not None else None for name in padded))
         self._stage(bucket)
-        found = self._graphs.get(key)
-        if found is None:
-            found = self._capture(key, step, bucket, padded, slots if has_adapters or self.batch.is_invariant else None)
-            if found is None:
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._capture(key, step, bucket, padded, slots if has_adapters or self.batch.is_invariant else None)
+            if graph is None:
                 return None
         self._graphs.move_to_end(key)
-        found.replay()
+        graph.replay()
         self.wrote_tokens = True
-        return found.outputs
+        return graph.outputs
 
     def _slots_for(self, names: Sequence[str | None]) -> AdapterSlots | None:
         """Return the table of adapters if the kernels that use it were chosen and every adapter of the rows fits it."""
@@ -281,7 +281,7 @@ class Steps:
         for name in dict.fromkeys(names):
             why = slots.why_not(name)
             if why is not None:
-                self._choice.fall_back("adapters by table", why, asked=False)
+                self._choice.fall_back("adapters by table", why, requested=False)
                 return None
         return slots
 
@@ -352,7 +352,7 @@ class Steps:
                 lost = free - self._free_bytes()
                 if lost > self._counted_bytes(len(rows)):
                     why = f"captures so far take {gib(lost)}; the others are captured at their first use"
-                    self._choice.fall_back("captures ahead of requests", why, asked=False)
+                    self._choice.fall_back("captures ahead of requests", why, requested=False)
                     return
 
     def _counted_bytes(self, rows: int) -> int:
@@ -393,8 +393,8 @@ class Steps:
                 self._capturing.refine(run, slots, bucket, count, overlap=overlap)
             start = time.perf_counter()  # what was tried is done once on a card
             with self.kernels.overlapping(overlap):
-                found = self._capturing.record(run, slots, count)
-                found.keep = slots, dict(route.indices)  # the route forgets them with the next prompt
+                graph = self._capturing.record(run, slots, count)
+                graph.keep = slots, dict(route.indices)  # the route forgets them with the next prompt
         except RequestError:
             raise
         except Exception as exc:
@@ -405,14 +405,14 @@ class Steps:
             torch.zeros(1, device=self.device).item()
             is_fused = step is self._fused
             why = f"capturing failed: {type(exc).__name__}: {exc}"
-            self._choice.fall_back("fused step" if is_fused else "graph", why, asked=self.mode != "auto")
+            self._choice.fall_back("fused step" if is_fused else "graph", why, requested=self.mode != "auto")
             self._choice.capture_failed(is_fused=is_fused)
             return None
         finally:
             route.slots = None
             for table in self._tables:
                 table.reads_staged = False
-        self._graphs[key] = found
+        self._graphs[key] = graph
         self.captures += 1
         self.capture_s += time.perf_counter() - start
-        return found
+        return graph

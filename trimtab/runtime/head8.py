@@ -53,8 +53,8 @@ def fill(pieces: Iterable[Tensor], q: Tensor, scale: Tensor) -> bool:
     """Quantize pieces of a weight's rows, in order, into q [V, D] and scale [V]; returns whether every value was finite."""
     start = 0
     for piece in pieces:
-        found, scales = quantize_rows(piece)
-        q[start : start + len(piece)].copy_(found)
+        quantized, scales = quantize_rows(piece)
+        q[start : start + len(piece)].copy_(quantized)
         scale[start : start + len(piece)].copy_(scales)
         start += len(piece)
     assert start == len(q), (start, len(q))
@@ -64,8 +64,8 @@ def fill(pieces: Iterable[Tensor], q: Tensor, scale: Tensor) -> bool:
 def is_same(q: Tensor, scale: Tensor, weight: Tensor) -> bool:
     """Return whether a weight [V, D] on the same device would give the same 8 bits."""
     for rows in _pieces(q):
-        found, scales = quantize_rows(weight[rows])
-        if not (torch.equal(found, q[rows]) and torch.equal(scales, scale[rows])):
+        quantized, scales = quantize_rows(weight[rows])
+        if not (torch.equal(quantized, q[rows]) and torch.equal(scales, scale[rows])):
             return False
     return True
 
@@ -213,11 +213,11 @@ def measure(
     """
     x = torch.randn(n, head.q.shape[1], device=head.q.device).bfloat16()
     ours = time_us(lambda: launched(x, head.q, head.scale, head.bias, module))
-    found = {NAME: (ours, time_us(lambda: plain(x, head.q, head.scale, head.bias)))}
+    times = {NAME: (ours, time_us(lambda: plain(x, head.q, head.scale, head.bias)))}
     if weight is not None:
         whole = weight.bfloat16()
-        found["whole head"] = (ours, time_us(lambda: torch.nn.functional.linear(x, whole)))
-    return found
+        times["whole head"] = (ours, time_us(lambda: torch.nn.functional.linear(x, whole)))
+    return times
 
 
 def wrong(
@@ -231,9 +231,9 @@ def wrong(
     why = why_not(head, dtype, module) or check(module, head)
     if why is not None:
         return why
-    found = measure(module, head, time_us)
-    measured.update(found)
-    ours, theirs = found[NAME]
+    times = measure(module, head, time_us)
+    measured.update(times)
+    ours, theirs = times[NAME]
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f}"
 
 

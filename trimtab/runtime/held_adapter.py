@@ -49,12 +49,12 @@ class HeldAdapter:
                 places[key] = Part(end, tensor.numel() * tensor.element_size(), tuple(tensor.shape), tensor.dtype)
                 end += aligned(places[key].nbytes)
         memory = HostMemory(end, pinned=pinned)
-        moved = dict(tensors)
+        views = dict(tensors)
         for key, place in places.items():
-            moved[key] = place.view(memory.tensor)
-            moved[key].copy_(tensors[key])
+            views[key] = place.view(memory.tensor)
+            views[key].copy_(tensors[key])
         types = {place.dtype for place in places.values()}
-        return cls(spec, moved, memory, places, types.pop() if len(types) == 1 else None)
+        return cls(spec, views, memory, places, types.pop() if len(types) == 1 else None)
 
     def starts(self) -> dict[tuple[Path, int], int]:
         """Return at which value of `memory` each LoRA tensor begins; empty if the values are of several types."""

@@ -305,12 +305,12 @@ def stock_unquantized(model: Any, kind: str) -> dict[str, str]:
     reasons = dict.fromkeys((name.removesuffix(".weight") for name in last), "the model's last module") | reasons
     for pattern in getattr(model, "_keep_in_fp32_modules", None) or ():
         reasons.setdefault(pattern, "its architecture keeps it in float32")
-    found: dict[str, str] = {}
+    reason_of: dict[str, str] = {}
     for path, module in model.named_modules():
         why = next((why for pattern, why in reasons.items() if _skips(pattern, path)), None)
         if type(module) is nn.Linear and why is not None:
-            found[path] = why
-    return found
+            reason_of[path] = why
+    return reason_of
 
 
 def _skips(pattern: str, path: str) -> bool:

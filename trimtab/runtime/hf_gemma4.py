@@ -73,15 +73,15 @@ def product_groups(hf_model: Any) -> list[list[list[Leaf]]]:
 
 def attention_kinds(hf_model: Any, of: str | None = None) -> list[tuple[int, int, int]]:
     """Return (heads, kv heads, head size) of each kind of layer. of: only layers of this entry of `layer_types`."""
-    found: dict[tuple[int, int, int], None] = {}
+    kinds: dict[tuple[int, int, int], None] = {}
     text = text_model(hf_model)
     for layer, kind in zip(text.layers, text.config.layer_types, strict=True):
         if of not in (None, kind):
             continue
         own = layer.self_attn
         heads = own.q_proj.out_features // own.head_dim
-        found[heads, heads // own.num_key_value_groups, own.head_dim] = None
-    return list(found)
+        kinds[heads, heads // own.num_key_value_groups, own.head_dim] = None
+    return list(kinds)
 
 
 def _sizes(hf_model: Any) -> ends.Sizes:
@@ -116,11 +116,11 @@ def _ahead(leaves: Sequence[Leaf]) -> list[Tensor]:
     """Return the packed weights and scales of layers that stay on the device (a streamed one is not there yet), none if they are
     more than its L2 cache holds."""
     packed = [leaf.packed() for leaf in leaves if isinstance(leaf, ResidentLeaf)]
-    found = [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
-    if found and found[0].device.type == "cuda":
-        near = getattr(torch.cuda.get_device_properties(found[0].device), "L2_cache_size", 0)
-        return found if sum(one.nbytes for one in found) <= near else []
-    return found
+    tensors = [one.parts[name] for one in packed for name in ("weight", "absmax") if name in one.parts]
+    if tensors and tensors[0].device.type == "cuda":
+        near = getattr(torch.cuda.get_device_properties(tensors[0].device), "L2_cache_size", 0)
+        return tensors if sum(one.nbytes for one in tensors) <= near else []
+    return tensors
 
 
 def _scale(table: Table) -> float:
@@ -242,30 +242,30 @@ class FusedStep:
         """Return what the kernel reads for a table without adapters whose rows are on the device, None for another."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
             return None
-        found, scale = table.held(), self._scales.get(table)
-        if found is None or scale is None or found[0].dtype != table.dtype:
+        rows, scale = table.held(), self._scales.get(table)
+        if rows is None or scale is None or rows[0].dtype != table.dtype:
             return None
-        out = self._buffer(name, (count, found[0].shape[1]), found[0].dtype)
-        return ends.Lookup(found[0], scale, out, in_order=found[1])
+        out = self._buffer(name, (count, rows[0].shape[1]), rows[0].dtype)
+        return ends.Lookup(rows[0], scale, out, in_order=rows[1])
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """Return cos and sin [n, D] of the positions for every kind of layer."""
         count, kinds = positions.shape[0], list(dict.fromkeys(self.config.layer_types))
-        found: dict[str, tuple[Tensor, Tensor]] = {}
+        by_kind: dict[str, tuple[Tensor, Tensor]] = {}
         if not self._has_own_turns:
             for kind in kinds:
                 cos, sin = self.text.rotary_emb(hidden, positions[:, None], kind)
-                found[kind] = cos[:, 0], sin[:, 0]
-            return found
+                by_kind[kind] = cos[:, 0], sin[:, 0]
+            return by_kind
         wanted = []
         for kind in kinds:
             inv_freq, factor = self._angles(kind)
             shape = (count, 2 * inv_freq.numel())
             cos, sin = (self._buffer(f"{name} {kind}", shape, hidden.dtype) for name in ("cos", "sin"))
-            found[kind] = cos, sin
+            by_kind[kind] = cos, sin
             wanted.append((inv_freq, factor, cos, sin))
         fused.turns(positions, wanted, self.kernels.small)
-        return found
+        return by_kind
 
     def _angles(self, kind: str) -> tuple[Tensor, float]:
         rotary = self.text.rotary_emb
@@ -303,8 +303,8 @@ class FusedStep:
     ) -> tuple[Tensor, matvec.Norm]:  # fmt: skip
         """Return the last product's output, and the norm that makes the next layer's input (and h) of it."""
         attention = layer.self_attn
-        looked = self._attend(layer, number, kind, turn, shared, x, norm)
-        y = self._products([attention.o_proj], looked)
+        attended = self._attend(layer, number, kind, turn, shared, x, norm)
+        y = self._products([attention.o_proj], attended)
         middle = self._buffer("middle", h.shape, h.dtype)
         norm = _norm(h, layer.post_attention_layernorm, layer.pre_feedforward_layernorm, None, middle)
         down = _ahead([layer.mlp.down_proj])
@@ -347,13 +347,13 @@ class FusedStep:
         weight = None if keys is None else attention.k_norm.weight
         if keys is None or values is None:
             keys, values = shared[kind]
-        looked = self._buffer("looked", (count, heads * dim), x.dtype)
+        attended = self._buffer("looked", (count, heads * dim), x.dtype)
         fused.turn_and_attend(
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
-            self.cache.positions[:count], attention.scaling, None, looked, queries, self._scratch(count, heads, dim),
+            self.cache.positions[:count], attention.scaling, None, attended, queries, self._scratch(count, heads, dim),
             self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]), pages=pages,
         )  # fmt: skip
-        return looked
+        return attended
 
     def _products(
         self,

@@ -234,8 +234,8 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        held = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
-        return sum(one.nbytes for one in held) + (0 if self.embeddings is None else self.embeddings.nbytes)
+        tensors = [self._held, self.numbers, self.causal, *self.deep, *self.own_masks.values()]
+        return sum(one.nbytes for one in tensors) + (0 if self.embeddings is None else self.embeddings.nbytes)
 
 
 @dataclass(frozen=True)
@@ -315,12 +315,12 @@ def _dense(inputs: Mapping[str, Any], embeddings: Tensor) -> tuple[Tensor, ...]:
     deep, where = inputs.get("deepstack_visual_embeds"), inputs.get("visual_pos_masks")
     if deep is None or where is None:
         return ()
-    made = []
+    arguments = []
     for part in deep:
         whole = torch.zeros_like(embeddings)
         whole[where] = part.to(whole.dtype)
-        made.append(whole)
-    return tuple(made)
+        arguments.append(whole)
+    return tuple(arguments)
 
 
 def _looking_ahead(masks: Any) -> tuple[dict[str, Tensor], tuple[int, ...]]:
@@ -499,14 +499,14 @@ class ChunkForward:
             kept = end - torch.remainder(end - numbers, ring)
             return self._added(torch.cat(((kept >= 0) & (kept > positions - (window or ring)), own), dim=1))
         numbers = self._places[: form.places]
-        seen = numbers <= positions
+        visible = numbers <= positions
         if form.has_own_mask:
             among = numbers - buffers.start  # where a place is in the chunk
-            looked = own.index_select(1, among.clamp(0, form.size - 1))
-            seen = torch.where((among >= 0) & (among < form.size), looked, seen)
+            selected = own.index_select(1, among.clamp(0, form.size - 1))
+            visible = torch.where((among >= 0) & (among < form.size), selected, visible)
         if window is not None:
-            seen = seen & (numbers > positions - window)
-        return self._added(seen)
+            visible = visible & (numbers > positions - window)
+        return self._added(visible)
 
     def _window(self, kind: str) -> tuple[int | None, int | None]:
         """Return (how far a token looks back, itself included, None for everything; the places of the layer's ring, None for
@@ -521,8 +521,8 @@ class ChunkForward:
         return int(self.config.sliding_window), None
 
     def _added(self, mask: Tensor) -> Tensor:
-        made = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
-        return made[None, None]
+        added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+        return added[None, None]
 
     # What modules are given ----------------------------------------------------------------------------------------
 

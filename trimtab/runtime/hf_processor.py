@@ -113,9 +113,9 @@ def check_named_ids(tokenizer: Any, folder: Path) -> None:
 
 
 def _foreign(folder: Path, name: str, words: Mapping[int, str]) -> CheckpointError:
-    shown = ", ".join(f"{number} ({word!r})" for number, word in words.items())
+    listed = ", ".join(f"{number} ({word!r})" for number, word in words.items())
     return CheckpointError(
-        f"its {name} is an ordinary word of its tokenizer: {shown}; configuration and tokenizer belong to two models",
+        f"its {name} is an ordinary word of its tokenizer: {listed}; configuration and tokenizer belong to two models",
         path=folder, hint=TOKENIZER_HINT,
     )  # fmt: skip
 

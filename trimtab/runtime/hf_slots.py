@@ -60,8 +60,8 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
         places = (self.shared.ring_places[self.places] if self.is_ring else self.shared.positions)[step]
         self.keys[rows, :, places] = key_states[:, :, 0]
         self.values[rows, :, places] = value_states[:, :, 0]
-        seen = min(self.places, self.shared.seen_places)
-        return self.keys[step, :, :seen], self.values[step, :, :seen]
+        length = min(self.places, self.shared.seen_places)
+        return self.keys[step, :, :length], self.values[step, :, :length]
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
@@ -121,8 +121,8 @@ class PagedLayer(LayerCache):
         places = self.shared.step_places[step]
         self.keys[:, places] = key_states[:, :, 0].transpose(0, 1)
         self.values[:, places] = value_states[:, :, 0].transpose(0, 1)
-        seen = min(self.places, self.shared.seen_places)
-        return table.of(self.keys, table.table[step], seen), table.of(self.values, table.table[step], seen)
+        length = min(self.places, self.shared.seen_places)
+        return table.of(self.keys, table.table[step], length), table.of(self.values, table.table[step], length)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         if not self.is_initialized:
@@ -144,8 +144,8 @@ class PagedLayer(LayerCache):
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy pages."""
-        for held in (self.keys, self.values):
-            pages = held.view(held.shape[0], -1, PAGE_TOKENS * held.shape[-1])
+        for tensor in (self.keys, self.values):
+            pages = tensor.view(tensor.shape[0], -1, PAGE_TOKENS * tensor.shape[-1])
             pages.index_copy_(1, targets, pages.index_select(1, sources))
 
     def move(self, source: int, target: int) -> None:
@@ -215,9 +215,9 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def clear(self, row: int) -> None:
         """Set a row's keys and values to zero: an unwritten place is masked, but zero times what is not a number is not one."""
-        held = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
-        if held:
-            torch._foreach_zero_(held)
+        tensors = [tensor[row] for layer in self._in_one_piece() for tensor in (layer.keys, layer.values)]
+        if tensors:
+            torch._foreach_zero_(tensors)
         if self.pool is not None and (pages := self.pool.of_row(row)).numel():
             for layer in self._paged():
                 layer.clear(pages)
@@ -291,9 +291,9 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def window_mask(self, count: int, window: int) -> Tensor:
         """Return the last `window` positions of each row, for sliding layers that keep a place for every position."""
-        seen = min(self.context_tokens, self.seen_places)
+        length = min(self.context_tokens, self.seen_places)
         positions = self.positions[self.rows_of_step(count), None, None, None]
-        return (self._numbers[:seen] <= positions) & (self._numbers[:seen] > positions - window)
+        return (self._numbers[:length] <= positions) & (self._numbers[:length] > positions - window)
 
     @property
     def has_rings(self) -> bool:
@@ -331,8 +331,8 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def nbytes(self) -> int:
         """Return the bytes that the keys and values hold."""
-        held = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        tensors = [tensor for layer in self._own() for tensor in (layer.keys, layer.values)]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -402,8 +402,8 @@ def reset_offset(hf_model: Any) -> None:
 def read_offset(hf_model: Any) -> int:
     """Return the offset that the prompt which has just gone through leaves its answer."""
     module = _rope_module(hf_model)
-    found = None if module is None else module.rope_deltas
-    return 0 if found is None else int(found)
+    deltas = None if module is None else module.rope_deltas
+    return 0 if deltas is None else int(deltas)
 
 
 def _rope_module(hf_model: Any) -> Any:

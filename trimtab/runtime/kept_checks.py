@@ -100,6 +100,6 @@ def sources() -> str:
         if entry.is_file():
             summed.update(entry.name.encode() + entry.read_bytes())
     for file in sorted(Path(__file__).parent.glob("*.py")):  # an installation that is edited in place keeps its version
-        seen = file.stat()
-        summed.update(f"{file.name} {seen.st_size} {seen.st_mtime_ns}".encode())
+        status = file.stat()
+        summed.update(f"{file.name} {status.st_size} {status.st_mtime_ns}".encode())
     return summed.hexdigest()

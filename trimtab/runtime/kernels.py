@@ -103,7 +103,7 @@ class Kernels:
         key = (str(device), dtype)
         if key not in _CHOSEN:
             checks, left_out = KeptChecks.of(device), dict[str, str]()
-            found = _tried(
+            compiled = _tried(
                 ADAPTERS,
                 left_out,
                 lambda: matvec.load(device),
@@ -112,7 +112,7 @@ class Kernels:
                 str(dtype),
             )
             checks.save()
-            _CHOSEN[key] = Kernels(None, found, left_out, checks=checks)
+            _CHOSEN[key] = Kernels(None, compiled, left_out, checks=checks)
         return _CHOSEN[key]
 
     @property
@@ -153,14 +153,14 @@ class Kernels:
         self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int]
     ) -> list[Product]:
         """Return the products that our kernels compute, for every number of rows."""
-        found = []
+        products = []
         for one in groups:
             # A streamed layer's weight is there until the next is requested.
             resident = [group for group in one if all(isinstance(leaf, ResidentLeaf) for leaf in group)]
             packed = [[leaf.packed() for leaf in group] for group in (resident or one[:1])]
             if not matvec.why_not(packed[0][0], dtype, self.matvec.device):
-                found += [Product(packed, n, pair_kind(one[0])) for n in counts]
-        return found
+                products += [Product(packed, n, pair_kind(one[0])) for n in counts]
+        return products
 
     def prepare(
         self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
@@ -175,20 +175,20 @@ class Kernels:
         wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]
         if not wanted:
             return
-        told = progress or (lambda done, of: None)
-        told(0, 2 * len(wanted))
+        report = progress or (lambda done, of: None)
+        report(0, 2 * len(wanted))
         known = [self._config_of(one, dtype) for one in wanted]
         tuning.compile_cuts(
-            [(one.groups[0], one.gate is not None, found[0]) for one, found in zip(wanted, known, strict=True) if found],
+            [(one.groups[0], one.gate is not None, config[0]) for one, config in zip(wanted, known, strict=True) if config],
             self.matvec, dtype,
         )  # fmt: skip
-        for number, (one, found) in enumerate(zip(wanted, known, strict=True)):
-            told(len(wanted) + number, 2 * len(wanted))
+        for number, (one, config) in enumerate(zip(wanted, known, strict=True)):
+            report(len(wanted) + number, 2 * len(wanted))
             ready.add(one.key)
-            self._configure(one, found, dtype)
+            self._configure(one, config, dtype)
         for group in groups:
             self.measure(group[0], dtype)
-        told(2 * len(wanted), 2 * len(wanted))
+        report(2 * len(wanted), 2 * len(wanted))
 
     def _config_of(self, one: Product, dtype: torch.dtype) -> tuple[Cut, str] | None:
         """Return a product's launch configuration, and how it is known: as `matvec.config_of`, or as it was checked before."""
@@ -202,10 +202,10 @@ class Kernels:
     def _config_key(self, one: Product, dtype: torch.dtype) -> tuple[Any, ...]:
         return "configuration", one.key, _form_of(one.groups[0]), str(dtype), one.gate, self.small is not None
 
-    def _configure(self, one: Product, found: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
-        if found is None:
+    def _configure(self, one: Product, config: tuple[Cut, str] | None, dtype: torch.dtype) -> None:
+        if config is None:
             return  # `choose` says why nothing fits
-        cut, status = found
+        cut, status = config
         key = self._config_key(one, dtype)
         if status != launch_configs.MEASURED and self.checks.find(*key) is None:
             why = tuning.why_not_cut(
@@ -231,12 +231,12 @@ class Kernels:
             if again or one.key not in self.matvec.kept.get("tuned", ())
         ]  # fmt: skip
         products = [(one.groups[0], one.n, one.gate is not None) for one in wanted]
-        told = progress or (lambda done, of: None)
+        report = progress or (lambda done, of: None)
         if wanted:
-            told(0, 2 * len(wanted))
+            report(0, 2 * len(wanted))
         tuning.compile_ahead(products, self.matvec, dtype, limit=TRIED)  # about half of the time
         for number, one in enumerate(wanted):
-            told(len(wanted) + number, 2 * len(wanted))
+            report(len(wanted) + number, 2 * len(wanted))
             tuning.tune(
                 one.groups, one.n, self.matvec, dtype=dtype, gate=one.gate, limit=TRIED, repeat=2, small=self.small
             )
@@ -245,7 +245,7 @@ class Kernels:
                 self.measure(group[0], dtype)
             self.save_cuts()
             self.checks.save()
-            told(2 * len(wanted), 2 * len(wanted))
+            report(2 * len(wanted), 2 * len(wanted))
         return len(wanted)
 
     def with_rows(self, leaves: Sequence[Leaf], dtype: torch.dtype) -> Kernels:
@@ -406,9 +406,9 @@ def _wrong_small(
             return why
     if (why := fused_check.check(module, widths=widths, attention=attention, dtype=dtype, rows=_ROWS)) is not None:
         return why
-    found = fused_check.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
-    measured.update(found)
-    ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
+    times = fused_check.measure(module, graph_us, width=widths[0], mlp=widths[-1], attention=attention, dtype=dtype)
+    measured.update(times)
+    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for one layer"
 
 
@@ -419,9 +419,9 @@ def _wrong_ends(
     why = ends.why_not(sizes, dtype) or ends.check(module, sizes, dtype=dtype, rows=_ROWS)
     if why is not None:
         return why
-    found = ends.measure(module, graph_us, sizes, dtype=dtype)
-    measured.update(found)
-    ours, theirs = (sum(pair[side] for pair in found.values()) for side in (0, 1))
+    times = ends.measure(module, graph_us, sizes, dtype=dtype)
+    measured.update(times)
+    ours, theirs = (sum(pair[side] for pair in times.values()) for side in (0, 1))
     return None if ours < theirs else f"slower here: {ours:.0f} µs against torch's {theirs:.0f} for both ends"
 
 

@@ -28,7 +28,7 @@ from trimtab.errors import DoesNotFitError
 from trimtab.plan.kv_pool import FIRST, NONE, PAGE_TOKENS, SCRAP, pages_of
 
 if TYPE_CHECKING:
-    from trimtab.runtime.batch import Row
+    from trimtab.runtime.batch_request import Row
     from trimtab.runtime.hf_slots import SlotCache
 
 
@@ -122,8 +122,8 @@ class PagePool:
     def of_row(self, row: int, tokens: int | None = None) -> Tensor:
         """Return the pages of a row's first tokens (None: of all its places), int64 on the device."""
         pages = self._bound.get(row, ())[: None if tokens is None else pages_of(tokens)]
-        held = torch.tensor(pages, dtype=torch.long, pin_memory=self._is_gpu and bool(pages))
-        return held.to(self.device, non_blocking=True)
+        numbers = torch.tensor(pages, dtype=torch.long, pin_memory=self._is_gpu and bool(pages))
+        return numbers.to(self.device, non_blocking=True)
 
     def pages_at(self, row: int) -> tuple[int, ...]:
         """Return the pages of a row, on the host."""

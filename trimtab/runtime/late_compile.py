@@ -38,13 +38,13 @@ def _late(real: Callable[..., Any], package: str) -> Callable[..., Any]:
         is_own = isinstance(model, FunctionType) and model.__module__.partition(".")[0] == package
         if not is_own:
             return real(model, **options)
-        made: list[Any] = []
+        compiled: list[Any] = []
 
         @wraps(model)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not made:
-                made.append(real(model, **options))
-            return made[0](*args, **kwargs)
+            if not compiled:
+                compiled.append(real(model, **options))
+            return compiled[0](*args, **kwargs)
 
         return call
 

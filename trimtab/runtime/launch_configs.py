@@ -115,9 +115,9 @@ def _config(row: dict[str, Any]) -> tuple[CutKey, Cut]:
     cut = Cut(**row)
     if not all(isinstance(size, int) and 0 < size < 2**24 for size in (*rows, columns, cut.n, cut.shared_bytes)):
         raise ValueError("a size is out of range")
-    made = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
+    candidates = cuts(rows, columns, cut.n, multiprocessors=1, shared_bytes=cut.shared_bytes, pair=pair)
     plain = replace(cut, estimated_us=0.0, normed=False)
-    if plain not in {replace(one, estimated_us=0.0) for one in made} or (cut.normed and not cut.may_be_normed):
+    if plain not in {replace(one, estimated_us=0.0) for one in candidates} or (cut.normed and not cut.may_be_normed):
         raise ValueError("not a configuration of these kernels")
     return ("cut", rows, columns, cut.n, pair), cut
 

@@ -209,8 +209,8 @@ def compute_on_host(module: nn.Module) -> None:
 
     def forward(*args: Any, **kwargs: Any) -> Tensor:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        moved = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in args]
         named = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in kwargs.items()}
-        return inner(*moved, **named).to(device)
+        return inner(*on_cpu, **named).to(device)
 
     module.forward = forward  # type: ignore[method-assign]

@@ -490,10 +490,10 @@ class _Filler:
             if buffer.device.type not in (self.device.type, "meta"):
                 owner, _, leaf = name.rpartition(".")
                 model.get_submodule(owner)._buffers[leaf] = buffer.to(self.device)
-        left = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
-        if left:
+        unfilled = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.device.type == "meta"]
+        if unfilled:
             raise CheckpointError(
-                f"{len(left)} tensors were not filled, for example {', '.join(left[:3])}", path=self.plan.request.model,
+                f"{len(unfilled)} tensors were not filled, for example {', '.join(unfilled[:3])}", path=self.plan.request.model,
                 hint="This architecture keeps tensors where the loader does not look; please report it",
             )  # fmt: skip
 

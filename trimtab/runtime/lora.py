@@ -129,15 +129,15 @@ class Route:
                 f"part belongs to is not known ({known})", field="adapter", value=sorted({n for n in self.rows if n}),
                 hint="Run the requests one adapter at a time",
             )  # fmt: skip
-        found = self.indices.get((rows, device))
-        if found is None:
-            found = [
+        row_groups = self.indices.get((rows, device))
+        if row_groups is None:
+            row_groups = [
                 (name, torch.tensor([i for i, row in enumerate(rows) if row == name], device=device))
                 for name in dict.fromkeys(rows)
                 if name is not None
             ]
-            self.indices[rows, device] = found
-        return found
+            self.indices[rows, device] = row_groups
+        return row_groups
 
     def _check(self, names: Sequence[str | None]) -> None:
         for name in names:
@@ -303,11 +303,11 @@ class _Builder:
     kept: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def tensor(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
-        found = self.kept.get((entry.tensor_name, dtype))
-        if found is None:
-            found = self.read(entry).to(device=self.device, dtype=dtype)
-            self.kept[entry.tensor_name, dtype] = found
-        return found
+        tensor = self.kept.get((entry.tensor_name, dtype))
+        if tensor is None:
+            tensor = self.read(entry).to(device=self.device, dtype=dtype)
+            self.kept[entry.tensor_name, dtype] = tensor
+        return tensor
 
     def lora(self, target: AdapterTarget, role: str) -> Tensor | None:
         entry = target.tensors.get(role)
@@ -459,14 +459,14 @@ def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], i
     starts = starts or {}
     fitting = Fitting(model, [], {}, frozenset(), 0)
     kinds = set()
-    for path, found in by_module.items():
-        target = found["lora"] if "lora" in found else found["saved"]
+    for path, targets in by_module.items():
+        target = targets["lora"] if "lora" in targets else targets["saved"]
         if target.kind == "linear" and target.part not in TOWERS:
             kinds.add(kind_of(path))
             fitting.largest_rank = max(fitting.largest_rank, target.rank)
-        is_plain = target.kind == "linear" and set(found) == {"lora"} and set(target.tensors) == {"A", "B"}
+        is_plain = target.kind == "linear" and set(targets) == {"lora"} and set(target.tensors) == {"A", "B"}
         if not is_plain or any((entry.file, entry.start) not in starts for entry in target.tensors.values()):
-            fitting.rest[path] = found
+            fitting.rest[path] = targets
             continue
         A, B = (starts[entry.file, entry.start] for entry in (target.tensors["A"], target.tensors["B"]))
         fitting.plain.append(PlainPlace(modules[path], target.part, target.scale, target.rank, A, B))
@@ -500,11 +500,11 @@ def attach_fitted(
     model = fitting.model
     builder = _Builder(read, torch.device(device), getattr(torch, dtype))
     plain: list[LinearAdapter] = []
-    made: list[tuple[str, nn.Module, Any]] = []
+    attached: list[tuple[str, nn.Module, Any]] = []
     with torch.no_grad():
-        for path, found in fitting.rest.items():
+        for path, targets in fitting.rest.items():
             module = model.get_submodule(path)
-            made.append((path, module, _make(builder, module, found.get("lora"), found.get("saved"))))
+            attached.append((path, module, _make(builder, module, targets.get("lora"), targets.get("saved"))))
         if fitting.plain:
             assert piece is not None and piece.dtype == builder.dtype and piece.is_contiguous()
             for one in fitting.plain:
@@ -516,7 +516,7 @@ def attach_fitted(
     for one, linear in zip(fitting.plain, plain, strict=True):
         one.leaf.adapters[name] = linear
     holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr())
-    for path, module, adapter in made:
+    for path, module, adapter in attached:
         if adapter is not None:
             holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], route)))
     route.attached(name, holders)
@@ -526,19 +526,19 @@ def _check_modules(
     spec: AdapterSpec, by_module: Mapping[str, Mapping[str, AdapterTarget]], modules: Mapping[str, nn.Module]
 ) -> None:
     problems = []
-    for path, found in by_module.items():
+    for path, targets in by_module.items():
         module = modules.get(path)
         if module is None:
             near = ", ".join(near_names(path, list(modules)))
             problems.append(f"the model holds no module {path} (near: {near})")
             continue
         kind = "linear" if hasattr(module, "dense_weight") else "embedding" if hasattr(module, "rows") else "other"
-        wanted = found["lora"].kind if "lora" in found else kind
+        wanted = targets["lora"].kind if "lora" in targets else kind
         if kind != wanted:
             problems.append(f"{path} is a {type(module).__name__}, which takes no LoRA for a module of kind {wanted}")
-        if "saved" in found:
+        if "saved" in targets:
             own = {"linear": {"weight", "bias"}, "embedding": {"weight"}}.get(kind) or set(_tensors_of(module))
-            lost = sorted(set(found["saved"].tensors) - own)
+            lost = sorted(set(targets["saved"].tensors) - own)
             problems += [f"{path} has no {parameter} that could be replaced" for parameter in lost]
     if problems:
         raise AdapterError(spec.file.folder, problems)
@@ -559,11 +559,11 @@ def _make(builder: _Builder, module: Any, lora: AdapterTarget | None, saved: Ada
 
 
 def _install(
-    model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, found: Mapping[str, AdapterTarget],
+    model: nn.Module, module: nn.Module, path: str, name: str, adapter: Any, targets: Mapping[str, AdapterTarget],
     route: Route,
 ) -> nn.Module:  # fmt: skip
     if isinstance(adapter, dict) and not isinstance(module, SavedModule):
-        module = SavedModule(module, route, found["saved"].part)
+        module = SavedModule(module, route, targets["saved"].part)
         _replace(model, path, module, route)
     module.__dict__["adapters"][name] = adapter
     return module

@@ -42,12 +42,12 @@ class _Flight:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
-    def take(self, drawn: Any) -> None:
+    def take(self, sampled: Any) -> None:
         if not self.token_ids:
             self.first = time.perf_counter()
-        token = drawn.token_id
+        token = sampled.token_id
         self.token_ids.append(token)
-        self.logprobs += logprobs_of(drawn)
+        self.logprobs += logprobs_of(sampled)
         if self.detokenizer is not None and token not in self.end_ids:
             self.texts.append(self.detokenizer.push(token))
 
@@ -138,25 +138,25 @@ def _together(
             batch = Batch(model, rows=rows)
         flights: dict[Any, _Flight] = {}
         waiting: _Prepared | None = next(prepared, None)
-        begun: tuple[int, Any, float] | None = None  # its prompt has not gone through
+        prefilling: tuple[int, Any, float] | None = None  # its prompt has not gone through
         try:
-            while waiting is not None or begun is not None or flights:
-                while (waiting is not None or begun is not None) and batch.free_rows:
+            while waiting is not None or prefilling is not None or flights:
+                while (waiting is not None or prefilling is not None) and batch.free_rows:
                     question = None
-                    if begun is None and waiting is not None:
+                    if prefilling is None and waiting is not None:
                         (index, question), waiting = waiting, next(prepared, None)
                     try:
                         if question is not None:
-                            begun = index, *_begin(model, batch, question, group)
-                        assert begun is not None
-                        if not batch.pages.has_room(begun[1].row):
+                            prefilling = index, *_begin(model, batch, question, group)
+                        assert prefilling is not None
+                        if not batch.pages.has_room(prefilling[1].row):
                             break  # until an answer ends
-                        (index, prompt, start), begun = begun, None
+                        (index, prompt, start), prefilling = prefilling, None
                         _join(model, batch, index, prompt, start, flights)
                     except RequestError as exc:
                         yield index, on_error(exc)
-                for drawn in batch.step() if any(row.finish is None for row in flights) else ():
-                    flights[drawn.row].take(drawn)
+                for sampled in batch.step() if any(row.finish is None for row in flights) else ():
+                    flights[sampled.row].take(sampled)
                 for row in [row for row, flight in flights.items() if row.finish is not None or flight.stopped]:
                     batch.leave(row)
                     flight = flights.pop(row)
@@ -169,7 +169,7 @@ def _together(
             if is_own:
                 # The plan counts one batch: this one's keys and values go before another is made.
                 del batch
-                begun = prompt = None  # they know the batch
+                prefilling = prompt = None  # they know the batch
                 gc.collect()  # a batch and its steps know each other
                 if model.device.type == "cuda":
                     torch.cuda.empty_cache()
@@ -187,18 +187,18 @@ def _join(model: Any, batch: Any, index: int, prompt: Any, start: float, flights
     detokenizer = detokenizer_of(model, request.stop)
     while not prompt.step():
         pass
-    drawn = batch.join(prompt)
+    sampled = batch.join(prompt)
     flight = _Flight(index, detokenizer, batch.ends | set(request.stop_token_ids), prompt.inputs.prompt_tokens, start)
-    flights[drawn.row] = flight
-    flight.take(drawn)
+    flights[sampled.row] = flight
+    flight.take(sampled)
 
 
 def in_order(pairs: Iterator[tuple[int, Any]]) -> Iterator[Any]:
     """Yield answers by index: one that is finished early waits for those before it."""
-    held: dict[int, Any] = {}
+    waiting: dict[int, Any] = {}
     following = 0
     for index, answer in pairs:
-        held[index] = answer
-        while following in held:
-            yield held.pop(following)
+        waiting[index] = answer
+        while following in waiting:
+            yield waiting.pop(following)
             following += 1

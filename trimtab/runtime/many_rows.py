@@ -132,8 +132,15 @@ def linear(
     half = int(x.dtype == torch.float16)
     members: list[nvrtc.Argument] = []
     for packed, own in zip(weights, biases, strict=True):
-        held = packed.parts
-        members += [held["weight"], held["absmax"], held.get("nested_absmax"), held.get("offset"), own, packed.shape[0]]
+        tensors = packed.parts
+        members += [
+            tensors["weight"],
+            tensors["absmax"],
+            tensors.get("nested_absmax"),
+            tensors.get("offset"),
+            own,
+            packed.shape[0],
+        ]
     members += [None, None, None, None, None, 0] * (matvec.MAX_MEMBERS - len(weights))
     codes = weights[0].codes
     module.launch(
@@ -223,9 +230,9 @@ def _base(leaf: Leaf, module: Any, least: int, most: int) -> Callable[[Tensor], 
 # At load: is it right, does it pay ------------------------------------------------------------------------------------
 
 
-def relative_error(made: Tensor, wanted: Tensor) -> float:
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
     """Return the norm of the difference over the norm of what is wanted."""
-    return float((made.double() - wanted).norm() / wanted.norm())
+    return float((actual.double() - wanted).norm() / wanted.norm())
 
 
 def wrong(
@@ -247,11 +254,11 @@ def wrong(
         x = random(n, columns).to(dtype)
         numbers = torch.tensor([i % 3 - 1 for i in range(n)], dtype=torch.int32, device=device)
         args = matvec.lora_args(adapters, numbers, 16)
-        made = torch.empty(n, sum(packed.shape[0] for packed in weights), dtype=dtype, device=device)
-        linear(x, weights, made, lora=args, module=module)
+        actual = torch.empty(n, sum(packed.shape[0] for packed in weights), dtype=dtype, device=device)
+        linear(x, weights, actual, lora=args, module=module)
         off, size, start = 0.0, 0.0, 0
         for m, packed in enumerate(weights):
-            part = made[:, start : start + packed.shape[0]].double()
+            part = actual[:, start : start + packed.shape[0]].double()
             start += packed.shape[0]
             for rows in pieces_of(packed):
                 wanted = x.double() @ matvec.decoded(packed, torch.float64, rows=rows).T

@@ -254,8 +254,8 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     key = cut_key(weights, n, pair=pair)
     known = module.kept.setdefault("known", {})
     if key in known:
-        found: tuple[Cut, str] = known[key]
-        return found
+        config: tuple[Cut, str] = known[key]
+        return config
     if "shipped" not in module.kept:
         module.kept["shipped"] = launch_configs.shipped(target_of(module))
     configs, status = module.kept["shipped"]
@@ -412,13 +412,13 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
     kernel of their own."""
     key = cut_key(weights, n, pair=pair)
     if key not in module.kept:
-        found = ways(weights, n, module, pair=pair)
-        if not found:
+        configs = ways(weights, n, module, pair=pair)
+        if not configs:
             raise DeviceError(
                 f"no launch configuration of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
                 device=str(module.device),
             )
-        module.kept[key] = next((cut for cut in found if not cut.held), found[0])
+        module.kept[key] = next((cut for cut in configs if not cut.held), configs[0])
     chosen: Cut = module.kept[key]
     return chosen
 

@@ -57,8 +57,8 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
     if not isinstance(stream, (io.BytesIO, str, Path)):
         raise RequestError("is not a path, bytes, a Pillow image or an array", field="image", value=_named(source))
     try:
-        with Image.open(stream, formats=IMAGE_FORMATS) as found:
-            return _upright(found, max_pixels, _named(source))
+        with Image.open(stream, formats=IMAGE_FORMATS) as image:
+            return _upright(image, max_pixels, _named(source))
     except FileNotFoundError as exc:
         raise RequestError("no such file", field="image", value=_named(source)) from exc
     except UnidentifiedImageError as exc:
@@ -72,8 +72,8 @@ def read_image(source: Any, *, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def picture_bytes(data: bytes) -> int:
     """Return how many bytes an image takes while it is decoded and made RGB, by its header; 0 if that is none."""
     try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as found:
-            return 8 * found.width * found.height
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+            return 8 * image.width * image.height
     except Exception:  # whoever decodes it says what is wrong
         return 0
 

@@ -107,10 +107,10 @@ def _most_samples(extractor: Any) -> int | None:
 
 def _has_frames(extractor: Any, samples: Any, rate: int) -> bool:
     try:
-        found = extractor([samples], sampling_rate=rate, return_tensors="pt")
+        features = extractor([samples], sampling_rate=rate, return_tensors="pt")
     except (ValueError, IndexError, RuntimeError, TypeError, ZeroDivisionError):
         return False  # numpy's and torch's words for a window that is longer than the sound
-    return all(value.numel() for value in found.values() if isinstance(value, Tensor))
+    return all(value.numel() for value in features.values() if isinstance(value, Tensor))
 
 
 def _too_short(number: int, samples: Any, rate: int) -> RequestError:

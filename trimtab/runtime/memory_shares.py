@@ -60,7 +60,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
     def planned(*names: str) -> int:
         return sum(plan.get(name, 0) for name in names)
 
-    held = {
+    pairs = {
         "weights": (planned("weights", "fixed"), model.weight_bytes),
         "unpacked weights": (planned(ITEM), 0 if model.unpacked is None else model.unpacked.nbytes),
         "adapters": (planned("adapters"), _adapter_bytes(model)),
@@ -68,7 +68,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
         "kv cache": (planned("kv_cache"), 0 if batch is None else batch.cache.nbytes()),
         "staging": (planned("staging", "prefix_staging"), _staging_bytes(model)),
     }
-    shares = [Share(name=name, planned_bytes=left, measured_bytes=right) for name, (left, right) in held.items()]
+    shares = [Share(name=name, planned_bytes=left, measured_bytes=right) for name, (left, right) in pairs.items()]
     if not cuda:
         shares += [_not_measured(name, planned(name)) for name in _RUNNING if planned(name)]
         total = model.plan.gpu_needed_bytes
@@ -77,7 +77,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
     reserved = int(torch.cuda.memory_reserved(model.device))
     process, is_estimate = process_on_gpu(model.device)
     graphs = 0 if batch is None else batch.steps.graph_bytes + batch.prompts.graph_bytes
-    running = peak - sum(right for _, right in held.values())
+    running = peak - sum(right for _, right in pairs.values())
     shares += [_not_measured(name, planned(name)) for name in _RUNNING if name != "activations" and planned(name)]
     shares += [
         Share(name="activations, with workspaces and buffers", planned_bytes=planned(*_RUNNING), measured_bytes=max(running, 0)),
@@ -117,9 +117,9 @@ def weight_bytes(model: LoadedModel) -> int:
             yield from module.parameters(recurse=False)
             yield from module.buffers(recurse=False)
             for name in ("weight", "bias", "embed_scale"):
-                found = module.__dict__.get(name)
-                if isinstance(found, Tensor):
-                    yield found
+                tensor = module.__dict__.get(name)
+                if isinstance(tensor, Tensor):
+                    yield tensor
             if isinstance(module, ResidentLeaf):
                 yield from module.stored.parts.values()
                 yield from module.stored.codes.values()
@@ -129,14 +129,14 @@ def weight_bytes(model: LoadedModel) -> int:
 
 def _adapter_bytes(model: LoadedModel) -> int:
     """Return what attached adapters hold on the device: one piece of memory for what is plain, and the rest."""
-    held: list[Tensor] = []
+    tensors: list[Tensor] = []
     for name, holders in model.route.holders.items():
         leaves = [one.leaf for one in holders.fitting.plain[:1]]
         for module in (*leaves, *(module for _, module in holders.rest)):
             adapter = module.__dict__["adapters"][name]
             values = adapter.values() if isinstance(adapter, dict) else vars(adapter).values()
-            held += [one for one in values if isinstance(one, Tensor)]
-    return _held(held, model.device)
+            tensors += [one for one in values if isinstance(one, Tensor)]
+    return _held(tensors, model.device)
 
 
 def _staging_bytes(model: LoadedModel) -> int:

@@ -193,7 +193,7 @@ class Mixes:
         self, name: str, parts: Mapping[nn.Module, tuple[str, _Parts]], in_use: Collection[str | None]
     ) -> None:
         model = self._model
-        plain = {module: found for module, (path, found) in parts.items() if _is_plain(module, found)}
+        plain = {module: adapters for module, (path, adapters) in parts.items() if _is_plain(module, adapters)}
         places, values = _places(plain)
         needed = values * 4
         while needed > model.free_adapter_bytes() and self._drop_oldest(in_use):
@@ -206,10 +206,10 @@ class Mixes:
                 hint="Unload another adapter, or plan with a larger budget",
             )  # fmt: skip
         piece = torch.zeros(values, dtype=getattr(torch, ADAPTER_DTYPE), device=model.device)
-        rest = {module: _rest(path, found) for module, (path, found) in parts.items() if module not in plain}
+        rest = {module: _rest(path, adapters) for module, (path, adapters) in parts.items() if module not in plain}
         for place in places:
             _fill(place, piece, plain[place.leaf])
-        kinds = frozenset(lora.kind_of(path) for path, found in parts.values() if _in_decoder(found))
+        kinds = frozenset(lora.kind_of(path) for path, adapters in parts.values() if _in_decoder(adapters))
         ranks = [place.rank for place in places if place.part not in lora.TOWERS]
         fitting = Fitting(model.hf_model, places, {}, kinds, max(ranks, default=0))
         # `attach_fitted` reads what is not plain from files: these come from adapters on the device.
@@ -226,7 +226,7 @@ class Mixes:
 
 def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:
     """Return module -> (its path, what each adapter of the mix does there). Errors: RequestError for replaced values."""
-    found: dict[nn.Module, tuple[str, _Parts]] = {}
+    parts: dict[nn.Module, tuple[str, _Parts]] = {}
     for name, weight in weights.items():
         holders = route.holders[name]
         held = [(place.leaf.module_path, place.leaf) for place in holders.fitting.plain]
@@ -234,8 +234,8 @@ def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module
             adapter = module.__dict__["adapters"][name]
             if isinstance(adapter, dict) or adapter.weight is not None or getattr(adapter, "bias", None) is not None:
                 raise _no_sum(name, path)
-            found.setdefault(module, (path, []))[1].append((weight, adapter))
-    return found
+            parts.setdefault(module, (path, []))[1].append((weight, adapter))
+    return parts
 
 
 def _no_sum(name: str, path: str) -> RequestError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
@@ -37,12 +36,11 @@ from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.capturing import wait_for_all
 from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
-from trimtab.runtime.leaves import Leaf, StillLeaf
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
 from trimtab.runtime.out_of_memory import naming_out_of_memory
-from trimtab.runtime.quant import repacked_bytes
 from trimtab.runtime.read import read_small
+from trimtab.runtime.repacking import repack
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
@@ -106,7 +104,7 @@ class LoadedModel(Asking):
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
-                    self._repack()
+                    self._fallbacks += repack(self)
                     self.decode = "auto"
                 for name, path in plan.request.adapters.items():
                     self._attach_planned(name, self.read_adapter(path))
@@ -155,40 +153,6 @@ class LoadedModel(Asking):
             batch = self.rows()
             if batch is not None:
                 batch.prepare()
-
-    def _repack(self) -> None:
-        leaves = [
-            module for module in self.hf_model.modules() if isinstance(module, Leaf) and module.quant_kind != "none"
-        ]
-        why = {leaf: leaf.why_not_repacked() for leaf in leaves}
-        chosen = [leaf for leaf in leaves if isinstance(leaf, StillLeaf) and why[leaf] is None]
-        if not chosen:
-            reasons = Counter(why.values()).most_common(1)
-            raise RequestError(
-                f"would change no layer: {reasons[0][0] if reasons else 'none is quantized'}", field="decode", value="repacked",
-                hint="Leave it out",
-            )  # fmt: skip
-        plan, on_device = self.plan, self.device.type == "cpu"
-        needed = sum(repacked_bytes(leaf.stored) for leaf in chosen)
-        left = (
-            plan.gpu_budget_bytes - plan.gpu_needed_bytes
-            if on_device
-            else plan.host_budget_bytes - plan.host_peak_bytes
-        )
-        if needed > left:
-            raise RequestError(
-                f"the rounded scales of {len(chosen)} layers take {gib(needed)} beside the plan, whose budget leaves "
-                f"{gib(max(left, 0))}", field="decode", value="repacked", hint="Plan with a larger budget, or leave it out",
-            )  # fmt: skip
-        for leaf in chosen:
-            leaf.repack()
-        # CPU modules only.
-        still = [leaf for leaf in leaves if isinstance(leaf, StillLeaf) and leaf.is_on_cpu]
-        kept = [reason for leaf in still if (reason := why[leaf]) is not None]
-        if kept:
-            from trimtab.runtime.step_choice import Fallback
-
-            self._fallbacks = (*self._fallbacks, Fallback("repacked products", f"not of {len(kept)} layers: {kept[0]}"))
 
     @property
     def hf_model(self) -> Any:
@@ -285,11 +249,11 @@ class LoadedModel(Asking):
         return held
 
     def fitting(self, held: HeldAdapter) -> lora.Fitting:
-        """Return where a held adapter goes on this model; found once. Errors: AdapterError if it is another model's."""
-        found = self._fittings.get(held)
-        if found is None:
-            found = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
-        return found
+        """Return the modules that an adapter changes on this model. Cached. Errors: AdapterError if it fits another model."""
+        fitting = self._fittings.get(held)
+        if fitting is None:
+            fitting = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
+        return fitting
 
     def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
         change = head_change({spec.file.folder.name: spec}, self.anatomy) if refuses_head_change(self.plan) else ""
@@ -309,9 +273,9 @@ class LoadedModel(Asking):
         Scratch memory of adapters is subtracted where the plan was made without adapters.
         """
         counted = self.plan.gpu.get("adapters", 0) - self._first_adapter_bytes
-        left = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
+        free_bytes = self.plan.gpu_budget_bytes - self.plan.gpu_needed_bytes + counted
         sizes = self.adapter_sizes.values()
-        return left - sum(sizes) - self._copies_beyond(sizes)
+        return free_bytes - sum(sizes) - self._copies_beyond(sizes)
 
     @property
     def adapter_sizes(self) -> Mapping[str, int]:

@@ -70,7 +70,7 @@ def source(name: str) -> str:
 
 def _candidates() -> list[str]:
     """Return where NVRTC may be, best first: named by the user, torch's own wheels, a toolkit, the system's search."""
-    found = [os.environ[LIBRARY_VARIABLE]] if os.environ.get(LIBRARY_VARIABLE) else []
+    candidates = [os.environ[LIBRARY_VARIABLE]] if os.environ.get(LIBRARY_VARIABLE) else []
     windows = sys.platform == "win32"
     names = ("nvrtc64_*.dll",) if windows else ("libnvrtc.so*",)
     packages = [str(Path(torch.__file__).parent.parent), *sys.path]
@@ -87,14 +87,16 @@ def _candidates() -> list[str]:
         folders.append("/usr/local/cuda/lib64")
     for folder in dict.fromkeys(folders):
         for name in names:
-            found += sorted(glob.glob(os.path.join(glob.escape(folder), name)), reverse=True)
+            candidates += sorted(glob.glob(os.path.join(glob.escape(folder), name)), reverse=True)
     # ".alt" is the same compiler built for older allocators; "builtins" is a part of it.
-    found = [path for path in found if ".alt." not in path and "builtins" not in os.path.basename(path)]
+    candidates = [path for path in candidates if ".alt." not in path and "builtins" not in os.path.basename(path)]
     system = ctypes.util.find_library("nvrtc")
     major = (torch.version.cuda or "").partition(".")[0]
     # Two CUDA releases side by side: the one torch was built with fits the driver that torch runs on.
-    found.sort(key=lambda path: path != os.environ.get(LIBRARY_VARIABLE) and f".so.{major}" not in path and bool(major))
-    return [*dict.fromkeys(found), *([system] if system else [])]
+    candidates.sort(
+        key=lambda path: path != os.environ.get(LIBRARY_VARIABLE) and f".so.{major}" not in path and bool(major)
+    )
+    return [*dict.fromkeys(candidates), *([system] if system else [])]
 
 
 class Compiler:
@@ -252,8 +254,8 @@ def _check(code: int, what: str, device: torch.device) -> None:
     if code:
         text = ctypes.c_char_p()
         _driver().cuGetErrorString(code, ctypes.byref(text))
-        said = text.value.decode(errors="replace") if text.value else "no text"
-        raise DeviceError(f"{what} failed: {said} (CUDA error {code})", device=str(device))
+        message = text.value.decode(errors="replace") if text.value else "no text"
+        raise DeviceError(f"{what} failed: {message} (CUDA error {code})", device=str(device))
 
 
 @lru_cache(maxsize=1)
@@ -264,17 +266,17 @@ def driver_version() -> int:
 
 
 def _number(device: torch.device) -> ctypes.c_int:
-    found = ctypes.c_int()
+    number = ctypes.c_int()
     _check(_driver().cuInit(0), "starting the driver", device)
-    _check(_driver().cuDeviceGet(ctypes.byref(found), device.index or 0), "finding the device", device)
-    return found
+    _check(_driver().cuDeviceGet(ctypes.byref(number), device.index or 0), "finding the device", device)
+    return number
 
 
 def _attribute(which: int, device: torch.device) -> int:
-    found = ctypes.c_int()
-    code = _driver().cuDeviceGetAttribute(ctypes.byref(found), which, _number(device))
+    value = ctypes.c_int()
+    code = _driver().cuDeviceGetAttribute(ctypes.byref(value), which, _number(device))
     _check(code, f"reading attribute {which} of the device", device)
-    return found.value
+    return value.value
 
 
 def reads_registered_memory(device: torch.device) -> bool:
@@ -366,8 +368,8 @@ class Module:
                 self._source, device=self.device, options=(*options, *self.common), name=self._name,
                 _code=self._codes.pop(options, None),
             )  # fmt: skip
-        made: Module = self.kept[key]
-        return made
+        module: Module = self.kept[key]
+        return module
 
     def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
         """Compile several variants at once, for `variant` to load. One that does not compile is left for `variant` to name."""

@@ -200,14 +200,14 @@ class PackForward(ChunkForward):
             before = (kept >= 0) & (kept > positions - (window or ring))
             return self._added(torch.cat((before, own.expand(form.rows, -1, -1)), dim=2))
         numbers = self._places[: form.places]
-        seen = numbers <= positions
+        visible = numbers <= positions
         if window is not None:
-            seen = seen & (numbers > positions - window)
-        return self._added(seen)
+            visible = visible & (numbers > positions - window)
+        return self._added(visible)
 
     def _added(self, mask: Tensor) -> Tensor:
-        made = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
-        return made.view(-1, 1, *made.shape[-2:])
+        added = torch.zeros_like(mask, dtype=self.dtype).masked_fill_(~mask, float("-inf"))
+        return added.view(-1, 1, *added.shape[-2:])
 
     # What modules are given ----------------------------------------------------------------------------------------
 
@@ -216,9 +216,9 @@ class PackForward(ChunkForward):
         inner = self.decoder.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            found = inner(*args, **kwargs)
-            found.last_hidden_state = self._last_of(found.last_hidden_state)
-            return found
+            output = inner(*args, **kwargs)
+            output.last_hidden_state = self._last_of(output.last_hidden_state)
+            return output
 
         return forward
 

@@ -29,7 +29,7 @@ from trimtab.runtime.prefix_store import Match
 from trimtab.runtime.slots import LEAST_SLOTS, AdapterSlots
 
 if TYPE_CHECKING:
-    from trimtab.runtime.batch import Prompt
+    from trimtab.runtime.batch_request import Prompt
     from trimtab.runtime.prefill_graphs import Prompts
 
 # What a pass takes beyond its tokens, in tokens: E4B with an adapter takes 12.0 ms for 64 tokens, 16.5 for 512
@@ -175,23 +175,23 @@ class Packs:
         ]  # fmt: skip
         if not kept or kept[0][0] is not waiting[0]:
             return None
-        left = [prompt.inputs.prompt_tokens - match.tokens for prompt, match in kept]
+        lengths = [prompt.inputs.prompt_tokens - match.tokens for prompt, match in kept]
         largest = max(prompts.sizes)
-        fitting = [number for number, count in enumerate(left) if count <= largest]
+        fitting = [number for number, count in enumerate(lengths) if count <= largest]
         if not fitting or fitting[0] != 0:
             return None
-        found = choose_shape([left[number] for number in fitting], prompts.sizes, most)
-        if found is None:
+        choice = choose_shape([lengths[number] for number in fitting], prompts.sizes, most)
+        if choice is None:
             return None
-        (size, rows), members = found
-        taken = [kept[fitting[number]] for number in members][:free]
-        if len(taken) < 2:
+        (size, rows), members = choice
+        chosen = [kept[fitting[number]] for number in members][:free]
+        if len(chosen) < 2:
             return None
-        if any(match.tokens for _, match in taken):
-            longest = max(prompt.inputs.prompt_tokens for prompt, _ in taken)
+        if any(match.tokens for _, match in chosen):
+            longest = max(prompt.inputs.prompt_tokens for prompt, _ in chosen)
             if rows * longest > MOST_POSITIONS:
                 return None
-        return Together(tuple(prompt for prompt, _ in taken), tuple(match for _, match in taken), size, rows)
+        return Together(tuple(prompt for prompt, _ in chosen), tuple(match for _, match in chosen), size, rows)
 
     def _can(self, prompt: Prompt) -> bool:
         if prompt.inputs.has_media or prompt.done_tokens or prompt.logits is not None or prompt in self.prompts.jobs:

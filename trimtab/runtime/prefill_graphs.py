@@ -48,7 +48,8 @@ from trimtab.runtime.tower_graphs import Towers
 from trimtab.runtime.tower_pieces import PIECE_POSITIONS, PausedError, TowerPieces
 
 if TYPE_CHECKING:
-    from trimtab.runtime.batch import Batch, Prompt
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.batch_request import Prompt
 
 # Graphs that are kept; beyond, what was used longest ago goes.
 MOST_GRAPHS = 40
@@ -149,13 +150,13 @@ class Prompts:
         for row in self.model.plan.placements if self.captures else ():
             if row.part in ("language", "text", "head") and row.tier in ("host", "disk"):
                 return f"{row.block_path} is in tier {row.tier}: the CPU takes part in every chunk"
-        self.sizes, needed, left = self._fitting(sizes)
+        self.sizes, needed, free = self._fitting(sizes)
         planned = self.model.plan.execution.prompt
         if self.device.type == "cuda" and not self.sizes and sizes is None and not planned.chunks:
             return f"planned so: {planned.reason}"
         if self.sizes:
             return None
-        return f"they need {gib(needed)} more than the plan and the captured steps, {gib(left)} are left"
+        return f"they need {gib(needed)} more than the plan and the captured steps, {gib(free)} are left"
 
     def _fitting(self, sizes: Sequence[int] | None) -> tuple[tuple[int, ...], int, int]:
         """Return the sizes of chunks that the plan leaves room for, the bytes of the least that is worth it, and those left."""
@@ -167,27 +168,27 @@ class Prompts:
         if sizes is None and self.batch.rows <= self.model.plan.request.batch:
             self.captures = planned.mode in CAPTURED
             return planned.chunks, self.extra_bytes(chosen[:1]), 0
-        left = self.left_bytes()
+        free = self.left_bytes()
         least = min(LEAST_LARGEST, max(chosen, default=0))
-        fitting = choose_chunks(chosen, self.extra_bytes, left)
+        fitting = choose_chunks(chosen, self.extra_bytes, free)
         if not fitting and sizes is None and planned.chunks and planned.mode not in CAPTURED:
             self.captures = False  # as planned: a pass of transformers' own has a cache that the plan does not count
             fitting = planned.chunks
-        return fitting, self.extra_bytes((least,)), max(left, 0)
+        return fitting, self.extra_bytes((least,)), max(free, 0)
 
     def left_bytes(self) -> int:
         plan = self.model.plan
-        left = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
-        return left - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else left
+        free = int(plan.gpu_budget_bytes - plan.gpu_needed_bytes) + self.counted_bytes
+        return free - extra_bytes(self.model, self.batch.rows) if self.batch.steps.is_captured else free
 
     def extra_bytes(self, sizes: Sequence[int] | None = None, *, adapters: bool = True) -> int:
         """Return what is counted for captured prompts beside the plan; `sizes` None for those in use."""
         plan, anatomy, holders = self.model.plan, self.model.anatomy, self.model.route.holders
         use = use_of(plan.request, anatomy, answer_tokens=plan.answer_tokens)
-        held = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
+        value_bytes = [values_of(name, one).nbytes for name, one in holders.items() if adapters and one.fitting.plain]
         return prompt_graph_bytes(
             anatomy, use, self.sizes if sizes is None else sizes, quant=plan.request.quant,
-            has_adapters=bool(plan.request.adapters), adapter_bytes=max(held, default=0),
+            has_adapters=bool(plan.request.adapters), adapter_bytes=max(value_bytes, default=0),
         )  # fmt: skip
 
     # One prompt ------------------------------------------------------------------------------------------------------
@@ -317,11 +318,11 @@ class Prompts:
         prompt.chunk_tokens = chunk.size
         form = forward.form_of(chunk, job.media)
         forward.load(chunk, prompt.row.token_ids, job.media)
-        found = self._run(form, chunk, prompt)
+        logits = self._run(form, chunk, prompt)
         job.done += 1
         prompt.done_tokens = chunk.start + chunk.count
         if chunk.is_last:
-            prompt.logits, prompt.offset = found.clone(), job.offset
+            prompt.logits, prompt.offset = logits.clone(), job.offset
             job.media = None
         return chunk.is_last
 
@@ -462,7 +463,7 @@ class Prompts:
         for table in self.staged_tables:
             table.reads_staged = True
         try:
-            found = _Captured(*self._graph(form, before), serial)
+            captured = _Captured(*self._graph(form, before), serial)
         except Exception as exc:
             self._graphs.forget_pool()
             self._graphs.clear()
@@ -476,14 +477,14 @@ class Prompts:
         finally:
             for table in self.staged_tables:
                 table.reads_staged = False
-        self._graphs[key] = found
+        self._graphs[key] = captured
         self.capture_s += time.perf_counter() - start
-        return found
+        return captured
 
     def _forget(self, serial: int | None) -> None:
         """Drop graphs of adapters that are gone, and the one used longest ago where there are too many."""
-        there = {None, serial, *self.model.route.serials.values()}
-        for key in [key for key, one in self._graphs.items() if one.serial not in there]:
+        serials = {None, serial, *self.model.route.serials.values()}
+        for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
             del self._graphs[key]
         while len(self._graphs) >= self._most_graphs():
             self._graphs.popitem(last=False)

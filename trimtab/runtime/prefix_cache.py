@@ -35,82 +35,16 @@ from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
 from trimtab.runtime import company, encoder_cache, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 from trimtab.runtime.kv_pages import PagedRow
+from trimtab.runtime.prefix_layout import ALIGNED, LEAST_PAGE_BYTES, Layout, PageField, end_of
 from trimtab.runtime.prefix_store import Match, PrefixKey, PrefixStore, scope_of
 from trimtab.runtime.read import HostMemory
 
 if TYPE_CHECKING:
-    from trimtab.runtime.batch import Batch, Prompt, Row
+    from trimtab.runtime.batch import Batch
+    from trimtab.runtime.batch_request import Prompt, Row
 
-ALIGNED = 16
-# A page is at least so large: its index takes a few hundred bytes.
-LEAST_PAGE_BYTES = 4096
 # A snapshot that saves fewer tokens than this is not worth a chunk of its own.
 LEAST_SAVED_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class _Field:
-    """One layer's keys or values in a page or snapshot: [H, places, D] from byte `offset` on."""
-
-    layer: int
-    name: str
-    shape: tuple[int, int, int]
-    dtype: torch.dtype
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        heads, places, width = self.shape
-        return heads * places * width * self.dtype.itemsize
-
-    def view(self, pages: Tensor, offset: int | None = None) -> Tensor:
-        """Return [n, H, places, D] of bytes [n, page]."""
-        start = self.offset if offset is None else offset
-        return pages[:, start : start + self.nbytes].view(self.dtype).unflatten(1, self.shape)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a page and a snapshot hold. blocks: the full layers' fields of one block; rings: the sliding layers'."""
-
-    blocks: tuple[_Field, ...]
-    rings: tuple[_Field, ...]
-    block_tokens: int
-
-    @classmethod
-    def of(cls, cache: SlotCache, block_tokens: int) -> Layout:
-        """Return the layout of a family whose first states have been kept."""
-        fields: dict[bool, list[_Field]] = {False: [], True: []}
-        ends = {False: 0, True: 0}
-        for number, layer in enumerate(cache.layers):
-            if not (isinstance(layer, LayerCache) and layer.is_initialized):
-                continue
-            for name, tensor in (("keys", layer.keys), ("values", layer.values)):
-                places = layer.places if layer.is_ring else block_tokens
-                shape = (layer.heads, places, int(tensor.shape[-1]))
-                one = _Field(number, name, shape, tensor.dtype, ends[layer.is_ring])
-                fields[layer.is_ring].append(one)
-                ends[layer.is_ring] += -(-one.nbytes // ALIGNED) * ALIGNED
-        return cls(tuple(fields[False]), tuple(fields[True]), block_tokens)
-
-    @property
-    def page_bytes(self) -> int:
-        return max(_end(self.blocks), LEAST_PAGE_BYTES)
-
-    @property
-    def snapshot_bytes(self) -> int:
-        """Bytes of the sliding layers' states and of a block's part; 0 where every block's end can be resumed at."""
-        return _end(self.rings) + _end(self.blocks) if self.rings else 0
-
-    @property
-    def tails(self) -> tuple[_Field, ...]:
-        """The full layers' fields in a snapshot, behind the rings: tokens behind the last whole block."""
-        start = _end(self.rings)
-        return tuple(_Field(f.layer, f.name, f.shape, f.dtype, start + f.offset) for f in self.blocks)
-
-
-def _end(fields: Sequence[_Field]) -> int:
-    return max((-(-(one.offset + one.nbytes) // ALIGNED) * ALIGNED for one in fields), default=0)
 
 
 # By layer and name, one row's or prompt's keys and values [H, places, D].
@@ -147,11 +81,11 @@ class PrefixCache:
     def within(cls, model: Any, capacity_bytes: int) -> PrefixCache:
         """Return a model's cache. Errors: DoesNotFitError if the plan's host budget leaves less."""
         plan = model.plan
-        left = int(plan.host_budget_bytes - plan.host_peak_bytes + plan.host.get("prefix_cache", 0))
-        if capacity_bytes > left:
+        free_bytes = int(plan.host_budget_bytes - plan.host_peak_bytes + plan.host.get("prefix_cache", 0))
+        if capacity_bytes > free_bytes:
             raise DoesNotFitError(
-                f"the plan leaves {gib(max(left, 0))} of host memory", block="prefix cache", device="host",
-                needed_bytes=capacity_bytes, budget_bytes=max(left, 0), hint="Plan with prefix_cache=",
+                f"the plan leaves {gib(max(free_bytes, 0))} of host memory", block="prefix cache", device="host",
+                needed_bytes=capacity_bytes, budget_bytes=max(free_bytes, 0), hint="Plan with prefix_cache=",
             )  # fmt: skip
         return cls(model, capacity_bytes)
 
@@ -276,15 +210,15 @@ class PrefixCache:
         size = self.block_tokens
         pages = flat.view(count, self.layout.page_bytes)
         part = slice(first * size, (first + count) * size)
-        there, here = [], []
+        buffer_views, state_views = [], []
         for field in self.layout.blocks:
             view, state = field.view(pages), states[field.layer, field.name]
             if isinstance(state, PagedRow):
                 state.write(first, view) if into_states else view.copy_(state.read(first, count, size))
                 continue
-            there.append(view)
-            here.append(state[:, part].unflatten(1, (count, size)).transpose(0, 1))
-        _copy(here, there) if into_states else _copy(there, here)
+            buffer_views.append(view)
+            state_views.append(state[:, part].unflatten(1, (count, size)).transpose(0, 1))
+        _copy(state_views, buffer_views) if into_states else _copy(buffer_views, state_views)
 
     def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
         """Move what a snapshot holds: the sliding layers' states after `tokens`, and the tokens behind the last whole block."""
@@ -296,17 +230,17 @@ class PrefixCache:
             while fields and fields[0].offset + fields[0].nbytes - start <= self._room():
                 group.append(fields.pop(0))
             flat = self._buffer(group[-1].offset + group[-1].nbytes - start)
-            there, here = list[Tensor](), list[Tensor]()
+            buffer_views, state_views = list[Tensor](), list[Tensor]()
             for field in group:
                 view, state = field.view(flat[None], field.offset - start)[0], states[field.layer, field.name]
-                is_ring = field.offset < _end(self.layout.rings)
-                there.append(view if is_ring else view[:, :tail])
-                here.append(state[:, :] if is_ring else state[:, tokens - tail : tokens])
+                is_ring = field.offset < end_of(self.layout.rings)
+                buffer_views.append(view if is_ring else view[:, :tail])
+                state_views.append(state[:, :] if is_ring else state[:, tokens - tail : tokens])
             if into_states:
                 self._from_pages(pages, start, flat)
-                _copy(here, there)
+                _copy(state_views, buffer_views)
             else:
-                _copy(there, here)
+                _copy(buffer_views, state_views)
                 self._to_pages(pages, start, flat)
 
     def _runs(self, pages: Sequence[int], start: int, count: int) -> Iterator[tuple[slice, slice]]:
@@ -462,7 +396,7 @@ class Prefixes:
                 layer.lazy_initialization(empty, self._values_like(cache.layout, field, empty))
         cache.load(match, self._row_states(row))
 
-    def _values_like(self, layout: Layout, field: _Field, keys: Tensor) -> Tensor:
+    def _values_like(self, layout: Layout, field: PageField, keys: Tensor) -> Tensor:
         for other in (*layout.blocks, *layout.rings):
             if other.layer == field.layer and other.name == "values":
                 return keys.new_empty(1, other.shape[0], 1, other.shape[2], dtype=other.dtype)
@@ -470,7 +404,7 @@ class Prefixes:
 
     def into_cache(self, match: Match) -> Any:
         """Return transformers' cache of a prompt whose first match.tokens tokens have gone through."""
-        cache, made = self.cache, hf_slots.prompt_cache(self.model.hf_model)
+        cache, prompt_states = self.cache, hf_slots.prompt_cache(self.model.hf_model)
         assert cache is not None and cache.layout is not None
         states = {
             (field.layer, field.name): torch.zeros(
@@ -480,7 +414,7 @@ class Prefixes:
             for field in (*cache.layout.blocks, *cache.layout.rings)
         }  # fmt: skip
         cache.load(match, states)
-        for number, layer in enumerate(made.layers):
+        for number, layer in enumerate(prompt_states.layers):
             if (number, "keys") not in states:
                 continue
             keys, values = states[number, "keys"][None], states[number, "values"][None]
@@ -490,7 +424,7 @@ class Prefixes:
             layer.update(keys, values)
             if layer.is_sliding:
                 layer.cumulative_length = match.tokens
-        return made
+        return prompt_states
 
     def _order(self, tokens: int, window: int, places: int) -> Tensor:
         """Return the places of the last window - 1 positions in a ring, in order."""

@@ -248,11 +248,11 @@ class PrefixStore:
 
     def add_blob(self, key: bytes, pages: int, note: Any = None) -> tuple[int, ...] | None:
         """Return so many pages to fill for a blob that is not kept yet, None where there is no room."""
-        taken = self._take(pages, ()) if key not in self._items else None
-        if taken is not None:
-            self._put(_Item(key, None, taken, note=note))
+        page_numbers = self._take(pages, ()) if key not in self._items else None
+        if page_numbers is not None:
+            self._put(_Item(key, None, page_numbers, note=note))
             self.counts.added += 1
-        return taken
+        return page_numbers
 
     # Room -------------------------------------------------------------------------------------------------------------
 
@@ -260,22 +260,22 @@ class PrefixStore:
         """Return free pages, made free by forgetting what was used longest ago but nothing of `path`; None if there are too
         few."""
         kept = {id(item) for item in path}
-        held = sum(len(item.pages) for item in path)
-        if count > self.pages - held:
+        kept_pages = sum(len(item.pages) for item in path)
+        if count > self.pages - kept_pages:
             return None
         while self.pages - self.used_pages < count:
             oldest = next(iter(self._items.values()))
             if id(oldest) in kept:
                 return None
             self._forget(oldest)
-        taken = []
+        page_numbers = []
         for _ in range(count):
             if self._free:
-                taken.append(heapq.heappop(self._free))
+                page_numbers.append(heapq.heappop(self._free))
             else:
-                taken.append(self._untouched)
+                page_numbers.append(self._untouched)
                 self._untouched += 1
-        return tuple(taken)
+        return tuple(page_numbers)
 
     def _forget(self, item: _Item) -> None:
         assert not item.needed_by, "an item that others need was used longer ago than they"

@@ -216,9 +216,9 @@ def _is_same_values(func: Any, args: Any) -> bool:
 
 def _wrap(bare: Tensor, expression: Expression, trace: Trace) -> Traced:
     with torch._C.DisableTorchFunctionSubclass():
-        made = bare.detach().as_subclass(Traced)
-    made.expression, made.run = expression, trace
-    return made
+        traced = bare.detach().as_subclass(Traced)
+    traced.expression, traced.run = expression, trace
+    return traced
 
 
 class NoAllocation(TorchFunctionMode):
@@ -235,10 +235,10 @@ class NoAllocation(TorchFunctionMode):
             return func(*args, **kwargs)
         if isinstance(args[0], nn.Parameter):
             return func(*args, **(kwargs | {"device": "meta"}))
-        made = func(*args, **kwargs)
-        if not made.is_meta and made.dtype != torch.bool:
-            made.fill_(_undefined(made.dtype))
-        return made
+        result = func(*args, **kwargs)
+        if not result.is_meta and result.dtype != torch.bool:
+            result.fill_(_undefined(result.dtype))
+        return result
 
 
 def _undefined(dtype: torch.dtype) -> float | int:

@@ -338,10 +338,10 @@ def chosen_with_short_ops(
 def wrong_unpack(packed: Packed, module: Any) -> str | None:
     """Return why the kernel's weight is not bitsandbytes' own, bit for bit, None if it is."""
     expected = dequantize(packed)
-    made = unpack(packed, torch.full_like(expected, float("nan")), module)
-    if torch.equal(made, expected):
+    actual = unpack(packed, torch.full_like(expected, float("nan")), module)
+    if torch.equal(actual, expected):
         return None
-    count = int((made != expected).sum())
+    count = int((actual != expected).sum())
     return f"{count} of {expected.numel()} values are not those of bitsandbytes"
 
 
@@ -361,8 +361,8 @@ def wrong_add(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (1, 9,
                 random(n, high).to(dtype),
             )
             expected = y.double() + 0.5 * (x.double() @ A.double().T @ B.double().T)
-            made = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
-            error = float((made - expected).norm() / expected.norm())
+            actual = add(A, B, 0.5, x, y.clone(), module, round_change=bool(number % 2)).double()
+            error = float((actual - expected).norm() / expected.norm())
             if not error < LARGEST_ERROR:
                 return f"{n} tokens of {wide} values, rank {rank}: relative error {error:.1e}"
     return None
@@ -392,8 +392,10 @@ def wrong_add_rows(module: Any, dtype: torch.dtype, *, tokens: Sequence[int] = (
                 A, B = pairs[slot]
                 expected[part] += (0.5, 2.0)[slot] * (x[part].double() @ A.double().T @ B.double().T)
         row_slots = torch.tensor(slots, dtype=torch.int32, device=module.device)
-        made = add_rows(columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2))
-        error = float((made.double() - expected).norm() / expected.norm())
+        actual = add_rows(
+            columns, row_slots, count, x, y.clone(), module, largest_rank=16, round_change=bool(number % 2)
+        )
+        error = float((actual.double() - expected).norm() / expected.norm())
         if not error < LARGEST_ERROR:
             return f"{len(slots)} rows of {count} tokens: relative error {error:.1e}"
     return None

@@ -152,8 +152,8 @@ def _route_to(route: lora.Route, layout: PromptLayout) -> None:
 
 def part_of(module: Any, name: str) -> str | None:
     """Return the part of the model that an adapter's piece in a module belongs to."""
-    found = module.__dict__["adapters"][name]
-    part: str | None = getattr(found, "part", None) or module.__dict__.get("part")
+    adapter = module.__dict__["adapters"][name]
+    part: str | None = getattr(adapter, "part", None) or module.__dict__.get("part")
     return part
 
 

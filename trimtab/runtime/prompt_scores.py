@@ -56,7 +56,7 @@ class PromptScores:
         for row, token in zip(logprobs, following, strict=True):
             values, ids = row.topk(self._top) if self._top else (row[:0], row[:0].long())
             own = row[token]
-            found = {
+            top = {
                 int(one): (float(value), rank + 1) for rank, (one, value) in enumerate(zip(ids, values, strict=True))
             }
-            self.scores.append({token: (float(own), int((row > own).sum()) + 1), **found})
+            self.scores.append({token: (float(own), int((row > own).sum()) + 1), **top})

@@ -82,19 +82,19 @@ def why_not(device: torch.device) -> str | None:
     return None if has_kernel else f"torch {torch.__version__} has no kernel for an RMS norm on {device.type}"
 
 
-def why_other(found: Tensor, expected: Tensor) -> str | None:
+def why_other(actual: Tensor, expected: Tensor) -> str | None:
     """Return in how much a norm's values differ from the module's own, None where only roundings do."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return f"{found.dtype} {tuple(found.shape)}, not {expected.dtype} {tuple(expected.shape)}"
-    if not bool(found.isfinite().all()):
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return f"{actual.dtype} {tuple(actual.shape)}, not {expected.dtype} {tuple(expected.shape)}"
+    if not bool(actual.isfinite().all()):
         return "values that are not finite"
-    steps = (_ordered(found) - _ordered(expected)).abs()
+    steps = (_ordered(actual) - _ordered(expected)).abs()
     most, share = int(steps.max()), float((steps > 0).float().mean())
-    if found.dtype == torch.float32:
+    if actual.dtype == torch.float32:
         return None if most <= MOST_STEPS_FLOAT32 else f"values are up to {most} steps of float32 away"
     if most <= 1 and share <= MOST_MOVED_SHARE:
         return None
-    return f"{share:.1%} of the values are up to {most} steps of {found.dtype} away"
+    return f"{share:.1%} of the values are up to {most} steps of {actual.dtype} away"
 
 
 def _ordered(x: Tensor) -> Tensor:

@@ -195,8 +195,8 @@ class AdapterSlots:
                 values = (adapter.A.data_ptr(), adapter.B.data_ptr(), adapter.A.shape[0])
                 integers[:, self._place[module]] = torch.tensor(values)
                 scale[self._place[module]] = adapter.scale
-        moved = self._to_device(integers).to(self.device, non_blocking=True)
-        lines = (*moved, self._to_device(scale).to(self.device, non_blocking=True))
+        on_device = self._to_device(integers).to(self.device, non_blocking=True)
+        lines = (*on_device, self._to_device(scale).to(self.device, non_blocking=True))
         for column, line in zip(_COLUMNS, lines, strict=True):
             self._table[column][:, slot].copy_(line)
         self._held[key] = slot
@@ -281,10 +281,12 @@ class AdapterSlots:
             seen, seen_version, of_group, args = self._shared
             if seen() is x and seen_version == version and of_group is group and group[0] is not leaf:
                 return args.member(group.index(leaf)), None
-        asked, rows = group if group[0] is leaf else (leaf,), x.shape[0]
+        leaves, rows = group if group[0] is leaf else (leaf,), x.shape[0]
         # A layer that is called twice in a step finds what its first call made.
-        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {self._place[one] for one in asked}
-        found = self.args(asked, rows, is_empty=is_empty)
-        assert found is not None
-        self._shared = None if len(asked) == 1 else (weakref.ref(x), version, group, found)
-        return found, x.reshape(rows, -1)
+        is_empty = self._empty[0] == (rows, self.largest_rank) and self._empty[1] >= {
+            self._place[one] for one in leaves
+        }
+        arguments = self.args(leaves, rows, is_empty=is_empty)
+        assert arguments is not None
+        self._shared = None if len(leaves) == 1 else (weakref.ref(x), version, group, arguments)
+        return arguments, x.reshape(rows, -1)

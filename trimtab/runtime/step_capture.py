@@ -35,16 +35,16 @@ _WORTH, _FAR = 0.995, 0.1
 REPLAY_TOLERANCE = 2**-6
 
 
-def check_replay(found: Tensor, expected: Tensor, count: int) -> None:
+def check_replay(actual: Tensor, expected: Tensor, count: int) -> None:
     """Raise RuntimeError unless a graph's scores of the first `count` rows are those of the step it was captured from.
 
     The same kernels on the same numbers: bit for bit, but for a library that takes another algorithm in a graph. Weights
     that a replay reads too early, or from where they no longer are, give scores that have nothing to do with these.
     """
-    found, expected = found[:count], expected[:count]
+    actual, expected = actual[:count], expected[:count]
     allowed = REPLAY_TOLERANCE * float(expected.nan_to_num().abs().max())
-    if not torch.allclose(found, expected, rtol=0.0, atol=allowed, equal_nan=True):
-        most = float((found - expected).nan_to_num().abs().max())
+    if not torch.allclose(actual, expected, rtol=0.0, atol=allowed, equal_nan=True):
+        most = float((actual - expected).nan_to_num().abs().max())
         raise RuntimeError(f"a replay's logits differ by up to {most:.3g} from the step it was captured from")
 
 
@@ -132,7 +132,7 @@ class StepCapture:
                 self.kernels.checks.keep({}, *key)
                 self.kernels.checks.save()
             else:
-                self.choice.fall_back("overlapping launches", why, asked=False)
+                self.choice.fall_back("overlapping launches", why, requested=False)
         return self.kernels.overlap_pays
 
     @property

@@ -57,7 +57,7 @@ class StepChoice:
     def _choose(self) -> None:
         planned = self.model.plan.execution.step
         if self.mode == "auto" and planned.mode == "graph" and self.device.type == "cuda":
-            self.fall_back("fused step", f"planned so: {planned.reason}", asked=False)
+            self.fall_back("fused step", f"planned so: {planned.reason}", requested=False)
             if self.is_captured:
                 self._take_for_adapters()
         elif self.mode == "fused" or (self.mode == "auto" and (self.is_captured or planned.mode != "eager")):
@@ -74,7 +74,7 @@ class StepChoice:
         if why is None:
             return True
         if self.device.type == "cuda":
-            self.fall_back("graph", why, asked=self.mode in ("graph", "fused"))
+            self.fall_back("graph", why, requested=self.mode in ("graph", "fused"))
         elif self.mode == "graph":
             raise DeviceError("CUDA graphs require a GPU", device=str(self.device), hint="Leave the mode out")
         return False
@@ -96,9 +96,9 @@ class StepChoice:
         check_room(self.model, self.rows, mode)
         return None
 
-    def fall_back(self, what: str, why: str, *, asked: bool) -> None:
+    def fall_back(self, what: str, why: str, *, requested: bool) -> None:
         """Name what runs the slower way. Errors: DeviceError if that was requested by name."""
-        if asked:
+        if requested:
             raise DeviceError(f"{what}: {why}", device=str(self.device), hint="Omit the mode to use an available one")
         fallback = Fallback(what, why)
         if fallback not in self.fallbacks:
@@ -111,7 +111,7 @@ class StepChoice:
 
         why = hf_gemma4.why_not(self.model.hf_model)
         if why is not None:
-            self.fall_back("fused step", why, asked=self.mode == "fused")
+            self.fall_back("fused step", why, requested=self.mode == "fused")
             self._take_for_adapters()
             return
         self.is_fusable = True
@@ -127,7 +127,7 @@ class StepChoice:
     def _take(self, kernels: Kernels) -> None:
         self.kernels = kernels
         for name, reason in kernels.left_out.items():
-            self.fall_back(name, reason, asked=False)
+            self.fall_back(name, reason, requested=False)
 
     def capture_failed(self, *, is_fused: bool) -> None:
         """Go on without the fused step, or without graphs: without kernels of ours there may still be a graph."""

@@ -35,12 +35,12 @@ def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
 def check_room(model: Any, rows: int, mode: str) -> None:
     """Raise DoesNotFitError unless the budget leaves room for steps of another mode or of more rows than were planned."""
     plan, needed = model.plan, extra_bytes(model, rows, mode)
-    left = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
-    if needed > left:
+    free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes, 0)
+    if needed > free:
         what = f"batch={rows}" if rows > plan.request.batch else f"decode={mode!r}"
         raise DoesNotFitError(
-            f"captured steps of {rows} rows take so much more than the plan, which leaves {gib(left)}", block=None,
-            device=str(model.device), needed_bytes=needed, budget_bytes=left, hint=f"Plan with {what}",
+            f"captured steps of {rows} rows take so much more than the plan, which leaves {gib(free)}", block=None,
+            device=str(model.device), needed_bytes=needed, budget_bytes=free, hint=f"Plan with {what}",
         )  # fmt: skip
 
 
@@ -52,5 +52,5 @@ def most_graphs(model: Any, rows: int) -> int:
         mode, rows=rows, context_tokens=plan.request.context_tokens, has_adapters=bool(model.adapters)
     )
     each = GRAPH_BYTES[mode] + 4 * anatomy.vocab_size * rows
-    left = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes - extra_bytes(model, rows), 0)
-    return max(min(counted + left // each, MOST_GRAPHS), 1)
+    free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes - extra_bytes(model, rows), 0)
+    return max(min(counted + free // each, MOST_GRAPHS), 1)

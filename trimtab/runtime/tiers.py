@@ -437,26 +437,26 @@ class Streamer:
             return self._stream.record_event()
 
     def _copy_from_disk(self, group: Group, slot: Slot, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
-        held = self._read_disk(group, keep=None)
-        event = self._copy(held.memory.tensor[: group.nbytes], slot, free)
-        held.copied = event
+        buffer = self._read_disk(group, keep=None)
+        event = self._copy(buffer.memory.tensor[: group.nbytes], slot, free)
+        buffer.copied = event
         return event
 
     def _read_disk(self, group: Group, *, keep: Group | None) -> _HostBuffer:
         """Return the host buffer with the group's bytes, read if needed. Runs on the disk thread only."""
-        held = next((buffer for buffer in self._disk_buffers if buffer.owner is group), None)
-        if held is None:
+        disk_buffer = next((buffer for buffer in self._disk_buffers if buffer.owner is group), None)
+        if disk_buffer is None:
             free = [buffer for buffer in self._disk_buffers if keep is None or buffer.owner is not keep]
-            held = min(free, key=lambda buffer: buffer.last_used)
-            if held.copied is not None:
-                held.copied.synchronize()
-            held.owner = None
+            disk_buffer = min(free, key=lambda buffer: buffer.last_used)
+            if disk_buffer.copied is not None:
+                disk_buffer.copied.synchronize()
+            disk_buffer.owner = None
             assert self.spill is not None and group.spill_start is not None
-            self.spill.read_into(held.memory.tensor[: group.nbytes], group.spill_start)
-            held.owner = group
+            self.spill.read_into(disk_buffer.memory.tensor[: group.nbytes], group.spill_start)
+            disk_buffer.owner = group
         self._clock += 1
-        held.last_used = self._clock
-        return held
+        disk_buffer.last_used = self._clock
+        return disk_buffer
 
     def _read_ahead(self, group: Group | None, *, keep: Group) -> None:
         if group is not None and group.host is None and len(self._disk_buffers) > 1:
@@ -496,8 +496,8 @@ class Streamer:
             if group.host is not None:
                 group.host.close()
             group.host, group.follows = None, None
-        for held in self._disk_buffers:
-            held.memory.close()
+        for buffer in self._disk_buffers:
+            buffer.memory.close()
         self.slots, self._disk_buffers, self.groups, self._current = [], [], [], None
         if self.spill is not None:
             self.spill.close()
@@ -520,8 +520,8 @@ class Staged:
     def open(self) -> tuple[int, Packed]:
         """Return the slot's index and the weight as views of its buffer, valid until another block is entered."""
         slot = self.streamer.enter(self.group)
-        found = self.views.get(slot.index)
-        if found is None:
+        packed = self.views.get(slot.index)
+        if packed is None:
             parts = {name: place.view(slot.buffer) for name, place in self.places.items()}
-            found = self.views[slot.index] = self.packed.with_parts(parts, self.packed.codes)
-        return slot.index, found
+            packed = self.views[slot.index] = self.packed.with_parts(parts, self.packed.codes)
+        return slot.index, packed

@@ -62,6 +62,6 @@ def filled(form: Any, tensors: Iterator[Tensor]) -> Any:
     if kind == "dict":
         return {key: filled(one, tensors) for key, one in rest}
     if kind in ("tuple", "list"):
-        made = [filled(one, tensors) for one in rest]
-        return tuple(made) if kind == "tuple" else made
+        values = [filled(one, tensors) for one in rest]
+        return tuple(values) if kind == "tuple" else values
     return rest[0]

@@ -75,8 +75,8 @@ class _Buffers:
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Copy what a layer is given; what the layer before it was given too is there."""
         for place, (target, source) in enumerate(zip(self.inputs, tensors, strict=True)):
-            held = self._sources[place]
-            if held is None or held[0] is not source or held[1] != source._version:
+            source_state = self._sources[place]
+            if source_state is None or source_state[0] is not source or source_state[1] != source._version:
                 target.copy_(source)
                 self._sources[place] = (source, source._version)
 
@@ -187,9 +187,9 @@ class Towers:
 
     def _drop_adapters(self) -> None:
         """Drop graphs of adapters that are gone."""
-        there = {None, *self.model.route.serials.values()}
-        gone = {key[1:] for key, one in self._graphs.items() if one.serial not in there}
-        for shape in gone:
+        serials = {None, *self.model.route.serials.values()}
+        dropped = {key[1:] for key, one in self._graphs.items() if one.serial not in serials}
+        for shape in dropped:
             self._drop(shape)
 
     # One layer --------------------------------------------------------------------------------------------------------
@@ -214,19 +214,19 @@ class Towers:
             self._fall_back(f"{type(layer).__name__} is given {exc}", "captured towers")
             return inner(*args, **kwargs)
         shape = (form, self._key)
-        found = self._graphs.get((layer, form, self._key))
-        if found is None:
+        captured = self._graphs.get((layer, form, self._key))
+        if captured is None:
             if not self._may_capture(shape, tensors):
                 return inner(*args, **kwargs)
             return self._capture(layer, inner, shape, tensors)
         self._used(shape)
         self._buffers[form].load(tensors)
-        if found.graph is None:
-            self._compute(inner, self._buffers[form], found.outputs)
+        if captured.graph is None:
+            self._compute(inner, self._buffers[form], captured.outputs)
         else:
-            found.graph.replay()
+            captured.graph.replay()
         self.replayed += 1
-        return found.result()
+        return captured.result()
 
     def _used(self, shape: Hashable) -> None:
         """Count a pass of a shape, once."""
@@ -237,8 +237,8 @@ class Towers:
 
     def _values(self, tensor: Tensor) -> tuple[int, ...]:
         """Return the values of a tensor of lengths, read once in a pass."""
-        for held, values in self._lengths:
-            if held is tensor:
+        for known, values in self._lengths:
+            if known is tensor:
                 return values
         values = tuple(tensor.tolist())
         self._lengths.append((tensor, values))
@@ -269,20 +269,20 @@ class Towers:
             self._fall_back(why, "captured towers")
             return False
         while self._shapes and (len(self._shapes) >= MOST_SHAPES or self.buffer_bytes + needed > self.most_bytes):
-            oldest, held = next(iter(self._shapes.items()))
-            held.credit -= 1
-            if held.credit > 0:
+            oldest, shape_state = next(iter(self._shapes.items()))
+            shape_state.credit -= 1
+            if shape_state.credit > 0:
                 self._shapes.move_to_end(oldest)
                 return False
             self._drop(oldest)
         return True
 
     def _drop(self, shape: Hashable) -> None:
-        held = self._shapes.pop(shape, None)
+        shape_state = self._shapes.pop(shape, None)
         for key in [key for key in self._graphs if key[1:] == shape]:
             del self._graphs[key]
         form = shape[0]  # type: ignore[index]
-        if held is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
+        if shape_state is not None and all(other[0] != form for other in self._shapes):  # type: ignore[index]
             self._buffers.pop(form, None)
 
     # Capturing --------------------------------------------------------------------------------------------------------
@@ -307,18 +307,18 @@ class Towers:
         outputs = buffers.outputs_like(form, parts)
         for target, source in zip(outputs, parts, strict=True):
             target.copy_(source)
-        found = _Layer(None, form, outputs, self._serial)
+        captured = _Layer(None, form, outputs, self._serial)
         if self.captures:
             buffers.forget()  # where a layer has written into what it was given
             buffers.load(tensors)
-            found.graph = self._graph(inner, buffers, outputs)
-            if found.graph is None:
+            captured.graph = self._graph(inner, buffers, outputs)
+            if captured.graph is None:
                 return expected
-        self._graphs[layer, shape[0], shape[1]] = found
+        self._graphs[layer, shape[0], shape[1]] = captured
         self._left = None if self._left is None else self._left - 1
         self.captured += 1
         self.capture_s += time.perf_counter() - start
-        return found.result()
+        return captured.result()
 
     def _compute(self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]) -> None:
         """What a graph repeats."""
@@ -339,9 +339,9 @@ class Towers:
                 torch.cuda.synchronize(self.device)
                 graph = self._graphs.record(side, partial(self._compute, inner, buffers, outputs))[0]
             graph.replay()
-            for found, wanted in zip(outputs, expected, strict=True):
-                if found.is_floating_point():
-                    check_replay(found.float().flatten()[None], wanted.float().flatten()[None], 1)
+            for actual, wanted in zip(outputs, expected, strict=True):
+                if actual.is_floating_point():
+                    check_replay(actual.float().flatten()[None], wanted.float().flatten()[None], 1)
         except Exception as exc:
             self._graphs.forget_pool()
             self._graphs.clear()

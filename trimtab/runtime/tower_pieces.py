@@ -73,11 +73,11 @@ class _Output:
         """Return it once more, as tensors that may be written into."""
         if self.tensors is None:
             empty = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in self.shapes]
-            made: list[Tensor] = [torch.Tensor._make_subclass(_NotKept, one) for one in empty]
+            outputs: list[Tensor] = [torch.Tensor._make_subclass(_NotKept, one) for one in empty]
         else:
-            made = [one.clone() for one in self.tensors]
-            self._watch(made)
-        return filled(self.form, iter(made))
+            outputs = [one.clone() for one in self.tensors]
+            self._watch(outputs)
+        return filled(self.form, iter(outputs))
 
     def given_on(self, tensors: Sequence[Tensor]) -> None:
         """Let go of it where a layer is given it now: who else needs it holds it."""
@@ -88,12 +88,12 @@ class _Output:
         """Hold what somebody else still holds; False if it was written into."""
         if self.tensors is not None:
             return all(one._version == version for one, version in zip(self.tensors, self._versions, strict=True))
-        held = [(reference(), version) for reference, version in self._returned]
-        if any(one is not None and one._version != version for one, version in held):
+        returned = [(reference(), version) for reference, version in self._returned]
+        if any(one is not None and one._version != version for one, version in returned):
             return False
-        if held and all(one is not None for one, _ in held):
-            self.tensors = [one for one, _ in held if one is not None]
-            self._versions = [version for _, version in held]
+        if returned and all(one is not None for one, _ in returned):
+            self.tensors = [one for one, _ in returned if one is not None]
+            self._versions = [version for _, version in returned]
         return True
 
 

@@ -216,8 +216,8 @@ def tune(
         try:
             next(steps)
         except StopIteration as end:
-            taken: dict[Cut, float] = end.value
-            return taken
+            times: dict[Cut, float] = end.value
+            return times
 
 
 def tune_stepwise(
@@ -235,7 +235,7 @@ def tune_stepwise(
     weights, device = groups[0], module.device
     product = _Product(weights, n, module, dtype, gate)
     columns, overlap = weights[0].shape[1], module.capability >= (9, 0)
-    wanted, taken = product.answers(None), {}
+    wanted, times = product.answers(None), {}
     for cut in cuts.unlike(matvec.ways(weights, n, module, pair=product.pair), limit):
         yield cut
         if not product.is_right(cut, wanted):
@@ -247,10 +247,10 @@ def tune_stepwise(
                     product.x, group, product.out, gate=product.gate, module=module, cut=cut, dependent=overlap
                 )
 
-        taken[cut] = graph_us(run, device, repeat=repeat) / len(groups)
-    if taken:
-        best, *others = sorted(taken, key=lambda cut: taken[cut])
-        near = [cut for cut in others if taken[cut] < _NEAR * taken[best]][:_MOST_NEAR]
+        times[cut] = graph_us(run, device, repeat=repeat) / len(groups)
+    if times:
+        best, *others = sorted(times, key=lambda cut: times[cut])
+        near = [cut for cut in others if times[cut] < _NEAR * times[best]][:_MOST_NEAR]
         if small is not None and best.may_be_normed and best.normed_bytes(columns) <= module.shared_bytes:
             yield best
             pays = _norm_pays(
@@ -263,7 +263,7 @@ def tune_stepwise(
         module.kept.setdefault("others", {})[key] = near
         module.kept[key] = best
         module.kept.setdefault("tuned", set()).add(key)
-    return taken
+    return times
 
 
 def _norm_in_front(

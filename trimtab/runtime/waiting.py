@@ -20,7 +20,7 @@ async def pieces(model: Any, prompt: Any, options: Mapping[str, Any], answers: l
     """
     loop, queue, stop = asyncio.get_running_loop(), asyncio.Queue[Any](), threading.Event()
 
-    def tell(item: Any) -> None:
+    def emit(item: Any) -> None:
         with suppress(RuntimeError):  # a loop that was closed waits for nothing
             loop.call_soon_threadsafe(queue.put_nowait, item)
 
@@ -28,16 +28,16 @@ async def pieces(model: Any, prompt: Any, options: Mapping[str, Any], answers: l
         try:
             inputs, request, adapter = model.question(prompt, options)
             timed = Timed(model, inputs, request)
-            with model._answering(adapter), closing(iter(timed)) as found:  # type: ignore[type-var]
-                for piece in () if stop.is_set() else found:
-                    tell(piece.text)
+            with model._answering(adapter), closing(iter(timed)) as chunks:  # type: ignore[type-var]
+                for piece in () if stop.is_set() else chunks:
+                    emit(piece.text)
                     if stop.is_set():
                         break
             answers.append(timed.answer)
         except BaseException as exc:
-            tell(exc)
+            emit(exc)
         finally:
-            tell(_END)
+            emit(_END)
 
     threading.Thread(target=work, name="trimtab-answer", daemon=True).start()
     try:

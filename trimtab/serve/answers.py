@@ -116,7 +116,7 @@ async def answer(
 
     folders: what no error may name, as `faults.own_folders` gives them.
     """
-    if not shape.asked.stream:
+    if not shape.body.stream:
         return await _whole(request, merged, shape, seen, folders)
     try:
         is_here = await _unless_gone(request, merged.begun(), HOLD_S)

@@ -276,89 +276,87 @@ class _Api:
         model, adapter = self.pool.resolve(name)
         own = {entry["root"]: entry for entry in self.pool.models() if entry["parent"] == model}
         base = next(entry for entry in self.pool.models() if entry["parent"] is None and entry["root"] == model)
-        found = base if adapter is None else own.get(adapter, {**base, "root": adapter, "parent": model})
-        return JSONResponse({**found, "id": name})
+        fields = base if adapter is None else own.get(adapter, {**base, "root": adapter, "parent": model})
+        return JSONResponse({**fields, "id": name})
 
     async def load_adapter(self, request: Request) -> Response:
-        asked, _ = await self.reader.read(wire.LoadAdapterRequest, request)
-        path = self.settings.adapter_path(asked.lora_path)
-        await self.pool.load_adapter(asked.model, asked.lora_name, str(path))
-        return JSONResponse({"status": "loaded", "lora_name": asked.lora_name})
+        body, _ = await self.reader.read(wire.LoadAdapterRequest, request)
+        path = self.settings.adapter_path(body.lora_path)
+        await self.pool.load_adapter(body.model, body.lora_name, str(path))
+        return JSONResponse({"status": "loaded", "lora_name": body.lora_name})
 
     async def unload_adapter(self, request: Request) -> Response:
-        asked, _ = await self.reader.read(wire.UnloadAdapterRequest, request)
-        await self.pool.unload_adapter(asked.model, asked.lora_name)
-        self.metrics.forget(asked.lora_name, asked.model)
-        return JSONResponse({"status": "unloaded", "lora_name": asked.lora_name})
+        body, _ = await self.reader.read(wire.UnloadAdapterRequest, request)
+        await self.pool.unload_adapter(body.model, body.lora_name)
+        self.metrics.forget(body.lora_name, body.model)
+        return JSONResponse({"status": "unloaded", "lora_name": body.lora_name})
 
     # Answers ----------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        asked, size = await self.reader.read(wire.ChatRequest, request)
-        return await self._chat(request, asked, size, ChatShape)
+        body, size = await self.reader.read(wire.ChatRequest, request)
+        return await self._chat(request, body, size, ChatShape)
 
     async def responses(self, request: Request) -> Response:
-        given, size = await self.reader.read(responses_api.ResponsesRequest, request)
-        asked, request.state.names = await self.reader.run(size, lambda: responses_api.chat_of(given))
-        return await self._chat(request, asked, size, lambda chat: ResponsesShape(chat, given))
+        body, size = await self.reader.read(responses_api.ResponsesRequest, request)
+        converted, request.state.names = await self.reader.run(size, lambda: responses_api.chat_of(body))
+        return await self._chat(request, converted, size, lambda chat: ResponsesShape(chat, body))
 
     async def messages(self, request: Request) -> Response:
-        given, size = await self.reader.read(messages_api.MessagesRequest, request)
-        longest = self.pool.context_tokens(self.pool.resolve(given.model)[0])
+        body, size = await self.reader.read(messages_api.MessagesRequest, request)
+        longest = self.pool.context_tokens(self.pool.resolve(body.model)[0])
         longest = min(longest, self.settings.limits.max_tokens or longest)
-        asked, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(given, longest=longest))
-        if given.thinking is not None and given.thinking.budget_tokens is not None:
+        chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(body, longest=longest))
+        if body.thinking is not None and body.thinking.budget_tokens is not None:
             request.state.ignored = [*(request.state.ignored or ()), "thinking.budget_tokens"]
-        return await self._chat(request, asked, size, MessagesShape, may_be_shorter=True)
+        return await self._chat(request, chat, size, MessagesShape, may_be_shorter=True)
 
     async def _chat(
-        self, request: Request, asked: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape], *,
+        self, request: Request, body: wire.ChatRequest, size: int, shape: Callable[[wire.ChatRequest], Shape], *,
         may_be_shorter: bool = False,
     ) -> Response:  # fmt: skip
-        asking.check_shape(asked)
-        model, adapter = asking.voice_of(self.pool, asked)
-        messages = await self._read_messages(request, asked, size, model)
+        asking.check_shape(body)
+        model, adapter = asking.voice_of(self.pool, body)
+        messages = await self._read_messages(request, body, size, model)
         # What stays for as long as the answer takes is each image once, decoded.
-        asked = asked.model_copy(update={"messages": []})
-        return await self._answer(
-            request, asked, model, adapter, [messages], shape(asked), may_be_shorter=may_be_shorter
-        )
+        body = body.model_copy(update={"messages": []})
+        return await self._answer(request, body, model, adapter, [messages], shape(body), may_be_shorter=may_be_shorter)
 
     async def _read_messages(
-        self, request: Request, asked: wire.ChatRequest, size: int, model: str
+        self, request: Request, body: wire.ChatRequest, size: int, model: str
     ) -> list[dict[str, Any]]:
         limits = self.settings.limits
-        asking.check_media(asked, takes=self.pool.takes(model), limits=limits)
+        asking.check_media(body, takes=self.pool.takes(model), limits=limits)
         if size > limits.body_bytes and len(self.pool.takes(model)) == 1:
             raise BodyTooLargeError(limits.body_bytes, hint="This model supports text only")
-        fetched = await self.fetcher.get_all(asking.urls_of(asked))
-        read = partial(asking.messages_of, asked, limits=limits, fetched=fetched, cut=request.state.cut)
+        fetched = await self.fetcher.get_all(asking.urls_of(body))
+        read = partial(asking.messages_of, body, limits=limits, fetched=fetched, cut=request.state.cut)
         return await self.reader.run(size, read)
 
     async def completions(self, request: Request) -> Response:
-        asked, _ = await self.reader.read(wire.CompletionRequest, request)
-        asking.check_shape(asked)
-        model, adapter = asking.voice_of(self.pool, asked)
-        return await self._answer(request, asked, model, adapter, asking.prompts_of(asked), CompletionShape(asked))
+        body, _ = await self.reader.read(wire.CompletionRequest, request)
+        asking.check_shape(body)
+        model, adapter = asking.voice_of(self.pool, body)
+        return await self._answer(request, body, model, adapter, asking.prompts_of(body), CompletionShape(body))
 
     async def _answer(
-        self, request: Request, asked: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape,
+        self, request: Request, body: Any, model: str, adapter: str | None, prompts: Sequence[Any], shape: Shape,
         *, may_be_shorter: bool = False,
     ) -> Response:  # fmt: skip
         """Answer every prompt. may_be_shorter: than max_tokens, where the prompt leaves less of the context."""
         make = partial(
-            asking.jobs_of, asked, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
+            asking.jobs_of, body, prompts, adapter=adapter, context_tokens=self.pool.context_tokens(model),
             limits=self.settings.limits, deadline_s=self.settings.timeout_s,
             client=client_of(_authorization(request), self.settings),
         )  # fmt: skip
         # Schemas may take a moment to look through.
-        is_long = getattr(asked, "response_format", None) or getattr(asked, "tools", None)
+        is_long = getattr(body, "response_format", None) or getattr(body, "tools", None)
         jobs = await self.reader.run(self.settings.limits.body_bytes, make) if is_long else make()
         if may_be_shorter:
             jobs = [replace(job, fills_context=True) for job in jobs]
         seen = self._begin(request, model, adapter, choices=len(jobs))
         merged = Merged([self.pool.submit(model, job) for job in jobs], seen.started, names=_names_of(request))
-        wants_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        wants_usage = body.stream_options is not None and body.stream_options.include_usage
         return await answer(
             request, merged, shape, seen, wants_usage=wants_usage, send_s=self.settings.limits.send_s,
             folders=self.folders,
@@ -375,25 +373,25 @@ class _Api:
     # Beside answers ---------------------------------------------------------------------------------------------------
 
     async def embeddings(self, request: Request) -> Response:
-        asked, _ = await self.reader.read(wire.EmbeddingsRequest, request)
-        model, adapter = asking.voice_of(self.pool, asked)
+        body, _ = await self.reader.read(wire.EmbeddingsRequest, request)
+        model, adapter = asking.voice_of(self.pool, body)
         jobs = beside.embedding_jobs(
-            asked, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
+            body, adapter=adapter, context_tokens=self.pool.context_tokens(model), limits=self.settings.limits,
             deadline_s=self.settings.timeout_s,
         )  # fmt: skip
-        return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(asked))
+        return await self._result(request, model, adapter, jobs, beside.EmbeddingsShape(body))
 
     async def tokenize(self, request: Request) -> Response:
-        asked, size = await self.reader.read(wire.TokenizeRequest, request)
-        beside.check_tokenize(asked)
-        model, _ = self.pool.resolve(asked.model)
+        body, size = await self.reader.read(wire.TokenizeRequest, request)
+        beside.check_tokenize(body)
+        model, _ = self.pool.resolve(body.model)
         context_tokens = self.pool.context_tokens(model)
-        if asked.messages is None:
-            job = beside.text_job(asked, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+        if body.messages is None:
+            job = beside.text_job(body, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
         else:
-            chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(asked))
+            chat = await self.reader.run(size, lambda: beside.chat_to_tokenize(body))
             job = await self._chat_tokens(request, chat, size, model)
-        return await self._result(request, model, None, [job], beside.TokensShape(asked, context_tokens))
+        return await self._result(request, model, None, [job], beside.TokensShape(body, context_tokens))
 
     async def count_tokens(self, request: Request) -> Response:
         given, size = await self.reader.read(messages_api.CountRequest, request)
@@ -410,11 +408,11 @@ class _Api:
         )  # fmt: skip
 
     async def detokenize(self, request: Request) -> Response:
-        asked, _ = await self.reader.read(wire.DetokenizeRequest, request)
-        model, _ = self.pool.resolve(asked.model)
+        body, _ = await self.reader.read(wire.DetokenizeRequest, request)
+        model, _ = self.pool.resolve(body.model)
         context_tokens = self.pool.context_tokens(model)
-        job = beside.ids_job(asked, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
-        return await self._result(request, model, None, [job], beside.TextShape(asked))
+        job = beside.ids_job(body, context_tokens=context_tokens, deadline_s=self.settings.timeout_s)
+        return await self._result(request, model, None, [job], beside.TextShape(body))
 
     async def _result(
         self, request: Request, model: str, adapter: str | None, jobs: Sequence[Job], shape: Shape

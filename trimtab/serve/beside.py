@@ -43,9 +43,9 @@ async def in_turn(pool: Any, model: str, jobs: Sequence[Job]) -> AsyncIterator[E
 class _Result(Shape):
     """What is sent whole alone."""
 
-    def __init__(self, asked: Any) -> None:
-        super().__init__(_Plain(asked))
-        self.given = asked
+    def __init__(self, body: Any) -> None:
+        super().__init__(_Plain(body))
+        self.given = body
         self.results: list[Any] = []
 
     def pieces(self, index: int, event: Event) -> list[dict[str, Any]]:
@@ -57,23 +57,23 @@ class _Result(Shape):
 class _Plain:
     stream, n = False, 1
 
-    def __init__(self, asked: Any) -> None:
-        self.model = asked.model
+    def __init__(self, body: Any) -> None:
+        self.model = body.model
 
 
 # Embeddings -----------------------------------------------------------------------------------------------------------
 
 
 def embedding_jobs(
-    asked: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits, deadline_s: float | None
+    body: wire.EmbeddingsRequest, *, adapter: str | None, context_tokens: int, limits: Limits, deadline_s: float | None
 ) -> list[Job]:
     """Return a job for each text. Errors: RequestError."""
-    texts = asking.prompts_of(asked, field="input")
+    texts = asking.prompts_of(body, field="input")
     if len(texts) > limits.embeddings:
         raise RequestError(f"this server embeds at most {limits.embeddings} texts at once", field="input")
     for text in texts:
         asking.check_length(text, context_tokens, "input")
-    pooling = asked.pooling or "last"
+    pooling = body.pooling or "last"
     return [
         Job(uuid.uuid4().hex, text, _NO_ANSWER, adapter=adapter, deadline_s=deadline_s, kind="embedding", pooling=pooling)
         for text in texts
@@ -107,31 +107,31 @@ def _packed(vector: Sequence[float]) -> str:
 _OF_CHAT = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 
 
-def chat_to_tokenize(asked: wire.TokenizeRequest) -> wire.ChatRequest:
+def chat_to_tokenize(body: wire.TokenizeRequest) -> wire.ChatRequest:
     """Return the chat whose tokens are wanted."""
-    fields = {name: getattr(asked, name) for name in ("messages", *_OF_CHAT)}
-    return wire.chat_of({"model": asked.model, **fields})
+    fields = {name: getattr(body, name) for name in ("messages", *_OF_CHAT)}
+    return wire.chat_of({"model": body.model, **fields})
 
 
-def check_tokenize(asked: wire.TokenizeRequest) -> None:
+def check_tokenize(body: wire.TokenizeRequest) -> None:
     """Raise RequestError for fields that have no effect together."""
-    if (asked.prompt is None) == (asked.messages is None):
+    if (body.prompt is None) == (body.messages is None):
         raise RequestError("set this or messages", field="prompt")
-    if asked.messages is None:
+    if body.messages is None:
         for name in _OF_CHAT:
-            if getattr(asked, name) is not None:
+            if getattr(body, name) is not None:
                 raise RequestError("has no effect without messages", field=name)
-    elif asked.add_special_tokens is not None:
+    elif body.add_special_tokens is not None:
         raise RequestError("has no effect with messages: the chat template decides", field="add_special_tokens")
 
 
-def text_job(asked: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+def text_job(body: wire.TokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
     """Return the job of a text's tokens. Errors: RequestError."""
-    if not asked.prompt:
+    if not body.prompt:
         raise RequestError("is empty", field="prompt")
-    prompt = {"text": asked.prompt}
+    prompt = {"text": body.prompt}
     asking.check_length(prompt, context_tokens, "prompt")
-    adds = asked.add_special_tokens is not False
+    adds = body.add_special_tokens is not False
     return Job(uuid.uuid4().hex, prompt, _NO_ANSWER, deadline_s=deadline_s, kind="tokens", adds_special=adds)
 
 
@@ -154,17 +154,17 @@ def chat_job(
     )  # fmt: skip
 
 
-def ids_job(asked: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
+def ids_job(body: wire.DetokenizeRequest, *, context_tokens: int, deadline_s: float | None) -> Job:
     """Return the job of a text out of tokens. Errors: RequestError."""
-    if not asked.tokens:
+    if not body.tokens:
         raise RequestError("is empty", field="tokens")
-    asking.check_length(asked.tokens, context_tokens, "tokens")
-    return Job(uuid.uuid4().hex, list(asked.tokens), _NO_ANSWER, deadline_s=deadline_s, kind="text")
+    asking.check_length(body.tokens, context_tokens, "tokens")
+    return Job(uuid.uuid4().hex, list(body.tokens), _NO_ANSWER, deadline_s=deadline_s, kind="text")
 
 
 class TokensShape(_Result):
-    def __init__(self, asked: Any, context_tokens: int) -> None:
-        super().__init__(asked)
+    def __init__(self, body: Any, context_tokens: int) -> None:
+        super().__init__(body)
         self._context_tokens = context_tokens
 
     def whole(self) -> dict[str, Any]:

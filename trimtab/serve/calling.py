@@ -13,20 +13,20 @@ from trimtab.serve.settings import Limits
 from trimtab.serve.wire import ChatRequest, ToolChosen
 
 
-def calls_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
+def calls_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
     """Return a job's fields of tools and of the chat template. Errors: RequestError."""
-    return {**_tools_of(asked, limits), "template_kwargs": _template_kwargs(asked)}
+    return {**_tools_of(body, limits), "template_kwargs": _template_kwargs(body)}
 
 
-def _tools_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
-    choice = asked.tool_choice or "auto"
-    if not asked.tools:
+def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
+    choice = body.tool_choice or "auto"
+    if not body.tools:
         if choice not in ("none", "auto"):
             raise RequestError("has no effect without tools", field="tool_choice")
         return {}
-    if len(asked.tools) > limits.tools:
+    if len(body.tools) > limits.tools:
         raise RequestError(f"has more than {limits.tools} tools", field="tools")
-    tools = [tool.model_dump(exclude_none=True) for tool in asked.tools]
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
     try:
         size = len(json.dumps(tools, allow_nan=False))
     except ValueError as exc:  # numbers that are none, or longer than Python writes
@@ -49,17 +49,17 @@ def _tools_of(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
         if must_call is not None or is_strict:
             check_ends(function["parameters"], field=f"{field}.parameters")
         function.pop("strict", None)
-    several = asked.parallel_tool_calls is not False
+    several = body.parallel_tool_calls is not False
     holds_calls = is_strict and must_call is None
     return {"tools": tools, "must_call": must_call, "holds_calls": holds_calls, "several_calls": several}
 
 
-def _template_kwargs(asked: ChatRequest) -> dict[str, Any]:
-    given = {} if asked.chat_template_kwargs is None else asked.chat_template_kwargs.model_dump(exclude_none=True)
-    if asked.reasoning_effort is not None:
+def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
+    given = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
+    if body.reasoning_effort is not None:
         if "reasoning_effort" in given:
             raise RequestError("give it once", field="chat_template_kwargs.reasoning_effort")
-        given["reasoning_effort"] = asked.reasoning_effort
+        given["reasoning_effort"] = body.reasoning_effort
     return given
 
 

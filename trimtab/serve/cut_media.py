@@ -34,16 +34,16 @@ Cut = Mapping[str, bytes | None]
 def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
     """Return a body with names in the place of long base64 of images and audio, and what each name stands for."""
     pieces: list[bytes | bytearray] = []
-    found: dict[str, bytes | None] = {}
+    media: dict[str, bytes | None] = {}
     last = 0
     for start, end in _long_texts(body):
         first = _first_of_base64(body, start, end)
         if first is not None:
             name = secrets.token_hex(16)
             pieces += [body[last:first], name.encode()]
-            found[name] = _decoded(memoryview(body)[first:end])
+            media[name] = _decoded(memoryview(body)[first:end])
             last = end
-    return (b"".join([*pieces, body[last:]]), found) if found else (body, found)
+    return (b"".join([*pieces, body[last:]]), media) if media else (body, media)
 
 
 def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
@@ -65,9 +65,9 @@ def _long_texts(body: bytes | bytearray) -> Iterator[tuple[int, int]]:
 def _find(body: bytes | bytearray, what: bytes, start: int, end: int) -> int:
     """Return where one byte is, -1 for nowhere: as `bytes.find`, with pauses on a long way."""
     while start < end:
-        found = body.find(what, start, min(start + WINDOW_BYTES, end))
-        if found >= 0:
-            return found
+        at = body.find(what, start, min(start + WINDOW_BYTES, end))
+        if at >= 0:
+            return at
         start += WINDOW_BYTES
         if start < end:
             time.sleep(PAUSE_S)

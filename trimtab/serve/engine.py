@@ -20,7 +20,8 @@ from PIL import Image
 from trimtab.errors import DeviceError, RequestError, TrimtabError
 from trimtab.request import GenerateRequest
 from trimtab.runtime import chat
-from trimtab.runtime.batch import Batch, Constraint, Drawn, Prompt, Row
+from trimtab.runtime.batch import Batch
+from trimtab.runtime.batch_request import Constraint, Drawn, Prompt, Row
 from trimtab.runtime.chat import Inputs
 from trimtab.runtime.chunk_times import ChunkTimes
 from trimtab.runtime.embedding import Embedding
@@ -284,11 +285,11 @@ class LoadedEngine:
                 self.batch.pages.reserve(answer.row)
         self._chosen.append(answer)
 
-    def prefill_together(self, answers: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
+    def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
         """Put prompts through in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`); those that are
         through have their places among the rows. Errors: as `prefill`; nothing has changed then."""
         able: list[Answer] = []
-        for answer in answers:
+        for answer in candidates:
             if answer.embedding is None and answer.scores is None and answer.prompt is not None:
                 able.append(answer)
             elif not able:
@@ -368,9 +369,9 @@ class LoadedEngine:
             answer.scored = [None] + [
                 {
                     str(token): {"logprob": logprob, "rank": rank, "decoded_token": str(text([token]))}
-                    for token, (logprob, rank) in found.items()
+                    for token, (logprob, rank) in entry.items()
                 }
-                for found in scores.scores
+                for entry in scores.scores
             ]
             answer.scores = None
         return False
@@ -425,8 +426,8 @@ class LoadedEngine:
 
     def step(self, behind: Callable[[], bool] | None = None) -> None:
         with self._named("answering"):
-            found = self.batch.step(behind)
-        for drawn in found:
+            tokens = self.batch.step(behind)
+        for drawn in tokens:
             self._told(self._by_row[drawn.row], drawn)
         for row, answer in self._by_row.items():
             if row.error is not None and not answer.is_over:
@@ -444,8 +445,8 @@ class LoadedEngine:
         answer.pending.append(error_event(answer.job.id, self._name(exc, "answering")))
 
     def news(self, answer: Answer) -> Sequence[Event]:
-        found, answer.pending = answer.pending, []
-        return found
+        events, answer.pending = answer.pending, []
+        return events
 
     def drop(self, answer: Answer) -> None:
         if self._prefilling is answer:

@@ -144,6 +144,6 @@ class Fetcher:
         return list(dict.fromkeys(addresses))
 
 
-def _shut(found: socket.socket) -> None:
+def _shut(connection: socket.socket) -> None:
     with suppress(OSError):
-        found.shutdown(socket.SHUT_RDWR)
+        connection.shutdown(socket.SHUT_RDWR)

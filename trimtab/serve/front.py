@@ -36,7 +36,7 @@ from trimtab.serve.pool import Pool
 from trimtab.serve.run import page_of
 from trimtab.serve.scale import read_arguments
 from trimtab.serve.scheduler import MistakeError, error_event
-from trimtab.serve.supervisor import ModelFailedError, StoppingError, Tell, WorkerDiedError, WorkerError
+from trimtab.serve.supervisor import Emit, ModelFailedError, StoppingError, WorkerDiedError, WorkerError
 
 POLL_S = 2.0
 ASK_S = 10.0
@@ -60,8 +60,8 @@ class Front:
         most = arguments["replicas"][1]
         left = iter(handles)
 
-        def make(told: Mapping[str, Any], *, retry: bool, on_change: Callable[[str], None]) -> Any:
-            return Replicas(next(left), told, retry=retry, on_change=on_change)
+        def make(worker_settings: Mapping[str, Any], *, retry: bool, on_change: Callable[[str], None]) -> Any:
+            return Replicas(next(left), worker_settings, retry=retry, on_change=on_change)
 
         # The pool's queue begins where every row of every copy is taken.
         wide = [replace(model, copies=most) for model in models]
@@ -88,12 +88,19 @@ class Replicas:
     """
 
     def __init__(
-        self, handle: Any, told: Mapping[str, Any], *, retry: bool, on_change: Callable[[str], None] | None = None
+        self,
+        handle: Any,
+        worker_settings: Mapping[str, Any],
+        *,
+        retry: bool,
+        on_change: Callable[[str], None] | None = None,
     ) -> None:
         self._handle, self._retry, self._on_change = handle, retry, on_change
-        self._kept = set(told["kept"])
+        self._kept = set(worker_settings["kept"])
         # What clients call an adapter -> what copies call it, and its folder. A name that is used again is a new adapter.
-        self._adapters: dict[str, tuple[str, str]] = {name: (name, path) for name, path in told["adapters"].items()}
+        self._adapters: dict[str, tuple[str, str]] = {
+            name: (name, path) for name, path in worker_settings["adapters"].items()
+        }
         self.state, self.restarts, self.loading = "stopped", 0, (0, 0)
         self.failure: Mapping[str, Any] | None = None
         self.numbers: dict[str, Any] = {}
@@ -124,7 +131,7 @@ class Replicas:
         self.stop()
 
     def stop(self) -> None:
-        """Tell everything that is being answered that the server ends."""
+        """End every running job with the error that the server stops."""
         self._is_stopping = True
         with suppress(RuntimeError):  # the loop has ended: nobody waits any more
             if self._loop is not None:
@@ -145,22 +152,22 @@ class Replicas:
 
     async def _keep(self) -> None:
         while True:
-            found: Sequence[Any] = ()
+            answers: Sequence[Any] = ()
             # Nothing answers while no copy runs, or while Ray replaces the one that would.
             with suppress(Exception):
-                asked = self._handle.broadcast("numbers")
-                found = await asked.results_async(timeout_s=ASK_S, return_exceptions=True)
+                call = self._handle.broadcast("numbers")
+                answers = await call.results_async(timeout_s=ASK_S, return_exceptions=True)
             try:
                 if not self._is_stopping:
-                    self._see([one for one in found if isinstance(one, Mapping)])
+                    self._see([one for one in answers if isinstance(one, Mapping)])
             except Exception:
                 log.exception("internal error while reading messages of its copies")
             await asyncio.sleep(POLL_S)
 
-    def _see(self, found: Sequence[Mapping[str, Any]]) -> None:
-        """Take note of what the copies said. found: of `Replica.numbers`."""
-        ready = [one for one in found if one["state"] == "ready"]
-        self._restarts |= {one["pid"]: one["restarts"] for one in found}
+    def _see(self, numbers: Sequence[Mapping[str, Any]]) -> None:
+        """Record the state of every copy. numbers: one result of `Replica.numbers` per copy."""
+        ready = [one for one in numbers if one["state"] == "ready"]
+        self._restarts |= {one["pid"]: one["restarts"] for one in numbers}
         self.restarts = sum(self._restarts.values())
         if ready:
             names = {key: name for name, (key, _) in self._adapters.items()}
@@ -174,25 +181,25 @@ class Replicas:
     def in_flight(self) -> int:
         return len(self._running)
 
-    def submit(self, job: Job, tell: Tell) -> None:
-        """Hand a job over; `tell` gets its events until "done" or "error". Errors: StoppingError."""
+    def submit(self, job: Job, emit: Emit) -> None:
+        """Hand a job over; `emit` gets its events until "done" or "error". Errors: StoppingError."""
         if self._is_stopping or self._loop is None:
             raise StoppingError
-        task = self._loop.create_task(self._answer(job, tell))
+        task = self._loop.create_task(self._answer(job, emit))
         self._running[job.id] = task
 
     def cancel(self, job_id: str) -> None:
-        """Forget a job; it is told nothing more, and its copy stops answering it."""
+        """Forget a job: it receives no more events, and its copy stops answering it."""
         task = self._running.pop(job_id, None)
         if task is not None:
             task.cancel()
 
-    async def _answer(self, job: Job, tell: Tell) -> None:
-        """Tell a job its events; exactly one "done" or "error", unless it was cancelled."""
+    async def _answer(self, job: Job, emit: Emit) -> None:
+        """Emit the events of a job: exactly one "done" or "error" at the end, unless the job was cancelled."""
         error: TrimtabError | None = None
         try:
             for _ in range(2 if self._retry else 1):
-                error, has_spoken = await self._tell_all(job, tell)
+                error, has_spoken = await self._emit_all(job, emit)
                 if error is None or has_spoken or not isinstance(error, WorkerDiedError):
                     return
         finally:
@@ -201,10 +208,10 @@ class Replicas:
                 ended = (
                     StoppingError() if self._is_stopping else WorkerDiedError(None, "the copy of the model was lost")
                 )
-                tell(error_event(job.id, error or ended))
+                emit(error_event(job.id, error or ended))
 
-    async def _tell_all(self, job: Job, tell: Tell) -> tuple[TrimtabError | None, bool]:
-        """Tell what one copy says; returns what was wrong, None if the job has had its end, and whether text was told."""
+    async def _emit_all(self, job: Job, emit: Emit) -> tuple[TrimtabError | None, bool]:
+        """Emit the events of one copy. Returns its error (None if the job has ended) and whether text was emitted."""
         stream, has_spoken = None, False
         try:
             stream = self._stream(job)
@@ -212,10 +219,10 @@ class Replicas:
                 event = event_from_message(message)
                 has_spoken |= event.kind in SPOKEN
                 if event.kind not in ("done", "error"):
-                    tell(event)
+                    emit(event)
                 elif self._running.pop(job.id, None) is not None:
                     stream = None
-                    tell(event)
+                    emit(event)
                     return None, has_spoken
             return WorkerDiedError(None, "the copy of the model ended its answer too early"), has_spoken
         except Exception as exc:
@@ -275,7 +282,7 @@ class Replicas:
 
 
 def lost(exc: Exception) -> TrimtabError:
-    """Return what a client is told of an exception of Ray's."""
+    """Return the error that a client receives for an exception of Ray."""
     from ray.exceptions import RayError, RayTaskError
     from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 
@@ -288,13 +295,13 @@ def lost(exc: Exception) -> TrimtabError:
     return MistakeError(write_traceback(exc, "internal error while a copy answered"))
 
 
-def summed(found: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
+def summed(per_copy: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
     """Return the numbers of several copies as those of one: counts are added, of memory and times the largest is taken.
 
     names: what copies call an adapter -> what clients do; what no client names any more is left out.
     """
     total: dict[str, Any] = {}
-    for one in found:
+    for one in per_copy:
         for name, value in one.items():
             total[name] = value if name not in total else _joined(total[name], value, adds=name in ADDED)
     for name in NAMES:

@@ -71,8 +71,8 @@ def _pillow_size(data: bytes, field: str) -> tuple[int, int]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # our own limit is asked next
-            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as found:
-                return found.size
+            with Image.open(io.BytesIO(data), formats=("PNG", "JPEG", "WEBP")) as image:
+                return image.size
     except Image.DecompressionBombError as exc:
         raise RequestError("has more pixels than any limit", field=field) from exc
     except Exception as exc:  # Pillow's plugins raise many kinds for broken headers

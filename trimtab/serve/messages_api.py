@@ -181,37 +181,37 @@ _NAMES = {
 }  # fmt: skip
 
 
-def chat_of(asked: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
+def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
     """Return the same request as a chat, and what its fields are called in the request.
 
     longest: the most tokens of an answer; clients that must say a number say more. Errors: RequestError for blocks that stand
     where none may.
     """
-    messages, places = _messages(asked)
+    messages, places = _messages(body)
     names = {**_NAMES, **places}
-    for place, _ in enumerate(asked.tools or ()):
+    for place, _ in enumerate(body.tools or ()):
         names[f"tools[{place}].function"] = f"tools[{place}]"
         names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
-    made: dict[str, Any] = {"model": asked.model, "adapter": asked.adapter, "messages": messages}
-    if asked.tools:
-        made["tools"] = [_tool(tool) for tool in asked.tools]
-    if asked.tool_choice is not None:
-        made |= _choice(asked.tool_choice)
+    made: dict[str, Any] = {"model": body.model, "adapter": body.adapter, "messages": messages}
+    if body.tools:
+        made["tools"] = [_tool(tool) for tool in body.tools]
+    if body.tool_choice is not None:
+        made |= _choice(body.tool_choice)
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         # As Anthropic's API does: the answer goes on where the last message ends.
         made["continue_final_message"] = True
-    if asked.thinking is not None:
-        is_on = asked.thinking.type != "disabled"
+    if body.thinking is not None:
+        is_on = body.thinking.type != "disabled"
         made |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
-    if isinstance(asked, MessagesRequest):
+    if isinstance(body, MessagesRequest):
         made |= {
-            "max_tokens": min(asked.max_tokens, longest),
-            "stream": asked.stream,
-            "temperature": asked.temperature,
-            "top_p": asked.top_p,
+            "max_tokens": min(body.max_tokens, longest),
+            "stream": body.stream,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
         }
-        made |= {"top_k": asked.top_k, "stop": asked.stop_sequences or None}
+        made |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
     return wire.chat_of(made, names), names
 
 
@@ -233,26 +233,26 @@ def _choice(choice: Choice) -> dict[str, Any]:
     return made | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
 
 
-def _messages(asked: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the messages of the chat, and where each and its parts stand in the request."""
     made: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    if asked.system:
-        text = asked.system if isinstance(asked.system, str) else "\n".join(block.text for block in asked.system)
+    if body.system:
+        text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         names |= {"messages[0]": "system", "messages[0].content": "system"}
         made.append({"role": "system", "content": text})
-    for place, turn in enumerate(asked.messages):
+    for place, turn in enumerate(body.messages):
         field = f"messages[{place}]"
         if isinstance(turn.content, str):
-            found: list[tuple[dict[str, Any], dict[str, str]]] = [({"role": turn.role, "content": turn.content}, {})]
+            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [({"role": turn.role, "content": turn.content}, {})]
         elif turn.role == "user":
-            found = _user(turn.content, f"{field}.content")
+            turn_messages = _user(turn.content, f"{field}.content")
         else:
-            found = [_assistant(turn.content, f"{field}.content")]
-        for number, (_, places) in enumerate(found, start=len(made)):
+            turn_messages = [_assistant(turn.content, f"{field}.content")]
+        for number, (_, places) in enumerate(turn_messages, start=len(made)):
             names[f"messages[{number}]"] = field
             names |= {f"messages[{number}].{part}": name for part, name in places.items()}
-        made += [message for message, _ in found]
+        made += [message for message, _ in turn_messages]
     return made, names
 
 

@@ -29,8 +29,8 @@ def error_object(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
 class MessagesShape(Shape):
     prefix = "msg_"
 
-    def __init__(self, asked: Any) -> None:
-        super().__init__(asked)
+    def __init__(self, body: Any) -> None:
+        super().__init__(body)
         self._blocks: list[dict[str, Any]] = []
         self._open: str | None = None
         self._finish, self._stop_text = "end_turn", None
@@ -104,7 +104,7 @@ class MessagesShape(Shape):
         return error_object(status, body)
 
     def _message(self) -> dict[str, Any]:
-        return {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.asked.model, "content": []}
+        return {"id": self.head["id"], "type": "message", "role": "assistant", "model": self.body.model, "content": []}
 
     def _usage(self) -> dict[str, Any]:
         return {

@@ -138,8 +138,8 @@ class Metrics:
                 _fold(self.requests, (*labels, how), (*gone, how))
             for kind in ("prompt", "cached", "completion"):
                 _fold(self.tokens, (*labels, kind), (*gone, kind))
-            for found in (self.ttft, self.between, self.queued, self.whole):
-                _fold(found, labels, gone)
+            for histogram in (self.ttft, self.between, self.queued, self.whole):
+                _fold(histogram, labels, gone)
 
     def responded(self, path: str, status: int) -> None:
         """Count one HTTP response. path: of its route, as `journal.named` gives it."""
@@ -284,11 +284,11 @@ class Seen:
             self.metrics.key_requests.labels(self.key, how).inc()
             self.metrics.key_tokens.labels(self.key).inc(self.prompt_tokens + self.completion_tokens)
         self.metrics.whole.labels(*labels).observe(seconds)
-        told = {"queue_s": self.queued_s, "first_token_s": self.first_s}
+        times = {"queue_s": self.queued_s, "first_token_s": self.first_s}
         journal.note(
             model=self.model, adapter=self.adapter or None, key=self.key, ended=how, prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens, cached_tokens=self.cached_tokens, **{journal.ARRIVED: self.arrived},
-            **{name: round(value, 4) for name, value in told.items() if value is not None},
+            **{name: round(value, 4) for name, value in times.items() if value is not None},
         )  # fmt: skip
         decode_s = seconds - (self.first_s or 0.0)
         self.metrics._recent.append({

@@ -231,11 +231,11 @@ def _deploy(arguments: dict[str, Any], ended: threading.Event) -> None:
     target = serve.RunTarget(application(arguments), name=NAME, route_prefix="/")
     serve.run_many([target], wait_for_applications_running=False)
     while not ended.wait(0.2):
-        found = serve.status().applications.get(NAME)
-        if found is not None and found.status == "RUNNING":
+        status = serve.status().applications.get(NAME)
+        if status is not None and status.status == "RUNNING":
             return
-        if found is not None and found.status == "DEPLOY_FAILED":
-            raise DeviceError(f"Ray could not start the model: {_why(found)}", device="ray")
+        if status is not None and status.status == "DEPLOY_FAILED":
+            raise DeviceError(f"Ray could not start the model: {_why(status)}", device="ray")
 
 
 def _why(status: Any) -> str:

@@ -75,10 +75,10 @@ def page_routes(settings: Settings) -> list[BaseRoute]:
         return _answer(request, assets[INDEX])
 
     async def asset(request: Request) -> Response:
-        found = assets.get(request.path_params["name"])
-        if found is None:
+        asset_file = assets.get(request.path_params["name"])
+        if asset_file is None:
             raise HTTPException(404, "The page has no such file", headers=HEADERS)
-        return _answer(request, found)
+        return _answer(request, asset_file)
 
     async def what(request: Request) -> Response:
         return JSONResponse(about, headers=HEADERS)

@@ -96,8 +96,8 @@ class Pool:
         self._members: dict[str, _Member] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         for served in models:
-            told = served.settings(settings.queue_limit, prompt_tokens=settings.limits.prompt_tokens)
-            supervisor = make(told, retry=settings.retry, on_change=self._on_change)
+            worker_settings = served.settings(settings.queue_limit, prompt_tokens=settings.limits.prompt_tokens)
+            supervisor = make(worker_settings, retry=settings.retry, on_change=self._on_change)
             self._members[served.name] = _Member(served, supervisor, dict(served.adapters))
         self._created = int(time.time())
         self._is_stopping = False
@@ -144,7 +144,7 @@ class Pool:
 
     def models(self) -> list[dict[str, Any]]:
         """Return every model and adapter as /v1/models shows it."""
-        found = []
+        entries = []
         is_one = len(self._members) == 1
         for name, member in self._members.items():
             head: dict[str, Any] = {
@@ -155,11 +155,11 @@ class Pool:
             execution = (member.supervisor.plan or {}).get("execution")
             if execution is not None:
                 head["output_head"] = execution["head"]
-            found.append({"id": name, **head, "root": name, "parent": None})
+            entries.append({"id": name, **head, "root": name, "parent": None})
             for adapter in sorted(member.adapters):
                 shown = adapter if is_one else f"{name}{SEPARATOR}{adapter}"
-                found.append({"id": shown, **head, "root": adapter, "parent": name})
-        return found
+                entries.append({"id": shown, **head, "root": adapter, "parent": name})
+        return entries
 
     def _one(self, model: str | None) -> _Member:
         if model is None:
@@ -182,12 +182,12 @@ class Pool:
     def _start(self, member: _Member) -> None:
         member.turn_began = time.monotonic()
         member.supervisor.start()
-        self._tell_all()
+        self._emit_all()
 
     def refuse_new(self) -> None:
         """Take no new request from now on, those that wait for their model's turn included."""
         self._is_stopping = True
-        self._tell_all()
+        self._emit_all()
 
     @property
     def in_flight(self) -> int:
@@ -222,9 +222,9 @@ class Pool:
         """Hear a supervisor's news, on any of its threads."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop has ended: nobody waits any more
-                self._loop.call_soon_threadsafe(self._tell_all)
+                self._loop.call_soon_threadsafe(self._emit_all)
 
-    def _tell_all(self) -> None:
+    def _emit_all(self) -> None:
         """Wake everyone who waits for a change, the keeper too."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -273,7 +273,7 @@ class Pool:
             await asyncio.to_thread(member.supervisor.stop)
         finally:
             member.is_leaving = False
-            self._tell_all()
+            self._emit_all()
 
     def _ask_numbers(self) -> None:
         now = time.monotonic()
@@ -295,7 +295,7 @@ class Pool:
         member.wanted_since = member.wanted_since or time.monotonic()
         try:
             if not self._may_enter(member):
-                self._tell_all()
+                self._emit_all()
             while not self._may_enter(member):
                 await self._changed.wait()
             member.in_flight += 1
@@ -322,26 +322,26 @@ class Pool:
     def _leave(self, member: _Member) -> None:
         member.in_flight -= 1
         member.last_used = time.monotonic()
-        self._tell_all()
+        self._emit_all()
 
     # Work -------------------------------------------------------------------------------------------------------------
 
     async def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield what a job is told until it is done; closing the iterator early cancels it. Errors: TrimtabError."""
+        """Yield the events of a job until it is done. Closing the iterator early cancels the job. Errors: TrimtabError."""
         member, clock = self._members[model], Clock(job.deadline_s)
         await clock.limit(self._enter(member), "it waited for its model", slack_s=0.0)
         loop = asyncio.get_running_loop()
-        told: asyncio.Queue[Event] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody listens any more
-                loop.call_soon_threadsafe(told.put_nowait, event)
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         is_over = False
         try:
-            member.supervisor.submit(replace(job, deadline_s=clock.left_s), tell)
+            member.supervisor.submit(replace(job, deadline_s=clock.left_s), emit)
             while not is_over:
-                event = await clock.limit(told.get(), "it was answered", slack_s=DEADLINE_SLACK_S)
+                event = await clock.limit(events.get(), "it was answered", slack_s=DEADLINE_SLACK_S)
                 is_over = event.kind in ("done", "error")
                 yield event
         finally:
@@ -379,12 +379,12 @@ class Pool:
         Returns "model:adapter" under "loaded" and "unloaded", names under "needs_restart" for what else differs, and under
         "problems" why an adapter stays as it is.
         """
-        found: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
+        report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": [], "problems": []}
         member = self._members.get(served.name)
         if member is None or _fixed(served) != _fixed(member.served):
-            found["needs_restart"].append(f"models.{served.name}")
+            report["needs_restart"].append(f"models.{served.name}")
         if member is None:
-            return found
+            return report
         member.served = replace(member.served, weights=served.weights)
         named = dict(member.served.adapters)
         gone = [name for name, path in named.items() if served.adapters.get(name) != path]
@@ -397,20 +397,20 @@ class Pool:
                         await self._call(member, what, name=name)
                         member.adapters.pop(name, None)
                         del named[name]
-                        found["unloaded"].append(shown)
+                        report["unloaded"].append(shown)
                     elif name in member.adapters:
                         raise RequestError("an adapter of this name is loaded", field="adapters", value=name)
                     else:
                         await self.load_adapter(served.name, name, in_full(served.adapters[name]))
                         named[name] = served.adapters[name]
-                        found["loaded"].append(shown)
+                        report["loaded"].append(shown)
                 except TrimtabError as exc:
-                    found["problems"].append(
+                    report["problems"].append(
                         f"{shown}: {told_error(plain_error(exc), self.folders)[1]['error']['message']}"
                     )
                 kept = tuple(name for name in member.served.kept if name in named)
                 member.served = replace(member.served, adapters=dict(named), kept=kept)
-        return found
+        return report
 
     async def _call(self, member: _Member, what: str, **arguments: Any) -> Any:
         await self._enter(member)
@@ -507,8 +507,8 @@ def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 def _tier_bytes(plan: Mapping[str, Any] | None, *, is_loaded: bool) -> dict[str, int]:
     """Return the bytes of each tier's blocks, wherever they lie: zero for a model that is not loaded."""
-    found: dict[str, int] = {}
+    by_tier: dict[str, int] = {}
     for block in (plan or {}).get("placements", ()):
         count = sum(block[name] for name in COUNTED)
-        found[block["tier"]] = found.get(block["tier"], 0) + count * is_loaded
-    return found
+        by_tier[block["tier"]] = by_tier.get(block["tier"], 0) + count * is_loaded
+    return by_tier

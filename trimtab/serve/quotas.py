@@ -77,11 +77,11 @@ class Quotas:
     def of(self, authorization: str) -> KeyLimits | None:
         """Return what the key of a request may use, None for one without limits. authorization: its header."""
         given = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
-        found = None
+        best = None
         for key, limits in self._limits.items():  # every one is compared, in constant time each
             if hmac.compare_digest(given, key.encode()):
-                found = limits
-        return found
+                best = limits
+        return best
 
     def enter(self, limits: KeyLimits | None) -> Callable[[int], None]:
         """Count a request that begins; returns what is called at its end with the tokens it used. Errors: QuotaError."""

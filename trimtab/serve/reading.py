@@ -13,7 +13,7 @@ from trimtab.errors import RequestError
 from trimtab.runtime import chat
 from trimtab.runtime.answer_forms import AnswerForm
 from trimtab.runtime.answer_reader import AnswerReader
-from trimtab.runtime.batch import Constraint
+from trimtab.runtime.batch_request import Constraint
 from trimtab.runtime.chat import Inputs
 from trimtab.serve.constraint import AfterThought, Grammar
 from trimtab.serve.job import Event, Job, Token

@@ -148,13 +148,15 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
         import tomli as tomllib
     path = Path(path)
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise RequestError(f"cannot be read ({exc.strerror})", field="registry", value=str(path)) from exc
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
         raise CheckpointError(f"is not TOML ({exc})", path=path) from exc
-    problems = [f"unknown table or key {key!r} (known: models)" for key in found if key != "models" and not is_config]
-    tables = found.get("models")
+    problems = [
+        f"unknown table or key {key!r} (known: models)" for key in document if key != "models" and not is_config
+    ]
+    tables = document.get("models")
     models = []
     if not isinstance(tables, dict) or not tables:
         problems.append("has no [models.NAME] table")
@@ -208,25 +210,25 @@ def _model(name: str, table: Any, folder: Path) -> tuple[ServedModel | None, lis
 
 def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
     """Return everything that is wrong in one model's table, each as "key: what"."""
-    found = []
+    problems = []
     for key, value in table.items():
         kinds = _KINDS.get(key)
         if kinds is None:
             near = near_names(key, [*_OWN, *_PLACEMENT])
-            found.append(f"{key}: unknown key" + (f" (near: {', '.join(near)})" if near else ""))
+            problems.append(f"{key}: unknown key" + (f" (near: {', '.join(near)})" if near else ""))
         elif not _is_of(value, kinds):
-            found.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
+            problems.append(f"{key}: must be {' or '.join(_WORDS.get(kind, kind.__name__) for kind in kinds)}")
         elif key in ("keep", "keep_unquantized") and not all(isinstance(item, str) for item in value):
-            found.append(f"{key}: must be a list of texts")
+            problems.append(f"{key}: must be a list of texts")
         elif key == "adapters":
-            found += [
+            problems += [
                 f"adapters.{item}: {why}" for item, path in value.items() if (why := _folder_problem(path, folder))
             ]
     if ("path" in table) == ("plan" in table):
-        found.append("path: give either path or plan")
+        problems.append("path: give either path or plan")
     if "plan" in table:
-        found += [f"{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
-    return found
+        problems += [f"{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
+    return problems
 
 
 def _is_of(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -24,10 +24,13 @@ TICK_S = 0.05
 
 
 class Replica:
-    """told: what the worker is told, with the adapters that it begins with. places: how many adapters Ray counts as being
-    here (-1: all that were ever asked for); kept ones are everywhere and do not count."""
+    """One copy of a model.
 
-    async def __init__(self, told: Mapping[str, Any], retry: bool, places: int) -> None:  # type: ignore[misc]
+    worker_settings: the settings of the worker, with its first adapters. places: the number of adapters that Ray may assign to this
+    copy (-1: no limit). Pinned adapters are on every copy and do not count.
+    """
+
+    async def __init__(self, worker_settings: Mapping[str, Any], retry: bool, places: int) -> None:  # type: ignore[misc]
         from ray import serve
 
         @serve.multiplexed(max_num_models_per_replica=places)
@@ -35,12 +38,12 @@ class Replica:
             return await self._have(name)
 
         self._held: Callable[[str], Awaitable[str]] = held
-        self._paths: dict[str, str] = dict(told["adapters"])
-        self._kept = set(told["kept"])
+        self._paths: dict[str, str] = dict(worker_settings["adapters"])
+        self._kept = set(worker_settings["kept"])
         self._forgotten: set[str] = set()
         # Requests that named an adapter; those whose adapter Ray did not count as here; adapters read from their files.
         self.asked = self.missed = self.read = 0
-        self._supervisor = Supervisor(told, retry=retry)
+        self._supervisor = Supervisor(worker_settings, retry=retry)
         self._supervisor.start()
         try:
             await self._ready()
@@ -112,7 +115,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()
 
-        def tell(event: Event) -> None:
+        def emit(event: Event) -> None:
             with suppress(RuntimeError):  # the loop has ended: nobody listens any more
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -121,7 +124,7 @@ class Replica:
             try:
                 if path is not None and job.adapter is not None:
                     await self._bring(job.adapter, path)
-                self._supervisor.submit(job, tell)
+                self._supervisor.submit(job, emit)
             except TrimtabError as exc:
                 is_over = True
                 yield event_to_message(Event(job.id, "error", finish="error", error=plain_error(exc)))

@@ -203,31 +203,31 @@ _NAMES = {
 }  # fmt: skip
 
 
-def chat_of(asked: ResponsesRequest) -> tuple[ChatRequest, Names]:
+def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
     """Return the same request as a chat, and what its fields are called in the request. Errors: RequestError."""
-    messages, places = _messages(asked)
+    messages, places = _messages(body)
     names = {**_NAMES, **places}
-    for place, _ in enumerate(asked.tools or ()):
+    for place, _ in enumerate(body.tools or ()):
         names[f"tools[{place}].function"] = f"tools[{place}]"
     made: dict[str, Any] = {
-        "model": asked.model, "adapter": asked.adapter, "messages": messages,
-        "temperature": asked.temperature, "top_p": asked.top_p,
-        "max_completion_tokens": asked.max_output_tokens, "stream": bool(asked.stream), "user": asked.user,
-        "parallel_tool_calls": asked.parallel_tool_calls,
+        "model": body.model, "adapter": body.adapter, "messages": messages,
+        "temperature": body.temperature, "top_p": body.top_p,
+        "max_completion_tokens": body.max_output_tokens, "stream": bool(body.stream), "user": body.user,
+        "parallel_tool_calls": body.parallel_tool_calls,
     }  # fmt: skip
-    if asked.tools:
+    if body.tools:
         made["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
-            for tool in asked.tools
+            for tool in body.tools
         ]
-    if isinstance(asked.tool_choice, ChosenTool):
-        made["tool_choice"] = {"type": "function", "function": {"name": asked.tool_choice.name}}
+    if isinstance(body.tool_choice, ChosenTool):
+        made["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     else:
-        made["tool_choice"] = asked.tool_choice
-    if asked.reasoning is not None and asked.reasoning.effort is not None:
-        made["reasoning_effort"] = asked.reasoning.effort
-    if asked.text is not None and asked.text.format is not None:
-        made["response_format"] = _format(asked.text.format)
+        made["tool_choice"] = body.tool_choice
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        made["reasoning_effort"] = body.reasoning.effort
+    if body.text is not None and body.text.format is not None:
+        made["response_format"] = _format(body.text.format)
     return wire.chat_of(made, names), names
 
 
@@ -239,7 +239,7 @@ def _format(given: TextFormat) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
 
 
-def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the messages of the chat, and where each and its parts stand in the request."""
     made: list[dict[str, Any]] = []
     # Of each message: where it stands, and where its parts do.
@@ -250,14 +250,14 @@ def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, 
         places.append({"": field, **parts})
         return message
 
-    if asked.instructions:
-        add({"role": "system", "content": asked.instructions}, "instructions", content="instructions")
-    items = [MessageItem(role="user", content=asked.input)] if isinstance(asked.input, str) else asked.input
+    if body.instructions:
+        add({"role": "system", "content": body.instructions}, "instructions", content="instructions")
+    items = [MessageItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     # An assistant's thoughts, text and calls are items of their own, and one message of a chat.
     turn: dict[str, Any] | None = None
     thoughts: list[str] = []
     for place, item in enumerate(items):
-        field = "input" if isinstance(asked.input, str) else f"input[{place}]"
+        field = "input" if isinstance(body.input, str) else f"input[{place}]"
         is_ours = not isinstance(item, FunctionOutputItem) and getattr(item, "role", "assistant") == "assistant"
         if not is_ours:
             turn = None
@@ -269,7 +269,7 @@ def _messages(asked: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, 
                 turn["content"] = _text(item.content, f"{field}.content")
                 places[-1]["content"] = f"{field}.content"
             case MessageItem():
-                content = field if isinstance(asked.input, str) else f"{field}.content"
+                content = field if isinstance(body.input, str) else f"{field}.content"
                 add({"role": item.role, "content": _content(item.content)}, field, content=content)
                 if not isinstance(item.content, str):
                     places[-1] |= _part_places(item.content, content)

@@ -15,12 +15,12 @@ from trimtab.serve.shapes import Shape
 
 
 class ResponsesShape(Shape):
-    """asked: the chat that the request became. given: the request itself, of which an answer repeats much."""
+    """body: the chat that the request became. given: the request itself, of which an answer repeats much."""
 
     prefix = "resp_"
 
-    def __init__(self, asked: Any, given: Any) -> None:
-        super().__init__(asked)
+    def __init__(self, body: Any, given: Any) -> None:
+        super().__init__(body)
         self._given = given.model_dump(
             by_alias=True,
             exclude_none=True,
@@ -133,13 +133,13 @@ class ResponsesShape(Shape):
             "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": given.get("instructions"), "max_output_tokens": given.get("max_output_tokens"),
-            "model": self.asked.model, "output": list(self._output),
-            "parallel_tool_calls": self.asked.parallel_tool_calls is not False, "previous_response_id": None,
-            "reasoning": {"effort": self.asked.reasoning_effort, "summary": None}, "store": False,
-            "temperature": 1.0 if self.asked.temperature is None else self.asked.temperature,
+            "model": self.body.model, "output": list(self._output),
+            "parallel_tool_calls": self.body.parallel_tool_calls is not False, "previous_response_id": None,
+            "reasoning": {"effort": self.body.reasoning_effort, "summary": None}, "store": False,
+            "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
             "text": given.get("text") or {"format": {"type": "text"}}, "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []), "top_p": 1.0 if self.asked.top_p is None else self.asked.top_p,
-            "truncation": "disabled", "usage": self.usage() if is_over else None, "user": self.asked.user, "metadata": {},
+            "tools": given.get("tools", []), "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "truncation": "disabled", "usage": self.usage() if is_over else None, "user": self.body.user, "metadata": {},
         }  # fmt: skip
 
     def usage(self) -> dict[str, Any]:

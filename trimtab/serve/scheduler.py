@@ -138,16 +138,16 @@ class Counts:
 
 
 class Scheduler:
-    """Queues jobs and gives each what it is told through `tell`. All methods are called from one thread.
+    """Queues jobs and gives each what it is told through `emit`. All methods are called from one thread.
 
     queue_limit: how many may wait beyond those that have a free row to go to; one more is a QueueFullError.
     """
 
     def __init__(
-        self, engine: Engine, tell: Callable[[Event], None], *, queue_limit: int = 64,
+        self, engine: Engine, emit: Callable[[Event], None], *, queue_limit: int = 64,
         now: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self.engine, self._tell, self.queue_limit, self._now = engine, tell, queue_limit, now
+        self.engine, self._tell, self.queue_limit, self._now = engine, emit, queue_limit, now
         # One line for each adapter; the line that was served longest ago comes first.
         self._lines: OrderedDict[str | None, deque[_Entry]] = OrderedDict()
         self._arrived: deque[_Entry] = deque()

@@ -180,14 +180,14 @@ class Settings:
         try:
             if "\0" in given:
                 raise ValueError("NUL")
-            found = (root / given).resolve()
-            inside = [found, *(entry.resolve() for entry in (found.iterdir() if found.is_relative_to(root) else ()))]
+            folder = (root / given).resolve()
+            inside = [folder, *(entry.resolve() for entry in (folder.iterdir() if folder.is_relative_to(root) else ()))]
         except (OSError, ValueError, RuntimeError) as exc:
             raise RequestError("is not a folder below the server's adapter folder", field="lora_path") from exc
-        if found == root or not all(path.is_relative_to(root) for path in inside):
+        if folder == root or not all(path.is_relative_to(root) for path in inside):
             # Whether what lies outside exists is not said.
             raise RequestError("is not a folder below the server's adapter folder", field="lora_path")
-        return found
+        return folder
 
 
 def is_loopback(host: str) -> bool:

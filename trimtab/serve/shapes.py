@@ -16,9 +16,9 @@ class Shape:
 
     object_name, chunk_name, prefix = "", "", ""
 
-    def __init__(self, asked: Any) -> None:
-        self.asked = asked
-        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    def __init__(self, body: Any) -> None:
+        self.body = body
+        self.head = {"id": f"{self.prefix}{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
         self.texts: dict[int, str] = {}
         self.tokens: dict[int, list[Any]] = {}
         self.finishes: dict[int, str] = {}
@@ -61,7 +61,7 @@ class Shape:
             self.finishes[index] = event.finish or "stop"
             if "prompt_logprobs" in event.usage:
                 self.scored[index] = event.usage["prompt_logprobs"]
-            if index % self.asked.n == 0:  # choices of one prompt share it
+            if index % self.body.n == 0:  # choices of one prompt share it
                 self.prompt_tokens += event.usage["prompt_tokens"]
                 self.cached_tokens += event.usage.get("cached_tokens", 0)
             self.completion_tokens += event.usage["completion_tokens"]
@@ -108,8 +108,8 @@ class Shape:
 class ChatShape(Shape):
     object_name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def __init__(self, asked: Any) -> None:
-        super().__init__(asked)
+    def __init__(self, body: Any) -> None:
+        super().__init__(body)
         self.thoughts: dict[int, str] = {}
         self.calls: dict[int, list[dict[str, Any]]] = {}
 
@@ -141,7 +141,7 @@ class ChatShape(Shape):
         return {"delta": {} if is_last else {"content": event.text}, "logprobs": logprobs}
 
     def choice(self, index: int) -> dict[str, Any]:
-        logprobs = chat_logprob_json(self.tokens.get(index, ())) if self.asked.logprobs else None
+        logprobs = chat_logprob_json(self.tokens.get(index, ())) if self.body.logprobs else None
         text: str | None = self.texts.get(index, "")
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if index in self.thoughts:
@@ -164,7 +164,7 @@ class CompletionShape(Shape):
 
     def choice(self, index: int) -> dict[str, Any]:
         tokens = self.tokens.get(index, ())
-        logprobs = completion_logprob_json(tokens, 0) if self.asked.logprobs is not None else None
+        logprobs = completion_logprob_json(tokens, 0) if self.body.logprobs is not None else None
         scored = {"prompt_logprobs": self.scored[index]} if index in self.scored else {}
         return {"text": self.texts.get(index, ""), "logprobs": logprobs, **scored}
 

@@ -2,7 +2,7 @@
 
 Every job ends in exactly one "done" or "error" event, whatever happens to the worker: when the pipe breaks, each job in
 flight is told a named error at once, or is handed to the next worker if it had sent nothing yet and retries are on.
-Threads: one hears the pipe, one sends to it; callers may be on any thread, and `tell` is called on the hearing one.
+Threads: one hears the pipe, one sends to it; callers may be on any thread, and `emit` is called on the hearing one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trimtab.serve.client_words import for_clients
 from trimtab.serve.job import SPOKEN, Event, Job
 from trimtab.serve.scheduler import error_event
 
-Tell = Callable[[Event], None]
+Emit = Callable[[Event], None]
 # A worker that died is put back at once, and then after longer and longer pauses while it keeps dying without an answer.
 PAUSES_S = (0.0, 0.5, 2.0, 10.0, 30.0)
 # A worker that loads says so after every block, but starting Python, planning and reading one block may take this long.
@@ -82,7 +82,7 @@ class _Flight:
     """One job. tries: how many workers have been given it."""
 
     job: Job
-    tell: Tell
+    emit: Emit
     has_spoken: bool = False
     tries: int = 0
 
@@ -106,7 +106,7 @@ class _Life:
     process: Any
     channel: Channel
     outbox: queue.SimpleQueue[dict[str, Any] | None] = field(default_factory=queue.SimpleQueue)
-    heard: float = field(default_factory=time.monotonic)
+    last_event_s: float = field(default_factory=time.monotonic)
     answered: bool = False
 
 
@@ -209,8 +209,8 @@ class Supervisor:
     def in_flight(self) -> int:
         return len(self._flights)
 
-    def submit(self, job: Job, tell: Tell) -> None:
-        """Hand a job over; `tell` gets its events until "done" or "error". While the worker comes back the job waits.
+    def submit(self, job: Job, emit: Emit) -> None:
+        """Hand a job over; `emit` gets its events until "done" or "error". While the worker comes back the job waits.
 
         Errors: StoppingError while the server stops; ModelFailedError after the worker failed for good.
         """
@@ -220,8 +220,8 @@ class Supervisor:
             if self._is_stopping or self._life is None:
                 raise StoppingError
             if not self._flights and not self._calls:
-                self._life.heard = time.monotonic()  # it had nothing to say while it had nothing to do
-            self._flights[job.id] = flight = _Flight(job, tell)
+                self._life.last_event_s = time.monotonic()  # it had nothing to say while it had nothing to do
+            self._flights[job.id] = flight = _Flight(job, emit)
             if self.state == "ready":
                 self._life.outbox.put(flight.message())
 
@@ -239,7 +239,7 @@ class Supervisor:
                 future.set_exception(DeviceError(f"the worker is {self.state}", device="worker"))
                 return future
             if not self._flights and not self._calls:
-                self._life.heard = time.monotonic()
+                self._life.last_event_s = time.monotonic()
             self._next_call += 1
             self._calls[self._next_call] = _Call(future, what, arguments)
             self._life.outbox.put({"do": "call", "id": self._next_call, "what": what, **arguments})
@@ -265,9 +265,9 @@ class Supervisor:
         try:
             while True:
                 if life.channel.poll(1.0):
-                    life.heard = time.monotonic()
+                    life.last_event_s = time.monotonic()
                     self._take(life, life.channel.receive())
-                elif time.monotonic() - life.heard > self._silence_s():
+                elif time.monotonic() - life.last_event_s > self._silence_s():
                     life.process.kill()
         except (EOFError, OSError):
             life.process.join(5)
@@ -322,7 +322,7 @@ class Supervisor:
             flight.has_spoken |= event.kind in SPOKEN
             if event.kind in ("done", "error"):
                 del self._flights[event.job_id]
-        flight.tell(event)
+        flight.emit(event)
 
     def _replied(self, message: dict[str, Any]) -> None:
         with self._lock:
@@ -369,7 +369,7 @@ class Supervisor:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
         for flight in lost:
-            flight.tell(error_event(flight.job.id, error))
+            flight.emit(error_event(flight.job.id, error))
         if is_over:
             self._ready.set()
             return
@@ -387,4 +387,4 @@ class Supervisor:
             if call.future.set_running_or_notify_cancel():
                 call.future.set_exception(error)
         for flight in flights.values():
-            flight.tell(error_event(flight.job.id, error))
+            flight.emit(error_event(flight.job.id, error))

@@ -57,35 +57,35 @@ class _Verifying:
         self._is_busy = True
         return EventSourceResponse(self._told(work), sep="\n", ping=15)
 
-    def _work(self, asked: wire.VerifyRequest) -> dict[str, Any]:
+    def _work(self, body: wire.VerifyRequest) -> dict[str, Any]:
         """Return what the process is given. Errors: RequestError."""
-        name, plan, adapters = self._pool.running(asked.model)
+        name, plan, adapters = self._pool.running(body.model)
         if plan is None:
             raise RequestError("has not been loaded yet, so there is no plan to compare", field="model", value=name)
-        if asked.adapter is not None and asked.adapter not in adapters:
+        if body.adapter is not None and body.adapter not in adapters:
             raise RequestError(
-                "no adapter of this name is loaded", field="adapter", value=asked.adapter, allowed=sorted(adapters)
+                "no adapter of this name is loaded", field="adapter", value=body.adapter, allowed=sorted(adapters)
             )
-        if asked.against == "alone" and len(plan["request"]["adapters"]) < 2:
-            raise RequestError("needs at least two adapters on the model", field="against", value=asked.against)
-        chosen = {} if asked.adapter is None else {asked.adapter: adapters[asked.adapter]}
-        if asked.against == "alone":
+        if body.against == "alone" and len(plan["request"]["adapters"]) < 2:
+            raise RequestError("needs at least two adapters on the model", field="against", value=body.against)
+        chosen = {} if body.adapter is None else {body.adapter: adapters[body.adapter]}
+        if body.against == "alone":
             chosen = dict(plan["request"]["adapters"])
-        return {"plan": plan, "adapters": chosen, "adapter": asked.adapter, "against": asked.against}
+        return {"plan": plan, "adapters": chosen, "adapter": body.adapter, "against": body.against}
 
     async def _told(self, work: Mapping[str, Any]) -> AsyncIterator[dict[str, str]]:
         events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         left = threading.Event()
         loop = asyncio.get_running_loop()
 
-        def heard(line: dict[str, Any]) -> None:
+        def on_event(line: dict[str, Any]) -> None:
             # The process says every half second that it lives: so often, at least, this can end it.
             if left.is_set():
                 raise _ClientLeftError
             if line["event"] in ("say", "report"):
                 loop.call_soon_threadsafe(events.put_nowait, line)
 
-        task = asyncio.create_task(asyncio.to_thread(_compare, work, heard))
+        task = asyncio.create_task(asyncio.to_thread(_compare, work, on_event))
         try:
             yield {"data": json.dumps({"say": "checking the free memory"})}
             while not (task.done() and events.empty()):
@@ -125,11 +125,11 @@ class _ToldError(Exception):
         super().__init__(text)
 
 
-def _compare(work: Mapping[str, Any], heard: Any) -> None:
+def _compare(work: Mapping[str, Any], on_event: Any) -> None:
     """Run a comparison to its end. The first process only looks for room: a device is free of it before the second."""
     for what in ("room", "compare"):
         request = {"module": INSIDE, "request": {**work, "what": what}}
-        outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, heard=heard)
+        outcome = run_inside("trimtab.proof.isolated", request, timeout_s=TIMEOUT_S, on_event=on_event)
         _check(outcome)
 
 

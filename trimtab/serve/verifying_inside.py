@@ -12,19 +12,19 @@ from typing import Any
 from trimtab.errors import DoesNotFitError
 from trimtab.plan import Plan
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 ALIVE_S = 0.5
 HINT = "The running model keeps its memory; `trimtab verify` compares while no server runs"
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Do what request["what"] says: "room" or "compare". Errors: DoesNotFitError and what `trimtab.verify` raises."""
     plan = _plan(request)
     lock, is_over = threading.Lock(), threading.Event()
 
     def said(event: str, value: Any = None) -> None:
         with lock:
-            tell({"event": event, "value": value})
+            emit({"event": event, "value": value})
 
     def live() -> None:
         while not is_over.wait(ALIVE_S):

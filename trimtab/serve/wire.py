@@ -451,13 +451,13 @@ def read(
     try:
         return kind.model_validate_json(body, context=most)
     except ValidationError as exc:
-        found = _errors(exc)
-    if ignored is not None and (kept := _without_effect(kind, body, found, ignored)) is not None:
+        errors = _errors(exc)
+    if ignored is not None and (kept := _without_effect(kind, body, errors, ignored)) is not None:
         try:
             return kind.model_validate_json(kept, context=most)
         except ValidationError as exc:
-            found = _errors(exc)
-    raise _first(found)
+            errors = _errors(exc)
+    raise _first(errors)
 
 
 def chat_of(fields: Mapping[str, Any], names: Names | None = None) -> ChatRequest:
@@ -472,8 +472,8 @@ def _errors(exc: ValidationError) -> Sequence[Mapping[str, Any]]:
     return exc.errors(include_url=False, include_context=False, include_input=False)
 
 
-def _first(found: Sequence[Mapping[str, Any]], names: Names | None = None) -> RequestError:
-    first, *rest = [(client_field(_path(error["loc"]) or "body", names or {}), _words(error)) for error in found]
+def _first(errors: Sequence[Mapping[str, Any]], names: Names | None = None) -> RequestError:
+    first, *rest = [(client_field(_path(error["loc"]) or "body", names or {}), _words(error)) for error in errors]
     also = list(dict.fromkeys(path for path, _ in rest if path != first[0]))[:8]
     return RequestError(first[1] + (f"; also wrong: {', '.join(also)}" if also else ""), field=first[0])
 

@@ -21,10 +21,10 @@ from trimtab.runtime.generate import Generation
 from trimtab.speed import bandwidth
 from trimtab.speed.clock import Clock, wait
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Make one run.
 
     request: plan, adapter, items (id, file, prompt_tokens, has_media), new_tokens, warm_tokens, decode. Tells one line:
@@ -59,7 +59,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
             }  # fmt: skip
     except torch.OutOfMemoryError as exc:
         raise DeviceError(f"out of memory ({str(exc).splitlines()[0]})", device=str(device)) from exc
-    tell(line | {"bandwidth": bandwidth.measure(str(device))})
+    emit(line | {"bandwidth": bandwidth.measure(str(device))})
 
 
 def _import_all(plan: Plan) -> None:

@@ -41,7 +41,7 @@ TEXT = (
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_k")
 
 
-def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> None:
+def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
     """Plan, and write every prompt's inputs into the folder `out`.
 
     request: plan or request (JSON of either), adapter, prompts (rows of Prompt, or None for one made here), images,
@@ -62,7 +62,7 @@ def main(request: Mapping[str, Any], tell: Callable[[dict[str, Any]], None]) -> 
         questions = [("text", _tokens(stand_in, request["prompt_tokens"] or PROMPT_TOKENS))]
     items = _items(stand_in, questions, media, int(request["new_tokens"]), Path(request["out"]))
     context = sum(item["prompt_tokens"] for item in items) / len(items) + request["new_tokens"] / 2
-    tell(
+    emit(
         {"event": "prepared", "plan": plan.to_json(), "folder": str(checkpoint.folder), "items": items,
          "context_tokens": context, "reads": _reads(plan, checkpoint, stand_in, request["adapter"], context)}
     )  # fmt: skip

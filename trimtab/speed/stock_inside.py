@@ -19,17 +19,17 @@ from trimtab.proof import forced, stock_route
 from trimtab.speed import bandwidth
 from trimtab.speed.clock import Clock, wait
 
-Tell = Callable[[dict[str, Any]], None]
+Emit = Callable[[dict[str, Any]], None]
 
 
-def main(request: Mapping[str, Any], tell: Tell) -> None:
+def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Make one run.
 
     request: folder, quant, dtype, device, adapters, adapter, items, out, new_tokens, warm_tokens,
     own_cpu_path (False: 4-bit products without bitsandbytes' fast path for CPUs). Tells one line, "ran",
     as `ours_inside.main` does; what the stack raises is an "upstream" line.
     """
-    with stock_route.told_if_raised(tell):
+    with stock_route.emit_if_raised(emit):
         _import_all(request)
         device = torch.device(request["device"])
         if device.type == "cuda":
@@ -57,7 +57,7 @@ def main(request: Mapping[str, Any], tell: Tell) -> None:
         }  # fmt: skip
         del model
         gc.collect()
-        tell(line | {"bandwidth": bandwidth.measure(request["device"])})
+        emit(line | {"bandwidth": bandwidth.measure(request["device"])})
 
 
 def _import_all(request: Mapping[str, Any]) -> None:

@@ -36,10 +36,10 @@ def owner_of(bug: Bug | None, run: Run) -> tuple[str, str]:
     """
     layer, trigger = layers_of(run)
     where = f"fails in {layer} ({LAYERS[layer]})" if layer else "a wrong result without an exception"
-    came = f", called from {trigger}" if trigger and trigger != layer else ""
+    called_from = f", called from {trigger}" if trigger and trigger != layer else ""
     if bug is not None:
-        return bug.owner[0], f"{where}{came}; the catalogue names {', '.join(bug.owner)}"
-    return layer or "transformers", f"{where}{came}"
+        return bug.owner[0], f"{where}{called_from}; the catalogue names {', '.join(bug.owner)}"
+    return layer or "transformers", f"{where}{called_from}"
 
 
 def layers_of(run: Run) -> tuple[str, str]:

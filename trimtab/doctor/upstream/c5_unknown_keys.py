@@ -29,15 +29,15 @@ BUG = Bug(
 def probe(kit: Kit) -> Seen:
     """Load with a key that names nothing."""
     bad = "model.multi_modal_projector"
-    with quiet() as said:
+    with quiet() as messages:
         try:
             model = kit.load(kit.checkpoint("llama"), device_map={bad: "cpu", "": 0})
         except (KeyError, ValueError) as error:
             if bad not in str(error):
                 raise
             return Seen(FIXED, f"refused: {failure(error)}")
-    heard = sum(bad in line for line in said)
+    warning_count = sum(bad in line for line in messages)
     silent = installed_source("transformers.integrations.accelerate", "def skip_device_map_check")
     also = f"; silenced for models with _no_placement_params by {silent[0]}:{silent[1]}" if silent else ""
     kept = "stays in" if bad in model.hf_device_map else "is removed from"
-    return Seen(PRESENT, f"loads with {heard} warning(s); the key {kept} hf_device_map{also}")
+    return Seen(PRESENT, f"loads with {warning_count} warning(s); the key {kept} hf_device_map{also}")

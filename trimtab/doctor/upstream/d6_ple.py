@@ -51,6 +51,6 @@ def probe(kit: Kit) -> Seen:
 
     table._old_forward = watched
     kit.forward(model)
-    came, needed = moved[0]
-    text = f"rows of {needed:,} bytes are needed, {came:,} bytes came to the execution device"
-    return Seen(PRESENT if came > needed else FIXED, text)
+    moved_bytes, needed = moved[0]
+    text = f"rows of {needed:,} bytes are needed, {moved_bytes:,} bytes came to the execution device"
+    return Seen(PRESENT if moved_bytes > needed else FIXED, text)

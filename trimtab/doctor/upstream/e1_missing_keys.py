@@ -46,7 +46,7 @@ def probe(kit: Kit) -> Seen:
         kept = {key: tensor for key, tensor in load_file(half / WEIGHTS).items() if ".layers.0." in key}
         save_file(kept, half / WEIGHTS, {"format": "pt"})
     base = kit.load(path)
-    with quiet() as said:
+    with quiet() as messages:
         try:
             model = kit.peft(base, half)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -55,6 +55,6 @@ def probe(kit: Kit) -> Seen:
             return Seen(FIXED, f"refused: {failure(error)}")
     layer = model.base_model.model.model.layers[1].self_attn.q_proj
     change = float(layer.get_delta_weight("default").abs().max())
-    warned = any("missing adapter keys" in line for line in said)
-    heard = "a warning" if warned else "no warning"
-    return Seen(PRESENT, f"loads with {heard}; the layer that the file lacks changes its weight by {change:.2f}")
+    warned = any("missing adapter keys" in line for line in messages)
+    reported = "a warning" if warned else "no warning"
+    return Seen(PRESENT, f"loads with {reported}; the layer that the file lacks changes its weight by {change:.2f}")

@@ -43,7 +43,7 @@ def probe(kit: Kit) -> Seen:
             json.dumps(config | {"target_modules": ["q_proj"]}), encoding="utf-8"
         )
     base = kit.load(path)
-    with quiet() as said:
+    with quiet() as messages:
         try:
             model = kit.peft(base, narrow)
         except (KeyError, RuntimeError, ValueError) as error:
@@ -52,7 +52,7 @@ def probe(kit: Kit) -> Seen:
             return Seen(FIXED, f"refused: {failure(error)}")
     if any("v_proj" in name and "lora_" in name for name, _ in model.named_parameters()):
         return Seen(FIXED, "the weights were applied although target_modules does not name their module")
-    heard = [line for line in said if "unexpected" in line.lower() or "v_proj" in line]
-    if heard:
-        return Seen(FIXED, f"said: {heard[0][:120]}")
+    reports = [line for line in messages if "unexpected" in line.lower() or "v_proj" in line]
+    if reports:
+        return Seen(FIXED, f"said: {reports[0][:120]}")
     return Seen(PRESENT, "4 tensors of the file were not applied, and nothing was reported")

@@ -38,8 +38,8 @@ def probe(kit: Kit) -> Seen:
     for quant in ("none", "nf4"):
         base, beside, merged = (kit.load(path, quant=quant, device_map={"": 0}) for _ in range(3))
         wanted = kit.forward(kit.peft(beside, adapter))
-        got = kit.forward(without_repacking(kit.peft(merged, adapter).merge_and_unload()))
-        errors[quant] = float((got - wanted).abs().max() / (wanted - kit.forward(base)).abs().max())
+        logits = kit.forward(without_repacking(kit.peft(merged, adapter).merge_and_unload()))
+        errors[quant] = float((logits - wanted).abs().max() / (wanted - kit.forward(base)).abs().max())
     # bfloat16 rounds each sum once; 4-bit must lose at least several times that to count.
     state = PRESENT if errors["nf4"] > 4 * errors["none"] else FIXED
     return Seen(

@@ -70,8 +70,8 @@ def _values(row: Row, ids: Sequence[tuple[int, int]], logprobs: Tensor) -> Value
         chosen = logprobs[torch.arange(len(row.tokens)), torch.tensor(row.tokens)]
         behind = logprobs.max(dim=-1).values - chosen
         return Values(own, float(behind.clamp(max=LARGEST).mean()))
-    said = torch.tensor([row.tops[place][token] for place, token in ids])
-    return Values(own, float((own - said).abs().clamp(max=LARGEST).mean()))
+    theirs = torch.tensor([row.tops[place][token] for place, token in ids])
+    return Values(own, float((own - theirs).abs().clamp(max=LARGEST).mean()))
 
 
 def between(a: Row, b: Row) -> float:

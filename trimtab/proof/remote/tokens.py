@@ -49,13 +49,13 @@ class TokenTable:
         by_bytes = self._by_bytes.get(token.data) if token.data else None
         return self._by_text.get(token.text) if by_bytes is None else by_bytes
 
-    def positions(self, said: Said) -> list[tuple[int, dict[int, float]]]:
+    def positions(self, answer: Said) -> list[tuple[int, dict[int, float]]]:
         """Return (chosen id, id -> logprob) for each place of an answer, up to the first token that is not known."""
         positions = []
         # Some servers decode each token alone, and their tokenizers then drop the space before a word.
-        told = "".join(position.chosen.text for position in said.positions or ())
-        is_stripped = " " not in told.strip() and " " in said.text.strip()
-        for position in said.positions or ():
+        chosen_text = "".join(position.chosen.text for position in answer.positions or ())
+        is_stripped = " " not in chosen_text.strip() and " " in answer.text.strip()
+        for position in answer.positions or ():
             chosen = self.find(position.chosen, is_stripped=is_stripped)
             if chosen is None:
                 break

@@ -294,15 +294,15 @@ def _ask_all(work: _Work, reference: Reference, new_tokens: int) -> None:
     for kind, opened in work.channels.items():
         questions = [one.question for one in work.chosen if one.question.kind == kind]
         work.say(f"sending the server {each * len(questions)} {kind} questions ({opened.channel.name})")
-        for question, said in _answers(work, opened.channel, work.remote_model, questions, new_tokens):
-            row = _row(reference, table, opened.channel, question, said)
+        for question, answer in _answers(work, opened.channel, work.remote_model, questions, new_tokens):
+            row = _row(reference, table, opened.channel, question, answer)
             if row is not None:
                 work.rows.append(row)
-                work.said[question.id] = said.text
+                work.said[question.id] = answer.text
         if work.remote_base is None:
             continue
-        for question, said in _answers(work, opened.channel, work.remote_base, questions, new_tokens):
-            row = _row(reference, table, opened.channel, question, said)
+        for question, answer in _answers(work, opened.channel, work.remote_base, questions, new_tokens):
+            row = _row(reference, table, opened.channel, question, answer)
             if row is not None:
                 work.base_rows[question.id] = row
     lost = len(work.chosen) - len(work.rows)
@@ -328,13 +328,13 @@ def _answers(
     return answers
 
 
-def _row(reference: Reference, table: TokenTable, channel: Channel, question: Question, said: Said) -> Row | None:
+def _row(reference: Reference, table: TokenTable, channel: Channel, question: Question, answer: Said) -> Row | None:
     if channel.top:
-        positions = table.positions(said)
+        positions = table.positions(answer)
         if not positions:
             return None
         return Row(question, tuple(token for token, _ in positions), tuple(top for _, top in positions))
-    ids = reference.tokenizer(said.text, add_special_tokens=False)["input_ids"][:NEW_TOKENS]
+    ids = reference.tokenizer(answer.text, add_special_tokens=False)["input_ids"][:NEW_TOKENS]
     return Row(question, tuple(ids), ()) if ids else None
 
 
