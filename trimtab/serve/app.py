@@ -71,7 +71,7 @@ class Pool(Protocol):
         """Return which of "text", "image", "audio" a model takes."""
 
     def submit(self, model: str, job: Job) -> AsyncIterator[Event]:
-        """Yield what a job is told; closing the iterator cancels it. Errors: TrimtabError."""
+        """Yield the events of a job. Closing the iterator cancels the job. Errors: TrimtabError."""
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None: ...
 
@@ -143,8 +143,8 @@ def make_app(
     live: Live | None = None,
     spans: journal.Spans | None = None,
 ) -> Starlette:
-    """Return the application. extra: more routes (the page). folders: what no answer may name, as `own_folders` gives them.
-    live: who tells of other settings later. spans: makes a trace of each request."""
+    """Return the application. extra: further routes (the page). folders: paths that no answer may contain, as `own_folders`
+    returns them. live: calls back with new settings after a reload. spans: creates a trace of each request."""
     live = live or Live(settings)
     beside_api = BESIDE.keys() & {getattr(route, "path", "") for route in extra}
     api = _Api(pool, settings, metrics, folders, beside_api)
@@ -201,7 +201,7 @@ class _Api:
         self._context_tokens = max((pool.context_tokens(model) for model in models), default=0)
 
     def use(self, settings: Settings) -> None:
-        """Answer from now on by other settings; what is being answered goes on as it began."""
+        """Use other settings for new requests. Running requests finish with the old ones."""
         self.settings, self.fetcher = settings, Fetcher(settings)
         self.reader.use(settings.limits, lenient=settings.lenient)
         self.quotas.use(settings.key_limits)

@@ -115,10 +115,11 @@ def _wanted_tokens(body: ChatRequest | CompletionRequest) -> int | None:
 def generate_request(
     body: ChatRequest | CompletionRequest, *, context_tokens: int, limits: Limits, index: int = 0
 ) -> GenerateRequest:
-    """Return how one choice is drawn. index: which of `n` choices; each has a seed of its own. Errors: RequestError.
+    """Return the sampling parameters of one choice. index: the number of the choice; each has its own seed. Errors:
+    RequestError.
 
-    Without max_tokens the answer may fill the context, as OpenAI's may; how much of it the prompt takes is known in the
-    worker, which shortens it.
+    Without max_tokens the answer may fill the context, as at OpenAI. The worker knows the length of the prompt and shortens the
+    answer.
     """
     wanted = _wanted_tokens(body)
     if wanted is not None and wanted > context_tokens:

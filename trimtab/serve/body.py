@@ -68,8 +68,8 @@ class BodiesFullError(TrimtabError):
 
 @dataclass(frozen=True)
 class BodyLimits:
-    """What one path allows. most_bytes: of the whole body. text_bytes: of what is not base64, and of any text that is not
-    ASCII alone; less than most_bytes where images and audio are taken."""
+    """The limits of one path. most_bytes: size of the whole body. text_bytes: size without base64, and of any text with
+    non-ASCII characters; smaller than most_bytes where images and audio are accepted."""
 
     most_bytes: int
     text_bytes: int
@@ -130,7 +130,8 @@ class Incoming:
         return BodyTooLargeError(self._limits.most_bytes)
 
     def close(self) -> None:
-        """Give back what the body took of the budget: after its answer, because what was read from it lives so long."""
+        """Release the body's share of the budget. Called after the answer, because the values read from the body live until
+        then."""
         self._budget.give_back(self._taken_bytes)
         self._taken_bytes = 0
 

@@ -52,7 +52,7 @@ class Budget:
         return None if known is None else median(self._steps[known])
 
     def chunk_s(self, size: int) -> float | None:
-        """Return how long a chunk takes, estimated where none of the size has run; None if nothing is known."""
+        """Return the seconds of a chunk of this size, estimated if none of this size has run; None if nothing is known."""
         if size in self._chunks:
             return median(self._chunks[size])
         if size == TOWERS:
@@ -64,7 +64,7 @@ class Budget:
         return None if smaller is None else median(self._chunks[smaller]) * size / smaller
 
     def left_s(self, rows: int) -> float | None:
-        """Return the time for chunks behind a step of so many rows; None where nothing bounds it."""
+        """Return the seconds left for chunks after a step of this many rows; None if nothing limits them."""
         step_s = self.step_s(rows) if rows else None
         return None if step_s is None else (RATIO - 1) * step_s
 

@@ -30,9 +30,12 @@ BARE_HEAD = '{"name"'
 def calls_grammar(
     form: str, functions: Sequence[Mapping[str, Any]], mark: Callable[[str], str], *, several: bool, after: str = ""
 ) -> str:
-    """Return the grammar of calls of these functions, one at least. mark: a control token's text -> what stands for it in a
-    grammar. several: whether more than one call may follow. after: what was written before, the form's opening mark or
-    BARE_HEAD; then the grammar is that of the rest of one opening. Errors: RequestError for schemas of too many rules."""
+    """Return the grammar for one or more calls of these functions.
+
+    mark: the text of a control token -> its form in a grammar. several: whether more than one call is allowed. after: the text
+    that is already written, the form's opening mark or BARE_HEAD; then the grammar describes the rest of that opening. Errors:
+    RequestError for schemas with too many rules.
+    """
     return _Grammar(form, mark, after).text(functions, several=several)
 
 

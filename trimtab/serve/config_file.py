@@ -53,9 +53,10 @@ def read_toml(path: Path, field: str) -> dict[str, Any]:
 
 
 def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Return options with what their file says where no flag was given. `named_keys` has its keys: key -> limits.
+    """Return the options, with the file's values for flags that were not given. `named_keys` holds the file's keys: key ->
+    limits.
 
-    Errors: RequestError, CheckpointError with everything that is wrong in the file.
+    Errors: RequestError, CheckpointError with every problem of the file.
     """
     path = Path(options.config)
     table, folder = read_toml(path, "--config"), path.parent

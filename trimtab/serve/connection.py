@@ -182,7 +182,7 @@ class GuardedProtocol(H11Protocol):
     # Deadlines --------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Take note of what this connection waits for now, and of how long it may."""
+        """Record what this connection waits for now, and its deadline."""
         now = self._stage_now()
         if now == self._stage or self.transport.is_closing():
             return
@@ -263,11 +263,11 @@ def _reserved(app: Callable[..., Any]) -> Any:
 
 
 class StrictConnection(h11.Connection):
-    """h11 without what two servers in a row could read in two ways. problem: what the last refusal said.
+    """h11 that refuses requests which two servers in a row could read differently. problem: the text of the last refusal.
 
-    Refused: Content-Length beside Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone, fields after a
-    chunked body; and heads of very many lines, bodies of very many tiny chunks, which cost much to parse.
-    Source: RFC 9112 sections 2.2, 6.1, 6.3, 7.1, 11.2.
+    Refused: Content-Length together with Transfer-Encoding, Transfer-Encoding in HTTP/1.0, lines that end in LF alone, fields
+    after a chunked body. Refused for their cost: heads with too many lines, bodies with too many tiny chunks. Source: RFC 9112
+    sections 2.2, 6.1, 6.3, 7.1, 11.2.
     """
 
     problem: h11.RemoteProtocolError | None = None
@@ -279,7 +279,7 @@ class StrictConnection(h11.Connection):
         return len(self._receive_buffer) > 0
 
     def skip(self, count: int) -> bool:
-        """Take note of so many more bytes of a body that nobody reads; False if they have to be looked at."""
+        """Count bytes of a body that nobody reads. Returns False if they have to be parsed."""
         body = self._reader
         if not isinstance(body, ContentLengthReader) or self._receive_buffer or body._remaining <= count:
             return False

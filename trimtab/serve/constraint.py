@@ -163,10 +163,10 @@ class SchemaConstraint:
 
 
 class HeldCalls:
-    """A constraint that begins wherever the answer opens a call and ends with that call.
+    """A constraint that begins where the answer opens a call and ends with that call.
 
-    openings: what opens a call -> what makes the matcher of its rest; BARE_HEAD opens one at the answer's beginning alone.
-    thoughts: marks between which nothing is a call. in_thought: whether the answer begins between them.
+    openings: opening text -> a function that makes the matcher of the rest; BARE_HEAD opens a call only at the start of the
+    answer. thoughts: marks of reasoning, in which nothing is a call. in_thought: whether the answer begins inside reasoning.
     """
 
     def __init__(

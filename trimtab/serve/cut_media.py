@@ -32,7 +32,7 @@ Cut = Mapping[str, bytes | None]
 
 
 def cut_media(body: bytes | bytearray) -> tuple[bytes | bytearray, Cut]:
-    """Return a body with names in the place of long base64 of images and audio, and what each name stands for."""
+    """Return the body with long base64 of images and audio replaced by names, and the bytes of each name."""
     pieces: list[bytes | bytearray] = []
     media: dict[str, bytes | None] = {}
     last = 0

@@ -25,7 +25,7 @@ POST_PATHS = (*REQUESTS, *ADMIN_PATHS)
 
 
 class Door:
-    """Asks for a key and counts what a body holds before anything reads it. body_limits: what the body of a path may hold."""
+    """Checks the key and counts the bytes of a body before anything reads it. body_limits: the limits of each path."""
 
     def __init__(self, app: ASGIApp, live: Live, body_limits: Callable[[str], BodyLimits]) -> None:
         self._app, self._body_limits = app, body_limits
@@ -87,10 +87,11 @@ class Door:
 
 
 def client_of(authorization: str, settings: Settings) -> str:
-    """Return whose cached prefixes a request may use: those of its key, and everybody's where there are no keys or they are shared.
+    """Return the owner of the prefixes that a request may reuse: its key, or one common owner if there are no keys or they are
+    shared.
 
-    authorization: the header of a request that was let in. Nobody can time what others have sent: a prefix is
-    found only by the key that it was cached for.
+    authorization: the header of an admitted request. Timing reveals nothing about other clients: a prefix is found only by the
+    key that cached it.
     """
     if not settings.api_keys or settings.share_prefixes:
         return ""

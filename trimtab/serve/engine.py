@@ -53,8 +53,8 @@ HOST_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "could not cr
 
 @dataclass(eq=False)
 class Answer:
-    """One job on its way: first a prompt, then a row; `pending` is what was decided and not told yet. is_begun: its adapter is
-    on the model, under the key that `row` has."""
+    """One running job: first a prompt, then a row. pending: events that were not sent yet. is_begun: its adapter is on the
+    model, under the key that `row` has."""
 
     job: Job
     prompt: Prompt | None
@@ -278,7 +278,7 @@ class LoadedEngine:
         return self._times.take()
 
     def choose(self, answer: Answer) -> None:
-        """Put an answer's adapter on the model, where it stays until the prompt has gone through. Errors: as `prefill`."""
+        """Put an answer's adapter on the model, where it stays until the prompt is complete. Errors: as `prefill`."""
         with self._named("reading a prompt"):
             self._begin_adapter(answer)
             if answer.prompt is not None:
@@ -286,8 +286,11 @@ class LoadedEngine:
         self._chosen.append(answer)
 
     def prefill_together(self, candidates: Sequence[Answer], most_tokens: int) -> tuple[int, list[Answer]]:
-        """Put prompts through in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`); those that are
-        through have their places among the rows. Errors: as `prefill`; nothing has changed then."""
+        """Compute several prompts in one pass, each with its adapter, where that is faster (`packed_prompts.Packs`). Complete
+        prompts have their places among the rows.
+
+        Errors: as `prefill`; then nothing has changed.
+        """
         able: list[Answer] = []
         for answer in candidates:
             if answer.embedding is None and answer.scores is None and answer.prompt is not None:
@@ -308,10 +311,10 @@ class LoadedEngine:
         return tokens, found
 
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
-        """Put the next piece of the prompt through the model; a prompt that is through has its place among the rows.
+        """Compute the next chunk of the prompt. A complete prompt has its place among the rows.
 
-        Errors: DeviceError if memory runs out; MistakeError for anything else that left the device well: one strange prompt
-        does not end everybody's answers.
+        Errors: DeviceError if memory runs out. MistakeError for any other failure that leaves the device usable: it ends this
+        answer only.
         """
         self._prefilling = answer
         if answer in self._chosen:
@@ -342,7 +345,7 @@ class LoadedEngine:
         return self.shelf.replace(name, held, self._in_use())
 
     def _begin_adapter(self, answer: Answer) -> None:
-        """Put an answer's adapter on the model. From here on it keeps this one, whatever its name stands for later."""
+        """Put an answer's adapter on the model. The answer keeps this adapter, whatever its name means later."""
         if answer.is_begun:
             return
         key = self.shelf.bring(answer.job.adapter, self._in_use())
@@ -363,7 +366,7 @@ class LoadedEngine:
         self._told(answer, drawn)
 
     def _score(self, answer: Answer, scores: PromptScores) -> bool:
-        """Put a piece of a prompt whose tokens are told with their probabilities through; the prompt itself comes after it."""
+        """Compute a chunk of a prompt whose token probabilities were requested. The prompt itself follows."""
         if scores.step():
             text = self._tokenizer.decode
             answer.scored = [None] + [
@@ -387,9 +390,12 @@ class LoadedEngine:
 
     @contextmanager
     def _named(self, what: str, job: Job | None = None) -> Iterator[None]:
-        """Give what goes wrong its name: DeviceError for memory, of the device or the host; MistakeError for what nobody
-        thought of. Only what the device does not get over is raised as it is: the worker has to end. job: whose fields
-        a RequestError names."""
+        """Convert an exception into its error: DeviceError for memory of the device or host, MistakeError for an unexpected
+        failure.
+
+        A failure after which the device is unusable is raised unchanged, and ends the worker. job: the fields that a
+        RequestError names.
+        """
         try:
             yield
         except RequestError as exc:
@@ -416,7 +422,7 @@ class LoadedEngine:
         return self._name_on_host(exc, what)
 
     def _name_on_host(self, exc: Exception, what: str) -> TrimtabError:
-        """Return the name of an error without a question to the device. What the log says, no client is told."""
+        """Return the error of an exception without using the device. Clients do not receive what the log says."""
         error_id = write_traceback(exc, f"internal error while {what}")
         if _is_host_memory(exc):
             return DeviceError(f"out of host memory while {what}", device="cpu", hint=LESS_HINT)
@@ -440,7 +446,7 @@ class LoadedEngine:
             self._break(answer, exc)
 
     def _break(self, answer: Answer, exc: Exception) -> None:
-        """End one answer with an error; the others go on."""
+        """End one answer with an error. The others continue."""
         answer.is_over = True
         answer.pending.append(error_event(answer.job.id, self._name(exc, "answering")))
 

@@ -85,10 +85,10 @@ def _nearest(name: str, known: Sequence[str]) -> list[str]:
 
 
 def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
-    """Return every spelling of the server's folders that a message could hold, the longest first.
+    """Return every spelling of the server's folders that a message could contain, longest first.
 
-    paths: those that it was given; where it runs from is added. A path with spaces in it can only be known this way: in the
-    middle of a sentence nothing else says where it ends. What is not on this machine, such as a hub id, is no path.
+    paths: those from the command line; the working directory is added. A path with spaces can only be recognized this way,
+    because nothing in a sentence marks its end. Names that do not exist on this machine, such as hub ids, are not paths.
     """
     given = [Path(path) for path in paths if path is not None and Path(path).exists()]
     around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
@@ -163,7 +163,7 @@ def raised_error(exc: TrimtabError, folders: Sequence[str] = ()) -> tuple[int, d
 
 
 def plain_error(exc: BaseException) -> Mapping[str, Any]:
-    """Return an error as the plain values that events carry. What is not ours is a bug, and told nothing about."""
+    """Return an error as the plain values of an event. An exception of another class is a bug: its text is not included."""
     if isinstance(exc, WorkerError):
         return exc.error
     if not isinstance(exc, TrimtabError):

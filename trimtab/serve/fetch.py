@@ -36,8 +36,8 @@ class Fetcher:
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="trimtab-fetch")
 
     async def get_all(self, urls: Mapping[str, str]) -> dict[str, bytes]:
-        """Return the bytes at each address. urls: address -> the field it stands in. Errors: RequestError, without a word
-        about what the network inside looks like."""
+        """Return the bytes at each address. urls: address -> the field that holds it. Errors: RequestError, which reveals
+        nothing about the internal network."""
         checked = {url: self._check(url, field) for url, field in urls.items()}
         bodies = await asyncio.gather(*(self._get(parts, urls[url]) for url, parts in checked.items()))
         return dict(zip(checked, bodies, strict=True))

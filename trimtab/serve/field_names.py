@@ -15,7 +15,7 @@ Names = Mapping[str, str]
 
 
 def client_field(field: str, names: Names) -> str:
-    """Return what the client calls a field: the longest beginning with a name of its own decides."""
+    """Return the client's name of a field: the longest prefix with a name decides."""
     end = len(field)
     while end > 0:
         if field[:end] in names:

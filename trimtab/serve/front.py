@@ -83,8 +83,10 @@ async def _verify(request: Request) -> Response:
 
 
 class Replicas:
-    """Every copy of one model, with a supervisor's face. handle: Ray's, to the deployment of `replica.Replica`. retry: a job
-    whose copy was lost before it said anything is given to another one, once. All but `stop` and `drain` belong to one loop.
+    """All copies of one model, with the interface of a supervisor.
+
+    handle: Ray's handle of the deployment of `replica.Replica`. retry: a job is sent to another copy, once, if its copy was
+    lost before the first event. All methods but `stop` and `drain` run on one loop.
     """
 
     def __init__(
@@ -123,7 +125,7 @@ class Replicas:
             self._keeper = self._loop.create_task(self._keep())
 
     def drain(self, grace_s: float) -> None:
-        """Let what is being answered end within a time, then stop. From any thread but the loop's."""
+        """Let running answers end within a time, then stop. Called from any thread but the loop's."""
         self._is_stopping = True
         end = time.monotonic() + grace_s
         while self._running and time.monotonic() < end:
@@ -247,7 +249,7 @@ class Replicas:
     # Calls ------------------------------------------------------------------------------------------------------------
 
     def call(self, what: str, **arguments: Any) -> Future[Any]:
-        """Do what a worker is asked for between two turns: "load_adapter", "unload_adapter", "numbers"."""
+        """Run an operation on the worker between two turns: "load_adapter", "unload_adapter", "numbers"."""
         if self._loop is None:
             future: Future[Any] = Future()
             future.set_exception(StoppingError())
@@ -296,9 +298,9 @@ def lost(exc: Exception) -> TrimtabError:
 
 
 def summed(per_copy: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the numbers of several copies as those of one: counts are added, of memory and times the largest is taken.
+    """Return the numbers of several copies as one set: counts are added; of memory and times the largest is taken.
 
-    names: what copies call an adapter -> what clients do; what no client names any more is left out.
+    names: a copy's name of an adapter -> the client's name. Adapters without a client's name are omitted.
     """
     total: dict[str, Any] = {}
     for one in per_copy:

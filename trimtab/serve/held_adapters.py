@@ -34,7 +34,7 @@ class HeldAdapters:
 
     @property
     def room_bytes(self) -> int:
-        """What the plan leaves for adapters beside those that are held."""
+        """Return the bytes that the plan leaves for adapters beyond those in host memory."""
         return max(0, self._model.plan.held_adapters_limit_bytes - self.nbytes)
 
     def read(self, path: str | Path, *, name: str | None = None) -> HeldAdapter:

@@ -90,7 +90,7 @@ def set_up(form: str = "text", level: str = "info") -> None:
 
 
 def set_up_as_parent() -> None:
-    """Write as the process that started this one does; nothing is changed if it has not said how."""
+    """Log as the parent process does. Changes nothing if the parent has not set a format."""
     form, level = os.environ.get(FORMAT_VARIABLE), os.environ.get(LEVEL_VARIABLE)
     if form not in FORMATS or level not in LEVELS:
         return

@@ -59,7 +59,7 @@ class Reloader:
         self._lock = asyncio.Lock()
 
     async def reload(self) -> dict[str, Any]:
-        """Return what has changed: settings by name, adapters as "model:adapter". If the file is wrong nothing changes.
+        """Return the changes: settings by name, adapters as "model:adapter". If the file is wrong, nothing changes.
 
         Errors: RequestError, CheckpointError as at the start of the server.
         """
@@ -83,7 +83,7 @@ class Reloader:
             return answer
 
     async def reload_quietly(self) -> None:
-        """Reload, and write down what was wrong: nobody waits for an answer."""
+        """Reload, and log a failure: no client waits for the result."""
         try:
             await self.reload()
         except TrimtabError as exc:

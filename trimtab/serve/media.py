@@ -102,7 +102,7 @@ def _webp_size(data: bytes) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class _Sound:
-    """What a header says. frames: samples of one channel."""
+    """The header of an audio file. frames: samples of one channel."""
 
     rate: int
     channels: int
@@ -114,9 +114,9 @@ class _Sound:
 
 
 def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
-    """Return the bytes if they are an audio clip of the kind that was said, within the limits. Errors: RequestError.
+    """Return the bytes if they are audio of the declared kind, within the limits. Errors: RequestError.
 
-    How long an ogg or mp3 lasts is known when it is decoded: the worker refuses what is longer than its plan counted.
+    The length of ogg and mp3 is known only after decoding: the worker refuses audio that is longer than its plan counted.
     """
     if kind not in AUDIO_FORMATS:
         raise RequestError(
@@ -170,10 +170,8 @@ def _wav_sound(known: tuple[int, ...], held_bytes: int) -> _Sound | None:
 
 
 def _flac(data: bytes) -> _Sound | None:
-    """Return what a FLAC file's first block says; None if it is not one or does not say how long it is.
-
-    Source: RFC 9639 section 8.2.
-    """
+    """Return the fields of a FLAC file's first block; None if it is not FLAC or does not state its length. Source: RFC 9639
+    section 8.2."""
     if len(data) < 26 or data[:4] != b"fLaC" or data[4] & 0x7F != 0:
         return None
     packed = int.from_bytes(data[18:26], "big")

@@ -182,10 +182,10 @@ _NAMES = {
 
 
 def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -> tuple[ChatRequest, Names]:
-    """Return the same request as a chat, and what its fields are called in the request.
+    """Return the request as a chat, and the request's names of the chat's fields. longest: the upper limit of max_tokens,
+    because this API requires clients to send a number.
 
-    longest: the most tokens of an answer; clients that must say a number say more. Errors: RequestError for blocks that stand
-    where none may.
+    Errors: RequestError for a block in a place where it is not allowed.
     """
     messages, places = _messages(body)
     names = {**_NAMES, **places}

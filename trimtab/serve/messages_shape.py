@@ -122,7 +122,7 @@ class MessagesShape(Shape):
 
 
 def _arguments(text: str) -> Any:
-    """Return a call's arguments; of one that was cut, its text under a name that says so."""
+    """Return a call's arguments. Incomplete arguments are returned as text, under a name that says so."""
     try:
         made = json.loads(text or "{}")
     except (ValueError, RecursionError):

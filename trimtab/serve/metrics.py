@@ -127,11 +127,8 @@ class Metrics:
         return Seen(self, model, adapter or "", choices, key, leave)
 
     def forget(self, adapter: str, model: str | None) -> None:
-        """Drop an adapter's series: names come and go, and the series of every name there ever was would stay. What they have
-        counted goes on in UNLOADED's.
-
-        model: None is every model that has one of this name.
-        """
+        """Drop an adapter's series, so that the number of series stays limited. Their counts are added to UNLOADED's. model:
+        None for every model with an adapter of this name."""
         for labels in [labels for labels in self._endings if labels[1] == adapter and model in (None, labels[0])]:
             gone = (labels[0], UNLOADED)
             for how in self._endings.pop(labels):
@@ -193,7 +190,7 @@ class Metrics:
 
 
 class _Grown:
-    """A counter of what a worker counts itself: a worker that comes back begins at zero, and this goes on."""
+    """A counter of a value that the worker counts. A restarted worker begins at zero; this counter continues."""
 
     def __init__(self, counter: Any) -> None:
         self._counter = counter
@@ -248,7 +245,7 @@ class Seen:
     is_over: bool = False
 
     def event(self, event: Event) -> None:
-        """Take note of what the request is told."""
+        """Record an event of the request."""
         now = time.monotonic()
         labels = (self.model, label_of(self.adapter))
         if event.kind in SPOKEN:
@@ -265,7 +262,7 @@ class Seen:
             self.cached_tokens += event.usage.get("cached_tokens", 0)
 
     def started(self) -> None:
-        """Take note of a prompt that begins to go through the model; of several choices the first counts."""
+        """Record that a prompt has started. Of several choices the first counts."""
         if self.queued_s is None:
             self.queued_s = time.monotonic() - self.arrived
             self.metrics.queued.labels(self.model, label_of(self.adapter)).observe(self.queued_s)

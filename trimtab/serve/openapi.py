@@ -1,6 +1,6 @@
 """The API's OpenAPI description, made from the schemas that the server validates requests with.
 
-Version 3.2, the first one that can say what the events of a stream are (`itemSchema`).
+Version 3.2 is the first that can describe the events of a stream (`itemSchema`).
 """
 
 from __future__ import annotations

@@ -195,7 +195,7 @@ class Pool:
         return sum(member.in_flight for member in self._members.values())
 
     async def drain(self, grace_s: float) -> None:
-        """Refuse what is new, let what is being answered end within a time, then stop everything."""
+        """Refuse new requests, let running answers end within a time, then stop every worker."""
         self.refuse_new()
         if self._keeper is not None:
             self._keeper.cancel()
@@ -350,7 +350,7 @@ class Pool:
             self._leave(member)
 
     async def load_adapter(self, model: str | None, name: str, path: str) -> None:
-        """Load an adapter for clients to name. Errors: what the worker says of its files."""
+        """Load an adapter that clients can name. Errors: those of the worker."""
         member = self._one(model)
         if name in self._members:
             raise RequestError("is the name of a model", field="lora_name", value=name)
@@ -426,10 +426,8 @@ class Pool:
             self._leave(member)
 
     def status(self) -> Mapping[str, Any]:
-        """Return what the page and the metrics show of every model: what is true now, and no path.
-
-        plan: None until the model was first loaded. numbers: none while no worker answers, whatever the last one said.
-        """
+        """Return the current state of every model for the page and the metrics, without paths. plan: None before the first
+        load. numbers: none while no worker answers."""
         return {"models": [self._status(name, member) for name, member in self._members.items()]}
 
     def _status(self, name: str, member: _Member) -> dict[str, Any]:
@@ -487,8 +485,8 @@ COUNTED = ("gpu_bytes", "host_bytes", "disk_bytes")
 
 
 def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return what a plan's picture needs, None for none: bytes by part and tier, budgets, and how it was requested. What a
-    plan says of folders and of this machine's rates stays here."""
+    """Return the values of a plan's picture, None without a plan: bytes by modality and tier, budgets, and how it was
+    requested. Folders and rates of this machine are not included."""
     if not plan:
         return None
     placed: dict[tuple[str, str], dict[str, Any]] = {}

@@ -22,8 +22,8 @@ SHORT_CHARACTERS = 32_768
 
 
 class Preparing:
-    """The thread. prepare: job -> its inputs; what it raises is what the future holds. media: who decodes images and audio first
-    (None: prepare does)."""
+    """The thread. prepare: job -> its inputs; its exception becomes the future's. media: decodes images and audio first (None:
+    prepare does)."""
 
     def __init__(self, prepare: Callable[[Job], Any], media: MediaPool | None = None) -> None:
         self._prepare, self._media = prepare, media

@@ -37,7 +37,7 @@ class KeyLimits:
 
 
 class QuotaError(RequestError):
-    """A key has used what it may; `retry_after_s` is when it may go on."""
+    """A key has used its quota. `retry_after_s`: seconds until the next request is allowed."""
 
     def __init__(self, limit: str, most: int, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
@@ -62,20 +62,20 @@ class _Used:
 
 
 class Quotas:
-    """Counts what each key uses. limits: key -> what it may use; keys that are not named have no limits."""
+    """Counts the use of each key. limits: key -> its limits; other keys have no limits."""
 
     def __init__(self, limits: Mapping[str, KeyLimits], *, now: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._now = dict(limits), now
         self._used: dict[str, _Used] = {}
 
     def use(self, limits: Mapping[str, KeyLimits]) -> None:
-        """Go on with other limits; what a key of the same name has used stays used."""
+        """Use other limits. The use of a key with the same name is kept."""
         self._limits = dict(limits)
         names = {one.name for one in limits.values()}
         self._used = {name: used for name, used in self._used.items() if name in names or used.running}
 
     def of(self, authorization: str) -> KeyLimits | None:
-        """Return what the key of a request may use, None for one without limits. authorization: its header."""
+        """Return the limits of a request's key, None for a key without limits. authorization: its header."""
         given = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
         best = None
         for key, limits in self._limits.items():  # every one is compared, in constant time each
@@ -84,7 +84,8 @@ class Quotas:
         return best
 
     def enter(self, limits: KeyLimits | None) -> Callable[[int], None]:
-        """Count a request that begins; returns what is called at its end with the tokens it used. Errors: QuotaError."""
+        """Count a request that begins. Returns a function to call at its end, with the number of tokens used. Errors:
+        QuotaError."""
         if limits is None:
             return lambda tokens: None
         used, now = self._used.setdefault(limits.name, _Used()), self._now()

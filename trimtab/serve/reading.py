@@ -29,9 +29,10 @@ def is_chat(job: Job) -> bool:
 
 
 def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
-    """Return what the chat template is told. A reasoning effort that it does not read turns its thinking on or off.
+    """Return the variables of the chat template. A reasoning effort that the template does not read switches its thinking on or
+    off.
 
-    Errors: RequestError for tools and arguments that the template does not know.
+    Errors: RequestError for tools and arguments that the template does not support.
     """
     given = dict(job.template_kwargs)
     if not is_chat(job):
@@ -103,8 +104,8 @@ class Reading:
         return AfterThought(held, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
 
     def events(self, text: str, tokens: tuple[Token, ...], *, is_last: bool) -> list[Event]:
-        """Return what the client is told of a piece of the answer. tokens: of that piece, with their logprobs; what is thought
-        or called has none."""
+        """Return the events of one chunk of the answer. tokens: the tokens of that chunk with their logprobs; reasoning and
+        calls have none."""
         job_id = self._job.id
         if self.reader is None:
             return [Event(job_id, "text", text=text, tokens=tokens)] if text or tokens else []

@@ -92,7 +92,7 @@ class ServedModel:
         return self.copies * (PLANNED[0] if self.rows is None else self.rows)
 
     def settings(self, queue_limit: int, *, prompt_tokens: int | None = None) -> dict[str, Any]:
-        """Return what the worker is told. prompt_tokens: the longest prompt that it takes (None: what the context holds)."""
+        """Return the settings of the worker. prompt_tokens: the longest accepted prompt (None: the context)."""
         # In full, so that what the worker says of a file can be told from the other words of a message.
         request = replace(self.request, model=in_full(self.request.model))
         adapters = {name: in_full(path) for name, path in self.adapters.items()}

@@ -110,7 +110,7 @@ class Replica:
     # Work -------------------------------------------------------------------------------------------------------------
 
     async def answer(self, message: Mapping[str, Any], path: str | None) -> AsyncIterator[dict[str, Any]]:
-        """Yield what a job is told. message: `job_to_message`. path: the folder of its adapter, None for the base."""
+        """Yield the events of a job. message: from `job_to_message`. path: the folder of its adapter, None for the base."""
         job = job_from_message(message)
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Event] = asyncio.Queue()

@@ -26,10 +26,8 @@ def check_rows(rows: int | None) -> None:
 
 
 def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadRequest], Plan]) -> Plan:
-    """Return the plan of a request for so many rows (None: for as many as cost nothing); `plan.request.batch` says how many.
-
-    Errors: those of `make`.
-    """
+    """Return the plan of a request for this many rows (None: as many as change no placement). `plan.request.batch` is the
+    number. Errors: those of `make`."""
     if rows is not None:
         return make(replace(request, batch=rows))
     least = make(replace(request, batch=PLANNED[-1]))

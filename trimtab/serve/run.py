@@ -51,12 +51,11 @@ def serve(
     models: Sequence[ServedModel], settings: Settings, *, together: int = 1, say: Callable[[str], None],
     reread: Reread | None = None,
 ) -> bool:  # fmt: skip
-    """Answer until SIGTERM or Ctrl-C; then take nothing new and let what is running end within `settings.grace_s`.
+    """Answer until SIGTERM or Ctrl-C. Then refuse new requests and let running ones end within `settings.grace_s`.
 
-    Returns whether Ctrl-C ended it. reread: returns models and settings as they are to be now, when SIGHUP or an administrator
-    asks for a reload.
-
-    A second Ctrl-C ends at once. Errors: RequestError if the address is taken or is not this machine's.
+    Returns whether Ctrl-C ended the server. reread: returns the new models and settings when SIGHUP or an administrator
+    requests a reload. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not an address of this
+    machine.
     """
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
@@ -130,7 +129,7 @@ def page_of(settings: Settings) -> Sequence[BaseRoute]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, told to end: while running answers are given their time it still listens, and says 503 to what is new."""
+    """uvicorn with a grace period: while running answers finish, it still listens and answers 503 to new requests."""
 
     def __init__(self, app: Starlette, pool: Pool, settings: Settings, guard: Guard, reloader: Reloader) -> None:
         self._reloader, self._reloading = reloader, set[asyncio.Task[None]]()

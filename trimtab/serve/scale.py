@@ -131,7 +131,7 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[list[ServedModel], Set
 
 
 def gpus_of(arguments: Mapping[str, Any], device: str) -> float:
-    """Return how many GPUs one copy of a model asks for. device: as its request says."""
+    """Return the number of GPUs that one copy of a model requests. device: as in its request."""
     return 0.0 if device == "cpu" else float(arguments["gpus"] or 0)
 
 

@@ -47,7 +47,7 @@ class DeadlineError(RequestError):
 
 
 class MistakeError(TrimtabError):
-    """The server failed at this one request in a way that nobody thought of; its log says how, under `error_id`."""
+    """The server failed at one request in an unexpected way. The log has the cause, under `error_id`."""
 
     def __init__(self, error_id: str = "") -> None:
         self.error_id = error_id
@@ -72,17 +72,15 @@ class Engine(Protocol):
         """Sizes in tokens that prompts can be cut into; empty for any."""
 
     def prefill(self, answer: Any, most_tokens: int) -> tuple[int, bool]:
-        """Put the next piece of the prompt through the model, of `most_tokens` at most where its inputs can be cut so; return the
-        size of the chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is through: nothing has to wait for
-        the device yet."""
+        """Compute the next chunk of the prompt, of at most `most_tokens` where its inputs can be cut. Return the size of the
+        chunk, `budget.TOWERS` for a pass of the towers, and True when the prompt is complete. Nothing waits for the device."""
 
     def choose(self, answer: Any) -> None:
-        """Make ready for an answer's prompt, which goes through soon: what it needs is not taken off the model. Errors:
-        TrimtabError."""
+        """Prepare an answer's prompt, which is computed soon: its adapter is not taken off the model. Errors: TrimtabError."""
 
     def prefill_together(self, answers: Sequence[Any], most_tokens: int) -> tuple[int, list[Any]]:
-        """Put several of these prompts through the model at once, the first among them, where that is faster than one after the
-        other; return the size of the pass and those that are through. 0 and none if the first one goes by itself."""
+        """Compute several of these prompts at once, the first among them, where that is faster than one after the other. Return
+        the size of the pass and the complete prompts; 0 and none if the first one is computed alone."""
 
     def arrive(self, answer: Any) -> None:
         """Give a prompt that is through its row and its first token; in the order in which they went through."""
@@ -138,9 +136,9 @@ class Counts:
 
 
 class Scheduler:
-    """Queues jobs and gives each what it is told through `emit`. All methods are called from one thread.
+    """Queues jobs and sends their events to `emit`. All methods are called from one thread.
 
-    queue_limit: how many may wait beyond those that have a free row to go to; one more is a QueueFullError.
+    queue_limit: the number of jobs that may wait beyond those with a free row. The next one is a QueueFullError.
     """
 
     def __init__(
@@ -187,7 +185,7 @@ class Scheduler:
         return sum(adapter in parts_of(entry.job.adapter) for entry in self._known.values())
 
     def submit(self, job: Job) -> None:
-        """Take a job. Errors: QueueFullError, RequestError for an id in use; what is wrong with the job itself is told."""
+        """Take a job. Errors: QueueFullError; RequestError for an id in use. Problems of the job itself become events."""
         if job.id in self._known:
             raise RequestError("a job of this id is being answered", field="id", value=job.id)
         if self.waiting >= self.queue_limit + self.engine.rows - self.running:
@@ -236,8 +234,8 @@ class Scheduler:
         self._tell(error_event(entry.job.id, error))
 
     def turn(self) -> bool:
-        """Do one turn: drop what is too late, prepare what has arrived, a step of all rows, pieces of prompts behind it. Returns
-        whether there is more to do."""
+        """Run one turn: drop late jobs, prepare new ones, decode a step of all rows, compute chunks of prompts behind it.
+        Returns whether there is more to do."""
         self._drop_late()
         self._admit()
         for size, seconds in self.engine.chunk_times():
@@ -251,7 +249,7 @@ class Scheduler:
         return not self.is_idle
 
     def _behind(self) -> bool:
-        """Give rows to the prompts that went through before, then put pieces of the next ones through; whether there were any."""
+        """Give rows to the complete prompts, then compute chunks of the next ones. Returns whether there were any."""
         rows = len(self._rows)
         self._arrive()
         left_s, count = self.budget.left_s(rows), 0
@@ -313,10 +311,10 @@ class Scheduler:
                 return
 
     def _next(self) -> _Entry | None:
-        """Return the first of the adapter whose turn it is, and put that adapter last.
+        """Return the first job of the adapter whose turn it is, and put that adapter last.
 
-        While an adapter waits for a slot, others pass; but once as many as there are rows have overtaken its first request,
-        only the base may, which needs no slot. Else those whose adapters have the slots could keep them for ever.
+        While an adapter waits for a slot, others pass. Once as many jobs as there are rows have passed its first job, only the
+        base may pass, because it needs no slot. Otherwise the adapters that have the slots could keep them forever.
         """
         passed: list[_Entry] = []
         is_barred = False
@@ -338,7 +336,8 @@ class Scheduler:
         return None
 
     def _prefill(self, most_tokens: int) -> int | None:
-        """Put one piece of one prompt through, or several prompts at once; return the size of the chunk, None if none can go on."""
+        """Compute a chunk of one prompt, or several prompts at once. Return the size of the chunk, None if no prompt can be
+        computed."""
         if self._prefilling is None:
             self._choose()
             if len(self._chosen) > 1 and not self._is_apart and (size := self._together(most_tokens)):
@@ -373,7 +372,7 @@ class Scheduler:
                 self._fail(entry, exc)
 
     def _together(self, most_tokens: int) -> int:
-        """Put several of the chosen prompts through at once; return the size of the pass, 0 if the first goes by itself."""
+        """Compute several of the chosen prompts at once. Return the size of the pass, 0 if the first is computed alone."""
         try:
             size, through = self.engine.prefill_together([entry.answer for entry in self._chosen], most_tokens)
         except TrimtabError:

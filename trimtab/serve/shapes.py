@@ -101,7 +101,7 @@ class Shape:
         return {**self.head, "object": self.object_name, "choices": choices, "usage": self.usage(), **self.of_prompt()}
 
     def of_prompt(self) -> dict[str, Any]:
-        """Return what a whole answer says of its prompt beside its choices."""
+        """Return the fields of an answer about its prompt, besides the choices."""
         return {}
 
 

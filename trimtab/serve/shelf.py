@@ -27,10 +27,10 @@ VERSION = "@"  # no adapter's name has it
 
 
 class AdapterShelf:
-    """Every adapter that may be requested: all in host memory, some of them on the model.
+    """Every adapter that may be requested: all in host memory, some on the model.
 
-    kept: names that are never taken off. resident_limit: how many may be on the model at once, mixes included (None: what the
-    plan has room for). lost: adapters that an earlier worker had and whose files can be read no more, with the reason.
+    kept: names that are never taken off the model. resident_limit: how many may be on it at once, mixes included (None: as many
+    as the plan has room for). lost: adapters of an earlier worker whose files can no longer be read, with the reason.
     """
 
     def __init__(self, model: LoadedModel, *, kept: Iterable[str] = (), resident_limit: int | None = None) -> None:
@@ -125,8 +125,8 @@ class AdapterShelf:
         return self.host.read(path, name=name)
 
     def put(self, name: str, held: HeldAdapter) -> None:
-        """Know an adapter from now on. Errors: RequestError for a name in use or where every place is kept; DoesNotFitError
-        if what is kept leaves no room for it."""
+        """Register an adapter. Errors: RequestError for a name in use, or if every slot is pinned; DoesNotFitError if the
+        pinned adapters leave no room."""
         self.check_new(name)
         kept = self._kept_keys()
         if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
@@ -187,9 +187,9 @@ class AdapterShelf:
         return not new or (is_place and sum(self._needed(key, name) for key in new) <= room)
 
     def bring(self, name: str | None, in_use: Iterable[str | None]) -> str | None:
-        """Put an adapter or mix on the model, taking off what was used longest ago; returns its key. in_use: keys.
+        """Put an adapter or mix on the model, in place of the least recently used one. Returns its key. in_use: keys in use.
 
-        Errors: DoesNotFitError; RequestError for a mix of what has no weighted sum.
+        Errors: DoesNotFitError; RequestError for a mix without a weighted sum.
         """
         if name is None:
             return None

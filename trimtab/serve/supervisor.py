@@ -111,9 +111,10 @@ class _Life:
 
 
 class Supervisor:
-    """Keeps one worker alive. settings: as `worker.main` takes them. retry: hand a job that had sent nothing yet to the
-    next worker, once. hang_s: a worker with work that says nothing for so long is killed. on_change: called (on any
-    thread) when `state` changes. target: what the process runs.
+    """Keeps one worker alive. settings: those of `worker.main`. retry: send a job without an event to the next worker, once.
+
+    hang_s: a worker with jobs is killed after this many seconds without an event. on_change: called (on any thread) when
+    `state` changes. target: the function that the process runs.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class Supervisor:
             raise WorkerError(self.failure or {"class": "DeviceError", "message": "the worker failed", "fields": {}})
 
     def drain(self, grace_s: float) -> None:
-        """Let what is being answered end within a time, then stop. New jobs are refused from now on."""
+        """Let running answers end within a time, then stop. New jobs are refused from now on."""
         with self._lock:
             self._is_stopping = True
             life = self._life
@@ -180,7 +181,7 @@ class Supervisor:
         self.stop()
 
     def stop(self) -> None:
-        """Stop the worker now; what was being answered is told so."""
+        """Stop the worker now. Running answers end with an error."""
         with self._lock:
             self._is_stopping = True
             life, self._life = self._life, None

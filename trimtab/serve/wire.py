@@ -226,7 +226,7 @@ ToolChoice = Annotated[
 
 
 class TemplateKwargs(Strict):
-    """What the chat template may be told, where it reads it."""
+    """Variables of the chat template that a request may set."""
 
     enable_thinking: bool | None = None
     thinking: bool | None = None

@@ -281,7 +281,7 @@ class _Worker:
         self.watcher.watch(name, path, stamp)
 
     def _take_changed(self) -> None:
-        """Answer with adapters whose files have changed; what is being answered ends with the old ones."""
+        """Use the new files of adapters that changed. Running answers finish with the old ones."""
         with suppress(queue.Empty):
             while True:
                 name, held = self.watcher.read_again.get_nowait()
@@ -303,7 +303,7 @@ class _Worker:
                 raise RequestError("no such call", field="what", value=what)
 
     def numbers(self) -> dict[str, Any]:
-        """Return what the page and the metrics show: adapters, rows, bytes, what has been done."""
+        """Return the values for the page and the metrics: adapters, rows, bytes, counts."""
         shelf, batch = self.engine.shelf, self.engine.batch
         swap_s = sorted(shelf.swap_s)
         return {
@@ -370,10 +370,10 @@ def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:
 def _split_adapters(
     settings: Mapping[str, Any], planned_before: Sequence[str] | None, lost: Collection[str] = ()
 ) -> tuple[LoadRequest, dict[str, str]]:
-    """Return the request that is planned, and the adapters that wait in host memory.
+    """Return the planned request, and the adapters that stay in host memory.
 
-    The plan counts memory for those that may be on the model at once: the kept ones first, then in the order given. After a
-    restart they are those that were planned before: what has been loaded since may be more than there is room for.
+    The plan counts memory for the adapters that may be on the model at once: the pinned ones first, then in the given order.
+    After a restart they are those of the previous plan, because later adapters may need more memory than there is.
     """
     request = LoadRequest.from_json(settings["request"])
     adapters = {name: path for name, path in settings.get("adapters", {}).items() if name not in lost}
