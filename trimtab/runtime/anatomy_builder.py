@@ -291,7 +291,7 @@ def _sub_configs(config: Any) -> Iterator[tuple[Any, Part]]:
 
 
 def _parents(path: str) -> list[str]:
-    """Return what a path lies under, the outermost first and the model itself ("") left out."""
+    """Return the paths that contain a path, outermost first, without the model itself ("")."""
     words = path.split(".")
     return [".".join(words[:count]) for count in range(1, len(words))]
 
@@ -386,7 +386,7 @@ class _Caches:
 
 
 def _tower_tokens(config: Any) -> Iterator[tuple[Part, int]]:
-    """Yield (part, soft tokens of one picture or sound) where the config fixes them."""
+    """Yield (modality, soft tokens of one image or audio clip) where the config fixes the number."""
     fields: tuple[tuple[Part, tuple[str, ...]], ...] = (
         ("vision", ("mm_tokens_per_image", "vision_soft_tokens_per_image", "image_seq_length")),
         ("audio", ("audio_soft_tokens_per_image",)),

@@ -58,10 +58,8 @@ class AnswerForm:
 
 
 def form_of(template: Any, *, with_tools: bool = False) -> AnswerForm:
-    """Return the form that a chat template asks for. template: a text, several by name, or None.
-
-    with_tools: of several, the one that is used where there are tools.
-    """
+    """Return the form of answers that a chat template implies. template: a text, several texts by name, or None. with_tools:
+    selects the template for tools, if there are several."""
     if isinstance(template, Mapping):
         template = template.get("tool_use" if with_tools and "tool_use" in template else "default")
     return _form_of(template) if isinstance(template, str) else AnswerForm()

@@ -237,7 +237,7 @@ class AnswerReader:
         return True
 
     def _whole_json(self, text: str) -> None:
-        """Read a call of which everything is there: its fields may stand in any order."""
+        """Parse a complete call. Its fields may be in any order."""
         try:
             call = json.loads(text, strict=False)
             name, given = call["name"], call.get("arguments", call.get("parameters", {}))

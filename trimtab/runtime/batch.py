@@ -98,8 +98,7 @@ class Batch:
 
     @contextmanager
     def stand_ins(self, token: int) -> Iterator[None]:
-        """While the block runs, every row has a prompt of one token, which went through the model; a row is cleared when a request
-        gets it."""
+        """Fill every row with a computed prompt of one token while the block runs. A row is cleared when a request gets it."""
         prompt = self.begin(self.model.prepare([token]), GenerateRequest(max_new_tokens=1), client=None)
         while not prompt.step():
             pass
@@ -146,7 +145,7 @@ class Batch:
         return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
 
     def _fork(self, prompt: Prompt) -> bool:
-        """Take over the prompt of a row of the same group whose states of it are whole; returns whether there is one."""
+        """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""
         row = prompt.row
         if not row.group:
             return False
@@ -196,8 +195,10 @@ class Batch:
         return end == count
 
     def place(self, prompt: Prompt) -> None:
-        """Give a prompt that is through a place behind the active rows, and its first token the order to come: nothing waits for
-        the device, and another prompt can go through. Errors: RequestError if no row is free."""
+        """Give a complete prompt a row behind the active ones, and queue the sampling of its first token.
+
+        Nothing waits for the device, and another prompt can be computed. Errors: RequestError if no row is free.
+        """
         if prompt.logits is None:
             raise RequestError("the prompt is not complete yet", field="prompt")
         if not self.free_rows:
@@ -210,9 +211,11 @@ class Batch:
         self._is_placed(prompt, number)
 
     def place_together(self, prompts: Sequence[Prompt], most_tokens: int | None = None) -> tuple[list[Prompt], int]:
-        """Put those of the waiting prompts that go well together through in one pass, the first among them, and give each its place
-        behind the active rows; returns them, and how many tokens were computed, padding included. None and 0 if the first one goes
-        through alone (`Prompt.step`)."""
+        """Compute several waiting prompts in one pass, the first among them, and give each a row behind the active ones.
+
+        Returns these prompts and the number of computed tokens, padding included; an empty list and 0 if the first one is
+        computed alone (`Prompt.step`).
+        """
         together = self.prompts.packs.choose(prompts, most_tokens)
         if together is None:
             return [], 0
@@ -267,8 +270,10 @@ class Batch:
                 row.number = number
 
     def join(self, prompt: Prompt) -> Drawn:
-        """Give a prompt that is through a row and its first token. Errors: RequestError if no row is free, or if a prompt that
-        was placed before has not joined."""
+        """Make a complete prompt an active row and return its first token.
+
+        Errors: RequestError if no row is free, or if an earlier placed prompt has not joined.
+        """
         if prompt.first is None:
             self.place(prompt)
         row, first, logits = prompt.row, prompt.first, prompt.logits
@@ -314,12 +319,11 @@ class Batch:
             ) from exc  # fmt: skip
 
     def step(self, behind: Callable[[], bool] | None = None) -> list[Drawn]:
-        """Return the next token of every row that has not finished, in the order of the rows; a row that no token could be
-        drawn for has an `error` instead.
+        """Return the next token of every unfinished row, in the order of the rows. A row without a token gets an `error`.
 
-        behind: called when the step is on its way, before anything waits for it; it may put prompts through and let them join,
-        and returns whether it gave the device work. If not, or without it, the next step may be queued. Errors: RequestError if
-        rows that differ in their adapters cannot be told apart by a layer.
+        behind: called after the step is queued and before anything waits for it. It may compute prompts and let them join, and
+        returns whether it gave the device work. If it did not, or without it, the next step may be queued. Errors: RequestError
+        if a layer cannot apply different adapters to different rows.
         """
         going = [row for row in self.active if row.finish is None]
         if not going:
@@ -359,10 +363,10 @@ class Batch:
     def _queue_draws(
         self, going: Sequence[Row], places: dict[Row, int], logits: Tensor, greedy: Tensor, *, write: bool
     ) -> tuple[Tensor, dict[Row, Exception]]:  # fmt: skip
-        """Return each row's token on the device, [count] int64, and why some rows cannot be drawn for.
+        """Return the token of each row on the device, [count] int64, and the rows that cannot be sampled, with the reason.
 
-        The likeliest, or one that is drawn; -1 where there is none. Nothing waits for them: where a captured step has put the
-        likeliest for the next one (`write`), they take its place.
+        A token is the most likely one or a sampled one; -1 if there is none. Nothing waits for them. `write`: sampled tokens
+        replace the most likely ones that a captured step has written for the next step.
         """
         drawing = [row for row in going if row.constraint is None and not row.sampler.is_greedy]
         failed: dict[Row, Exception] = {}
@@ -383,8 +387,11 @@ class Batch:
     def _read_tokens(
         self, greedy: Tensor, going: Sequence[Row], *, look_ahead: bool, behind: Callable[[], bool] | None = None
     ) -> tuple[list[int], bool]:  # fmt: skip
-        """Return each row's token, and whether the next step was queued or tried to be: the step's one wait for the device,
-        during which it may do the next step. Scores are gone then: only rows that need no more of them look ahead."""
+        """Return each row's token, and whether the next step was queued or attempted.
+
+        This is the step's only wait for the device, which can compute the next step during it. The logits of this step are
+        overwritten then, so only rows that no longer need them look ahead.
+        """
         count = greedy.shape[0]
         self._read[:count].copy_(greedy, non_blocking=True)
         read = None
@@ -416,12 +423,12 @@ class Batch:
         return token_ids, tries
 
     def _will_go_on(self, going: Sequence[Row]) -> bool:
-        """Whether the next step's tokens are where it reads them, and some row will want them."""
+        """Whether the next step's tokens are already where it reads them, and some row needs another token."""
         plain = all(row.constraint is None and self._top[row] is None for row in going)
         return plain and any(len(row.answer_ids) + 1 < row.request.max_new_tokens for row in going)
 
     def _is_right(self, ahead: _Ahead) -> bool:
-        """Whether a step that was queued is the one that is asked for now: same tokens, adapters and neighbours."""
+        """Whether a queued step matches the requested one: the same tokens, adapters and rows."""
         for row in self.active:
             if row.finish is not None:
                 if row not in ahead.expected:
@@ -475,7 +482,7 @@ class Batch:
             row.finish = "length"
 
     def tell_tokens(self) -> None:
-        """Put each row's last token where the next step reads it."""
+        """Write each row's last token to where the next step reads it."""
         self._told = True
         tokens = torch.tensor([[row.token_ids[-1]] for row in self.active])
         self.tokens[: len(self.active)].copy_(tokens, non_blocking=True)

@@ -72,7 +72,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class First:
-    """A prompt's first token on its way to the host: there once `event` has passed. why: why none could be drawn."""
+    """A prompt's first token on its way to the host, complete after `event`. why: the reason why none could be sampled."""
 
     token: Tensor
     event: Any
@@ -103,15 +103,15 @@ class Prompt:
 
     @property
     def needs_towers(self) -> bool:
-        """Whether its next piece is a pass of the towers, which no number of tokens bounds."""
+        """Whether its next chunk is a pass of the towers, whose time does not depend on a number of tokens."""
         return self.inputs.has_media and not self.done_tokens and self not in self.batch.prompts.jobs
 
     def step(self, most_tokens: int | None = None) -> bool:
-        """Put the next piece through the model; returns True when the whole prompt is through.
+        """Compute the next chunk. Returns True when the whole prompt is complete.
 
-        most_tokens: of the piece, where its inputs can be cut so. `chunk_tokens` is then the size that was computed, padding
-        included; 0 for a pass of the towers, which is a piece of its own where prompts go through in chunks. Errors:
-        DoesNotFitError if rows share a pool of pages and it lacks room; nothing has changed then.
+        most_tokens: the limit of the chunk, where its inputs can be cut. `chunk_tokens` is then the computed size, padding
+        included; 0 for a pass of the towers, which is a chunk of its own in captured prompts. Errors: DoesNotFitError if rows
+        share a pool of pages and it lacks room; then nothing has changed.
         """
         self.batch.pages.reserve(self.row)
         if not self.done_tokens and self.batch._fork(self):

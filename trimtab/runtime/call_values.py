@@ -107,7 +107,7 @@ def _plain(text: str) -> Any:
 
 
 def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments that stand between tags. parameters: the tool's schema, which says what is a text."""
+    """Return the arguments between tags. parameters: the tool's schema, which tells texts from other values."""
     properties = (parameters or {}).get("properties")
     arguments: dict[str, Any] = {}
     for name, text in _PARAMETER.findall(body):

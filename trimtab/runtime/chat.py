@@ -33,10 +33,10 @@ CONTEXT_HINT = "Shorten the prompt, lower max_new_tokens, or plan with a larger 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype. One row.
+    """The inputs of a forward pass: tensors on the execution device, floats in the model's dtype, one row.
 
-    marks: which tokens stand for which picture or sound, by its content; empty where that is not known. turns: how many tokens
-    there are up to the end of each turn.
+    marks: the tokens of each image or audio clip, with the digest of its content; empty where that is unknown. turns: the
+    number of tokens up to the end of each turn.
     """
 
     tensors: Mapping[str, Tensor]
@@ -338,7 +338,7 @@ _LIST = re.compile(r"""\{["']type["']: ["']text["'], ["']text["']: """)
 
 
 def _texts_plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages whose contents are text where they have no media."""
+    """Return the messages. Contents without media become text."""
     plain = []
     for message in messages:
         parts = message["content"]
@@ -446,7 +446,7 @@ def _through_processor(
 
 
 def _numbered(number: int, read: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Return what is read; an error says of which medium it is."""
+    """Return what `read` returns. An error names the number of the medium."""
     try:
         return read(*arguments, **options)
     except RequestError as exc:
@@ -486,7 +486,7 @@ def _inputs(
 
 
 def _check_known(model: Any, tokenizer: Any, ids: Sequence[int]) -> None:
-    """Raise CheckpointError if the embedding has no row for an id, RequestError if the tokenizer knows nothing of the text."""
+    """Raise CheckpointError if the embedding has no row for an id, RequestError if the tokenizer does not know the text."""
     vocabulary = int(model.hf_model.config.get_text_config().vocab_size)
     unknown = [token for token in ids if token >= vocabulary]
     if unknown and set(unknown) - placeholder_ids(model.hf_model):

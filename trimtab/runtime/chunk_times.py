@@ -1,7 +1,8 @@
 """Device times of prompt chunks, known after they have run, without waiting.
 
-A chunk whose graph had to be captured, or that ran kernel by kernel where others are captured, says nothing about the next one
-of its size, and one with images or audio has its towers in it: the caller leaves them out.
+The caller omits three kinds of chunks, because their times do not predict the next one of the same size: chunks whose graph had
+to be captured, chunks that ran kernel by kernel where others are captured, and chunks with images or audio, which include their
+towers.
 """
 
 from __future__ import annotations

@@ -22,9 +22,12 @@ def jobs(
     weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], module: nvrtc.Module,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
 ) -> list[Job]:  # fmt: skip
-    """Return what is compiled for products of these weights (a group, whether two are multiplied) and these kinds of attention
-    (heads, kv heads, head size). module: of the products, for what the card allows. checked: numbers of rows of the checks. counts:
-    of the steps. has_many: steps of more rows too."""
+    """Return the sources and variants to compile for products of these weights (a group, whether two are multiplied) and these
+    kinds of attention (heads, kv heads, head size).
+
+    module: of the products; it knows the limits of the card. checked: row counts of the checks. counts: row counts of the
+    steps. has_many: steps of more rows too.
+    """
     wanted = [Job(fused.source(), (), "fused.cu"), Job(ends.source(), (), "ends.cu")]
     wanted.append(Job(prompt_kernels.source(), (), "prompt.cu"))
     if has_many:
@@ -55,7 +58,8 @@ def compile_ahead(
     weights: Sequence[tuple[Sequence[Packed], bool]], attention: Sequence[tuple[int, int, int]], device: torch.device,
     dtype: torch.dtype, *, checked: Sequence[int], counts: Sequence[int], has_many: bool = False,
 ) -> None:  # fmt: skip
-    """Compile what `jobs` gives for a device, at once. One that does not compile is left for its check to name."""
+    """Compile the sources and variants that `jobs` returns for a device, in parallel. One that does not compile is named by its
+    check."""
     if nvrtc.why_not(device) is not None or not nvrtc.keeps_compiled():
         return
     with suppress(DeviceError):  # whoever loads it next says why

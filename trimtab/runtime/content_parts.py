@@ -57,7 +57,7 @@ def _of_url(url: Any, field: str) -> bytes:
 
 
 def split_data_url(url: str) -> tuple[str, int] | None:
-    """Return the media type of a data URL ("" without one) and where its base64 begins; None for what is none or has no base64."""
+    """Return the media type of a data URL ("" without one) and the offset of its base64; None for anything else."""
     match = _DATA_URL.match(url)
     return None if match is None else ((match["type"] or "").lower(), match.end())
 

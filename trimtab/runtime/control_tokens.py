@@ -102,10 +102,10 @@ class ControlTokens:
     def render(
         self, render: Callable[..., str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> PromptText:
-        """Return what the template makes of the messages, with the control tokens that their texts brought in.
+        """Return the rendered template, with the control tokens that came from the texts of the messages.
 
-        render: the template, called with the messages, and with the tools if there are any. Errors: RequestError as it raises
-        them, and for texts that hold every private character.
+        render: the template, called with the messages, and with the tools if there are any. Errors: those of `render`;
+        RequestError for texts that contain every private character.
         """
 
         def changed(change: Callable[[str], str]) -> str:

@@ -29,8 +29,11 @@ CutKey = tuple[str, tuple[int, ...], int, int, bool]
 
 @dataclass(frozen=True)
 class Cut:
-    """One way to cut a launch for n rows of x: units (of 16 rows) a block, warps a unit and units at once, blocks of 64 a
-    piece and pieces on their way, blocks along K and what each of them takes; pairs of blocks held in registers (0: a ring)."""
+    """One launch configuration for n rows of x.
+
+    Its numbers: units (of 16 rows) per block, warps per unit and units in flight, blocks of 64 per piece and pieces in flight,
+    blocks along K and the share of each, and pairs of blocks held in registers (0: a ring).
+    """
 
     n: int
     units: int
@@ -94,7 +97,7 @@ class Cut:
         return bool(self.held) and self.splits == 1 and each > 0 and -(-(self.chunk // 4) // each) <= 3
 
     def options(self, blocks: int, members: int, *, pair: bool, normed: bool = False) -> tuple[str, ...]:
-        """Return what a kernel of its own is compiled with, for rows of so many blocks of 64."""
+        """Return the compiler options of a kernel for rows of this many blocks of 64."""
         if not self.held:
             return ()
         facts = {
@@ -124,10 +127,10 @@ def cuts(
     rows: Sequence[int], columns: int, n: int, *, multiprocessors: int, shared_bytes: int, pair: bool = False,
     bandwidth: float = 4.2e12,
 ) -> list[Cut]:  # fmt: skip
-    """Return the ways to cut a product, the one that should be fastest first; empty if none fits.
+    """Return the launch configurations of a matmul, the probably fastest first; empty if none fits.
 
-    rows: D_out of each member. shared_bytes: what a block may have. pair: the outputs of two members are multiplied, so
-    both are in one block. The estimate (µs) is a rough model of what was measured on an H200.
+    rows: D_out of each member. shared_bytes: the limit of a block. pair: the outputs of two members are multiplied, so both are
+    in one block. The estimate (µs) is a rough model of measurements on an H200.
     """
     blocks = columns // BLOCK
     units = units_of(rows, pair=pair)

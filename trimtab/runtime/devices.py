@@ -59,7 +59,7 @@ GEMV_SIDE = 2048
 
 
 def resolve_device(device: str) -> str:
-    """Return "cpu" or "cuda:N" for what the user asked. Errors: RequestError if there is no such GPU."""
+    """Return "cpu" or "cuda:N" for the requested device. Errors: RequestError if there is no such GPU."""
     return resolve(device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
@@ -132,9 +132,9 @@ def outside_torch(device: torch.device) -> int:
 
 
 def check_room(plan: Plan) -> None:
-    """Raise DeviceError unless the GPU of a plan has free what the plan counts, or this process holds it already.
+    """Raise DeviceError unless the GPU of a plan has the planned bytes free, or this process holds them already.
 
-    What is free changes a little from one moment to the next: so little is let pass.
+    Free memory changes a little from one moment to the next. A difference of that size is accepted.
     """
     free, _ = torch.cuda.mem_get_info(plan.execution_device)
     available = free + gpu_process_bytes(plan.execution_device) - torch.cuda.memory_allocated(plan.execution_device)

@@ -47,7 +47,7 @@ class EncoderCounts:
 
 @contextmanager
 def encoders(hf_model: Any, cache: PrefixCache, scope: bytes, inputs: Inputs) -> Iterator[None]:
-    """Let the towers of a model answer from what is kept while the block runs, and keep what they compute."""
+    """While the block runs, the towers return cached outputs, and new outputs are cached."""
     owner = getattr(hf_model, "model", None)
     names = [name for name in FUNCTIONS if hasattr(owner, name)]
     kinds = hf_slots.media_ids(hf_model)
@@ -114,7 +114,7 @@ class _Tower:
     def _split(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
-        """Return the arguments of each picture alone, None where they cannot be told apart."""
+        """Return the arguments of each image separately, None if they cannot be separated."""
         count = len(self.digests)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         if not tensors or count == 1:

@@ -127,7 +127,7 @@ class Detokenizer:
         return next((size for size in range(longest, 0, -1) if self._held.endswith(stop[:size])), 0)
 
     def finish(self) -> str:
-        """Return what was held back."""
+        """Return the text that was held back."""
         if self.stopped:
             return ""
         before, now = self._decode(self._ids[self._from : self._to]), self._decode(self._ids[self._from :])

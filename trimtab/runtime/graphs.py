@@ -99,8 +99,8 @@ class Steps:
     # One step ----------------------------------------------------------------------------------------------------------
 
     def may_look_ahead(self) -> bool:
-        """Whether the step after the last one can be queued before its tokens are known here: they are where it reads them,
-        and nothing else of it is the host's to bring."""
+        """Whether the next step can be queued before the host knows its tokens: the tokens are on the device, and the host
+        brings no other input."""
         return self.wrote_tokens and not self._tables
 
     def run(self, *, ahead: bool = False) -> tuple[Tensor, Tensor]:
@@ -356,7 +356,7 @@ class Steps:
                     return
 
     def _counted_bytes(self, rows: int) -> int:
-        """Return what captures of `rows` rows may take: what the plan has for them, and what was counted beyond it."""
+        """Return the bytes that captures of `rows` rows may take: the planned ones, and those counted beyond the plan."""
         planned = self.model.plan.execution.step
         return sum(planned.bytes.values()) + extra_bytes(self.model, rows, "graph")
 

@@ -238,8 +238,8 @@ def wrong(
 
 
 def choose(leaf: Any) -> str | None:
-    """Let an 8-bit head whose weight comes to a GPU use the kernel where it works and pays; returns why it does not, None
-    if it does. leaf: the layer in its tier, loaded."""
+    """Let an 8-bit head on a GPU use the kernel if it works and is faster. Returns the reason if not, else None. leaf: the
+    loaded layer in its tier."""
     from trimtab.runtime.tuning import graph_us
 
     packed = leaf.packed()

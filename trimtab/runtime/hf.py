@@ -353,9 +353,10 @@ def anatomy_of(
 
 
 def _cache_windows(config: Any) -> tuple[int | None, ...] | None:
-    """Return the window of each layer of stock's own cache, None where it keeps everything; None if it cannot be asked.
+    """Return the window of each layer of transformers' own cache, None for a layer that keeps everything; None if the cache
+    cannot be asked.
 
-    Not read from the config: 5.6.2 drops all windows of a model whose num_kv_shared_layers is 0 (cache_utils.py).
+    The config is not read: transformers 5.6.2 drops all windows of a model whose num_kv_shared_layers is 0 (cache_utils.py).
     """
     try:
         layers = transformers.DynamicCache(config=config.get_text_config(decoder=True)).layers

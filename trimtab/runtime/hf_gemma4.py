@@ -212,8 +212,8 @@ class FusedStep:
         return self._head(self._normed(x, norm), next_tokens)
 
     def _rows(self, ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return the tokens' rows [n, D], what the first layer reads [n, D] and, where they were looked up at once, the rows of
-        the layers' table [n, layers * P]; each row's place in a ring is written."""
+        """Return the embeddings of the tokens [n, D], the input of the first layer [n, D] and, if one lookup gave both, the
+        rows of the per-layer table [n, layers * P]. Also writes each row's position in a sliding-window buffer."""
         norm = self._layers[0].input_layernorm
         count = ids.shape[0]
         ring = self._buffer("ring", (count,), torch.long)
@@ -239,7 +239,7 @@ class FusedStep:
         return first.out, x, None if second is None else second.out
 
     def _lookup(self, name: str, table: Any, count: int) -> ends.Lookup | None:
-        """Return what the kernel reads for a table without adapters whose rows are on the device, None for another."""
+        """Return the kernel's arguments for a table without adapters whose rows are on the device, None for other tables."""
         if self.kernels.ends is None or not isinstance(table, Table) or table.adapters:
             return None
         rows, scale = table.held(), self._scales.get(table)
@@ -364,7 +364,9 @@ class FusedStep:
         ahead: Sequence[Tensor] = (),
     ) -> Tensor:
         """Return [n, all D_out] of linears that read one input, with each row's adapter; with a gate [n, D_out of one].
-        norm: what makes that input of x. ahead: weights to bring near at the same time."""
+
+        norm: the norm that computes this input from x. ahead: weights to prefetch into L2 at the same time.
+        """
         count, route = x.shape[0], leaves[0].route
         widths = [leaf.out_features for leaf in leaves]
         width = widths[0] if gate is not None else sum(widths)

@@ -81,7 +81,7 @@ class AnswerPenalties(transformers.LogitsProcessor):  # type: ignore[misc]
 
     @classmethod
     def of(cls, request: GenerateRequest) -> AnswerPenalties | None:
-        """Return what a request asks for, None if it changes nothing."""
+        """Return the sampling of a request, None if it changes nothing."""
         return cls(request) if request.presence_penalty or request.frequency_penalty or request.logit_bias else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

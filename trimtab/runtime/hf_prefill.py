@@ -51,10 +51,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Form:
-    """What of a chunk is part of the program. places: of a full layer's cache that attention reads, 0 in a first chunk.
-    has_embeddings: the tokens' embeddings are given (images and audio are among them), and `deep` later layers' parts.
-    has_own_mask: which of the chunk's tokens see each other is given, not causal. rows: prompts side by side, each of up to `size`
-    tokens (packed_prefill.py); by_table: their adapters are looked up."""
+    """The properties of a chunk that are part of its program.
+
+    places: the positions of a full layer's cache that attention reads, 0 in a first chunk. has_embeddings: the tokens'
+    embeddings are given (images and audio are among them), and `deep` later layers' parts. has_own_mask: the mask between the
+    chunk's tokens is given, not causal. rows: prompts side by side.
+    """
 
     size: int
     places: int
@@ -136,7 +138,7 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
         self.target.lazy_initialization(key_states, value_states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the chunk's positions and return what its tokens look at: its own, and what came before."""
+        """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
         if not self.target.is_initialized:
             self.lazy_initialization(key_states, value_states)
         pairs = ((self.target.keys, key_states), (self.target.values, value_states))
@@ -392,7 +394,7 @@ class ChunkForward:
         return self._by_size[self.form.size]
 
     def begin(self, row: int) -> None:
-        """Begin a prompt in a row: what it held before is cleared, as a masked place that is not a number still counts."""
+        """Begin a prompt in a row. The row's earlier contents are cleared, because a masked NaN still spreads."""
         self.row = row
         self.cache.clear(row)
 
@@ -411,7 +413,7 @@ class ChunkForward:
         )
 
     def load(self, chunk: Chunk, ids: Sequence[int], media: Media | None = None) -> None:
-        """Bring the tokens of a chunk, and what stands for images and audio among them, to where its pass reads them."""
+        """Copy the tokens of a chunk, and the embeddings of images and audio among them, to where its pass reads them."""
         buffers = self._by_size.get(chunk.size)
         if buffers is None:
             buffers = Buffers(chunk.size, self._axes, self.cache.context_tokens, self.device)
@@ -480,7 +482,7 @@ class ChunkForward:
         return table.written(self.buffers.places[None], table.table[self.row : self.row + 1])[0]
 
     def _mask(self, kind: str) -> Tensor | None:
-        """Return what is added to the scores of a kind of layer [1, 1, size, keys], None where they are causal."""
+        """Return the additive mask of a kind of layer [1, 1, size, keys], None if it is causal."""
         form, buffers = self.form, self.buffers
         window, ring = self._window(kind)
         own = buffers.own_masks.get(kind) if form.has_own_mask else None
@@ -567,7 +569,7 @@ class ChunkForward:
         return self._added(self.buffers.numbers[None, :] <= self.buffers.last)
 
     def _last_of(self, value: Any) -> Any:
-        """Return the last token's part of what a layer is given: of tensors whose last dimension but one is the tokens."""
+        """Return a layer's input for the last token: the slice of every tensor whose second to last dimension is the tokens."""
         if isinstance(value, tuple):
             return tuple(self._last_of(one) for one in value)
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[-2] == self.form.size:

@@ -204,7 +204,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             raise
 
     def fill(self, row: int, prompt: DynamicCache, length: int, *, offset: int = 0) -> None:
-        """Take over a row whose prompt of `length` tokens has gone through the model. Errors: UnsupportedLayersError."""
+        """Copy a computed prompt of `length` tokens into a row. Errors: UnsupportedLayersError."""
         if not self.layers:
             self.lay_out(prompt)
         for mine, theirs in zip(self.layers, prompt.layers, strict=True):
@@ -276,7 +276,7 @@ class SlotCache(Cache):  # type: ignore[misc]
             self.step_places.copy_(self.pool.table.written(self.positions))
 
     def mask(self, count: int, *, is_ring: bool) -> Tensor:
-        """Return which places the step's rows look at: [count, 1, 1, places], True where they do."""
+        """Return the positions that the rows of a step attend to: [count, 1, 1, places], True where they do."""
         window = next(iter(self.ring_places)) if is_ring else self.context_tokens
         return self._masks[window][self.rows_of_step(count), :, :, : min(window, self.seen_places)]
 
@@ -416,12 +416,12 @@ def has_three_axes(hf_model: Any) -> bool:
 
 
 def placeholder_ids(hf_model: Any) -> frozenset[int]:
-    """Return the token ids that stand for an image, frame or sound of the prompt."""
+    """Return the token ids that represent an image, frame or audio clip in a prompt."""
     return frozenset().union(*media_ids(hf_model))
 
 
 def media_ids(hf_model: Any) -> tuple[frozenset[int], frozenset[int]]:
-    """Return the token ids that stand for pictures and frames, and those that stand for audio clips."""
+    """Return the token ids that represent images and frames, and those that represent audio clips."""
 
     def named(*kinds: str) -> frozenset[int]:
         names = (f"{what}_token_{word}" for what in kinds for word in ("id", "index"))

@@ -31,7 +31,7 @@ Entry = Mapping[str, Any]
 
 
 class KeptChecks:
-    """The entries of one card. key: what they are valid for, as text; None: nothing is read or written."""
+    """The cached entries of one card. key: the condition under which they are valid, as text; None: nothing is read or written."""
 
     def __init__(self, key: str | None = None, entries: Mapping[str, Entry] | None = None) -> None:
         self._key = key
@@ -40,7 +40,7 @@ class KeptChecks:
 
     @classmethod
     def of(cls, device: torch.device | str) -> KeptChecks:
-        """Return what is kept for a device; nothing for one that is no GPU of NVIDIA's, or without a folder."""
+        """Return the cache of a device; an empty one for other devices than NVIDIA's GPUs, or without a folder."""
         device = torch.device(device)
         if device.type != "cuda" or nvrtc.why_not(device) is not None:
             return cls()
@@ -56,7 +56,7 @@ class KeptChecks:
         self._entries[repr(what)] = self._added[repr(what)] = entry
 
     def save(self) -> None:
-        """Write what was added beside what other processes have written at the same time."""
+        """Write the new entries, together with those that other processes wrote at the same time."""
         if self._key is None or not self._added:
             return
         whole = {**_read(self._key), **self._added}

@@ -166,10 +166,10 @@ class Kernels:
         self, groups: Sequence[Sequence[Sequence[Leaf]]], dtype: torch.dtype, counts: Sequence[int], *,
         progress: Progress | None = None,
     ) -> None:  # fmt: skip
-        """Set each product's launch configuration without timing any: tuned on this card, shipped, or the best estimate.
+        """Set each product's launch configuration without timing: tuned on this card, shipped, or the best estimate.
 
-        They are compiled several at once, or read from what was compiled before. One that was not tuned here must fit the card's
-        shared memory and registers and compute what the plain one computes; else the plain one is taken.
+        The kernels are compiled in parallel, or read from the cache. A configuration that was not tuned here must fit the
+        card's shared memory and registers and compute the result of the plain kernel; otherwise the plain kernel is used.
         """
         ready: set[Any] = self.matvec.kept.setdefault("prepared", set())
         wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]

@@ -207,7 +207,7 @@ class RowPages:
         self.forget(row)
 
     def vacate(self, row: Row) -> int:
-        """Let a request have no row of the cache, and give back its room; returns the number of the row that it had."""
+        """Take a request's row of the cache away and free its pages. Returns the number of that row."""
         number, row.number = row.number, -1
         self.cache.bind(number, None)
         self.forget(row)

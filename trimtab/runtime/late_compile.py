@@ -20,9 +20,9 @@ _ONE_IMPORT = threading.Lock()
 
 @contextmanager
 def late_compile(package: str) -> Iterator[None]:
-    """While the block imports a package, functions of its own that it gives to torch.compile are compiled at their first call.
+    """While the block imports a package, functions that the package passes to torch.compile are compiled at their first call.
 
-    Whatever else is given to torch.compile at the same time, on another thread say, is compiled as ever.
+    Functions that other threads pass to torch.compile at the same time are compiled as usual.
     """
     with _ONE_IMPORT:
         real = torch.compile

@@ -145,7 +145,8 @@ def kept(target: Target) -> dict[CutKey, Cut]:
 
 
 def keep(target: Target, configs: Mapping[CutKey, Cut], about: Mapping[str, str]) -> None:
-    """Keep what was tuned on this card beside what was kept before; a folder that cannot be written costs time only."""
+    """Save the configurations that were tuned on this card, together with earlier ones. If the folder cannot be written, later
+    processes tune again."""
     with suppress(OSError):
         whole = document(target, kept(target) | dict(configs), about)
         write_own(own_folder(FOLDER) / hashed(_key(target)), _key(target), write_text(whole).encode())

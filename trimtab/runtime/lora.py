@@ -446,10 +446,10 @@ def kind_of(module_path: str) -> str:
 
 
 def fit(model: nn.Module, spec: AdapterSpec, starts: Mapping[tuple[Path, int], int] | None = None) -> Fitting:
-    """Return where an adapter goes on the model. Nothing is changed.
+    """Return the modules that an adapter changes, without changing them.
 
-    starts: at which value of one piece each tensor begins, by its file and first byte there; without them every tensor is
-    read by itself. Errors: AdapterError for modules that the model does not hold or cannot adapt.
+    starts: the offset of each tensor in one piece of memory, by its file and first byte there; without them every tensor is
+    read separately. Errors: AdapterError for modules that the model does not have or that cannot be adapted.
     """
     by_module: dict[str, dict[str, AdapterTarget]] = {}
     for target in spec.targets:

@@ -55,10 +55,10 @@ class Gate:
 
 @dataclass(frozen=True)
 class Norm:
-    """What stands in front of a product that is given the outputs y [n, D_in] of the layer before instead of its own input:
-    h = (residual + norm(y) post) scalar, x = norm(h) next (x = h without next).
+    """The norm before a product, whose input is then the outputs y [n, D_in] of the previous layer.
 
-    Shapes: residual, out_h [n, D_in], out_h is written and must not be residual; post, next [D_in]; scalar [1] or None.
+    h = (residual + norm(y) post) scalar, x = norm(h) next (x = h without next). Shapes: residual, out_h [n, D_in]; out_h is
+    written and must not be residual; post, next [D_in]; scalar [1] or None.
     """
 
     residual: Tensor
@@ -276,7 +276,7 @@ def prepare(module: nvrtc.Module) -> None:
 
 
 def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
-    """Return what the 256 bytes stand for: the weight of the high nibble in the low half, both as float16."""
+    """Return the two weights of each of the 256 byte values: the weight of the high nibble in the low half, both as float16."""
     key = ("table", code.data_ptr())
     if key not in module.kept:
         high, low = code.half().repeat_interleave(16), code.half().repeat(16)

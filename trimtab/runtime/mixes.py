@@ -125,7 +125,7 @@ class Mixes:
         return all(one.dtype is not None and not self._model.fitting(one).rest for one in parts)
 
     def needed_bytes(self, parts: Sequence[HeldAdapter]) -> int:
-        """Return what a mix takes of the room for adapters, beside what its parts take where they have to be there too."""
+        """Return the bytes of a mix, not counting its adapters where they have to be on the device too."""
         by_leaf: dict[nn.Module, int] = {}
         for held in parts:
             for place in self._model.fitting(held).plain:

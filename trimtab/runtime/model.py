@@ -289,7 +289,7 @@ class LoadedModel(Asking):
         )
 
     def bytes_with_copies(self, own: int) -> int:
-        """Return what an adapter of so many bytes takes of `free_adapter_bytes`, as `adapter_bytes`."""
+        """Return the share of `free_adapter_bytes` that an adapter of this many bytes takes, as `adapter_bytes`."""
         loaded = list(self.adapter_sizes.values())
         return own + self._copies_beyond([*loaded, own]) - self._copies_beyond(loaded)
 
@@ -398,10 +398,10 @@ class LoadedModel(Asking):
         return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
 
     def rows(self) -> Batch | None:
-        """Return the batch that `answer` and `generate` decode with, None where transformers' generation does. It has one row, or
-        the plan's rows where answers are batch-invariant.
+        """Return the batch that `answer` and `generate` decode with, None where transformers' own generation decodes.
 
-        Errors: DeviceError if a way to decode was requested by name and cannot be had.
+        It has one row, or the plan's rows where answers are batch-invariant. Errors: DeviceError if an explicitly requested
+        decode mode is unavailable.
         """
         from trimtab.runtime.batch import Batch
 

@@ -207,7 +207,7 @@ class Job:
 
 
 def keeps_compiled() -> bool:
-    """Whether what is compiled is kept for whoever compiles it next."""
+    """Whether compiled code is cached for later processes."""
     try:
         own_folder(FOLDER)
     except OSError:
@@ -216,7 +216,7 @@ def keeps_compiled() -> bool:
 
 
 def compile_all(jobs: Sequence[Job], capability: tuple[int, int]) -> None:
-    """Compile several sources at once, for `compiled` to find; one that does not compile is left for it to name."""
+    """Compile several sources in parallel, for `compiled` to find. One that does not compile is named by `compiled`."""
     compiler = find_compiler()
     if compiler is None:
         return
@@ -260,7 +260,7 @@ def _check(code: int, what: str, device: torch.device) -> None:
 
 @lru_cache(maxsize=1)
 def driver_version() -> int:
-    """Return the CUDA release that the driver knows, such as 13000; 0 if it does not say."""
+    """Return the CUDA release of the driver, such as 13000; 0 if it does not say."""
     version = ctypes.c_int()
     return version.value if _driver().cuDriverGetVersion(ctypes.byref(version)) == 0 else 0
 
@@ -372,7 +372,7 @@ class Module:
         return module
 
     def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
-        """Compile several variants at once, for `variant` to load. One that does not compile is left for `variant` to name."""
+        """Compile several variants in parallel, for `variant` to load. One that does not compile is named by `variant`."""
         compiler = find_compiler()
         missing = [
             options for options in wanted if ("variant", options) not in self.kept and options not in self._codes

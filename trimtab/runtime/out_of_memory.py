@@ -1,7 +1,7 @@
 """Out-of-memory errors of a GPU: how they are recognized, and the error with the plan's numbers that users get.
 
-A plan counts what its execution takes, so a device that runs out is never a reason to go on the slower way: it is an error that
-names what was counted, what is free and what to pass.
+A plan counts the memory of its execution. So a device that runs out of memory never causes a slower fallback: it is an error
+with the counted bytes, the free bytes and the flag to pass.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ class PackForward(ChunkForward):
         return table.written(self.pack.places, table.table.index_select(0, self.pack.row)).flatten()
 
     def _mask(self, kind: str) -> Tensor | None:
-        """Return what is added to the scores of a kind of layer [1 or rows, 1, size, keys], None where they are causal."""
+        """Return the additive mask of a kind of layer [1 or rows, 1, size, keys], None if it is causal."""
         form, buffers = self.form, self.pack
         window, ring = self._window(kind)
         own = buffers.causal
@@ -212,7 +212,7 @@ class PackForward(ChunkForward):
     # What modules are given ----------------------------------------------------------------------------------------
 
     def _with_last_tokens(self) -> Callable[..., Any]:
-        """Return what stands for the decoder's forward: its states of each row's last token, the only ones that are requested."""
+        """Return a replacement of the decoder's forward that returns the states of each row's last token only."""
         inner = self.decoder.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -228,8 +228,8 @@ class PackForward(ChunkForward):
         return self._at_last(mask[:, 0])[:, None]
 
     def _last_of(self, value: Any) -> Any:
-        """Return each row's last token's part of what a layer is given: of tensors whose last dimension but one is the tokens, and
-        the one before it the rows (Gemma 3n has several states of each token in front)."""
+        """Return a layer's input for each row's last token: of every tensor whose second to last dimension is the tokens and
+        whose third to last is the rows (Gemma 3n has several states of each token in front)."""
         if isinstance(value, tuple):
             return tuple(self._last_of(one) for one in value)
         if isinstance(value, Tensor) and value.dim() > 2 and value.shape[-2] == self.form.size:

@@ -155,8 +155,8 @@ class Packs:
     # Which -------------------------------------------------------------------------------------------------------------
 
     def choose(self, waiting: Sequence[Prompt], most_tokens: int | None = None) -> Together | None:
-        """Return which of the waiting prompts go through together, the first among them, in a pass of `most_tokens` at most; None
-        if the first one goes through alone."""
+        """Return the waiting prompts for one pass of at most `most_tokens`, the first among them; None if the first one is
+        computed alone."""
         prompts = self.prompts
         free = prompts.batch.free_rows
         if len(waiting) < 2 or free < 2 or self.why_not() is not None or not self._can(waiting[0]):

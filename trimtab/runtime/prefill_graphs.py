@@ -249,8 +249,10 @@ class Prompts:
         return None if chunks is None else _Job(chunks, media, offset, self._serial_of(prompt.row.adapter), kept)
 
     def _media_of(self, prompt: Prompt) -> Media | None:
-        """Return what a prompt with media is made of once its towers have run; None where that is not known of this family. Errors:
-        PausedError where they go on in the next piece, as rows are being answered."""
+        """Return the inputs of a prompt with media after its towers have run; None where this is unknown for the family.
+
+        Errors: PausedError if the towers continue in the next chunk, because rows are being decoded.
+        """
         is_busy, serial = bool(self.batch.active), self._serial_of(prompt.row.adapter)
         pieces = self._paused.pop(prompt, None)
         if pieces is None or pieces.serial != serial:
@@ -285,10 +287,11 @@ class Prompts:
         return None if name is None else self.model.route.serials.get(name)
 
     def step(self, prompt: Prompt, most_tokens: int | None = None) -> bool:
-        """Put the next chunk through, of `most_tokens` at most where it can be cut so; returns True when the whole prompt is, its
-        states in the cache's prompt row.
+        """Compute the next chunk, of at most `most_tokens` where it can be cut. Returns True when the whole prompt is complete,
+        with its states in the cache's prompt row.
 
-        Errors: RequestError if the prompt's adapter was unloaded since it began, whether or not another has its name now.
+        Errors: RequestError if the prompt's adapter was unloaded since the prompt began, even if another adapter has its name
+        now.
         """
         if prompt in self._paused:  # in the middle of its towers
             prompt.chunk_tokens = 0
@@ -358,8 +361,11 @@ class Prompts:
         self, key: tuple[Hashable, ...], serial: int | None, rows: Sequence[int], stage: Callable[[], None] = lambda: None,
         *, at_once: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Return what the pass of a form computes, captured where it can be. key: the form and what else is part of the program.
-        serial: of the adapter whose own addresses it reads. rows: of the cache that it writes. stage: brings what the host has."""
+        """Return the result of a form's pass, captured where possible.
+
+        key: the form and the rest of what identifies the program. serial: of the adapter whose own addresses it reads. rows:
+        the rows of the cache that it writes. stage: copies the inputs that the host has.
+        """
         form = key[0]
         assert isinstance(form, Form)
         self.is_steady = not self.captures
@@ -377,8 +383,8 @@ class Prompts:
         return self._outputs[form.is_last, form.rows]
 
     def _can_stage(self, form: Form, chunk: Chunk, ids: Sequence[int]) -> bool:
-        """Whether the rows of tables that the host fetches are those of the chunk's tokens: for one that stands for an image or a
-        sound transformers looks another one up."""
+        """Whether the table rows that the host fetches are those of the chunk's tokens. For the placeholder of an image or
+        audio clip transformers looks up another row."""
         if not self.staged_tables:
             return True
         return not form.has_embeddings and self._placeholders.isdisjoint(ids[chunk.start : chunk.start + chunk.count])
@@ -482,7 +488,7 @@ class Prompts:
         return captured
 
     def _forget(self, serial: int | None) -> None:
-        """Drop graphs of adapters that are gone, and the one used longest ago where there are too many."""
+        """Drop graphs of unloaded adapters, and the least recently used one if there are too many."""
         serials = {None, serial, *self.model.route.serials.values()}
         for key in [key for key, one in self._graphs.items() if one.serial not in serials]:
             del self._graphs[key]
@@ -504,13 +510,13 @@ class Prompts:
         return not self.captures or self._most_graphs() >= len(self.sizes) + CUT_GRAPHS
 
     def has_room_for(self, graphs: int, spare_bytes: int) -> bool:
-        """Whether so many graphs beyond those of cut prompts find room, and leave so many bytes."""
+        """Whether there is room for this many graphs beyond those of cut prompts, with this many bytes left over."""
         return self._most_graphs() >= len(self.sizes) + CUT_GRAPHS + graphs and self.left_bytes() >= spare_bytes
 
     def _graph(
         self, form: Form, before: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[torch.cuda.CUDAGraph, list[tiers.Group]]:
-        """Return a graph that has run once, and computed what the pass that it was captured from did, and what it streams."""
+        """Return a graph that has run once with the result of the captured pass, and the blocks that it streams."""
         expected, order = self._warm(form)
         hf_slots.restore(before)
         output = self._outputs.setdefault((form.is_last, form.rows), torch.empty_like(expected))

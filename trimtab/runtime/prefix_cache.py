@@ -90,7 +90,7 @@ class PrefixCache:
         return cls(model, capacity_bytes)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory.close()
         self.layout, self.store, self._staging = None, None, None
 
@@ -121,7 +121,7 @@ class PrefixCache:
         return ours | media | {"bytes": used, "capacity_bytes": self.capacity_bytes}
 
     def learn(self, cache: SlotCache) -> bool:
-        """Take over the layout of a family's states once they are there; returns whether it is known and a page fits."""
+        """Set the layout from a family's first states. Returns whether it is known and a page fits."""
         if self.layout is None:
             layout = Layout.of(cache, self.block_tokens)
             pages = self.capacity_bytes // layout.page_bytes
@@ -150,7 +150,7 @@ class PrefixCache:
             raise
 
     def load(self, match: Match, states: States) -> None:
-        """Copy the first match.tokens tokens' states to where `states` are."""
+        """Copy the states of the first match.tokens tokens into `states`."""
         assert self.layout is not None
         for group in self._groups(list(enumerate(match.blocks))):
             flat = self._buffer(len(group) * self.layout.page_bytes)
@@ -199,7 +199,7 @@ class PrefixCache:
         return 2**62 if self._staging is None else self._staging.numel()
 
     def _groups(self, blocks: Sequence[tuple[int, int]]) -> Iterator[Sequence[tuple[int, int]]]:
-        """Yield consecutive blocks, as many at once as pass through the buffer."""
+        """Yield consecutive blocks, as many at a time as the buffer holds."""
         assert self.layout is not None
         count = max(self._room() // self.layout.page_bytes, 1)
         for first in range(0, len(blocks), count):
@@ -221,7 +221,7 @@ class PrefixCache:
         _copy(state_views, buffer_views) if into_states else _copy(buffer_views, state_views)
 
     def _move_snapshot(self, pages: Sequence[int], tokens: int, states: States, *, into_states: bool) -> None:
-        """Move what a snapshot holds: the sliding layers' states after `tokens`, and the tokens behind the last whole block."""
+        """Copy a snapshot: the sliding layers' states after `tokens`, and the tokens after the last whole block."""
         assert self.layout is not None
         tail = tokens % self.block_tokens
         fields = [*self.layout.rings, *(self.layout.tails if tail else ())]
@@ -276,9 +276,11 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 @dataclass(eq=False)
 class Reuse:
-    """What a request reuses and leaves. key: of its prompt. serial: of its adapter when it began. border: where its prompt is
-    cut for a snapshot that later prompts resume at. offset: of positions behind its pictures. logits: of its last token, where
-    all of it is kept."""
+    """The prefix that a request reuses and caches.
+
+    key: of its prompt. serial: of its adapter when it began. border: where its prompt is cut for a snapshot, from which later
+    prompts resume. offset: of positions after its images. logits: of its last token, if the whole prompt is cached.
+    """
 
     key: PrefixKey
     serial: int | None
@@ -302,8 +304,8 @@ class Prefixes:
         return cache
 
     def find(self, prompt: Prompt, *, may_end_at: Callable[[int], bool] = lambda _: True) -> Match:
-        """Return what is kept of a prompt: all of it with the logits of its last token, or at most all tokens but the last; notes
-        where it is worth a snapshot."""
+        """Return the cached part of a prompt: all of it with the logits of its last token, or at most all tokens but the last.
+        Also records where a snapshot would help."""
         cache, inputs, row = self.cache, prompt.inputs, prompt.row
         row.reuse, row.cached_tokens = None, 0
         if cache is None or row.client is None or (inputs.has_media and not inputs.marks) or self._is_gone(row.adapter):
@@ -352,7 +354,7 @@ class Prefixes:
     def _find_all(
         self, cache: PrefixCache, reuse: Reuse, count: int, may_end_at: Callable[[int], bool]
     ) -> Match:  # fmt: skip
-        """Return what is kept of a prompt that went through before, word for word; `reuse.logits` is None if it did not."""
+        """Return the cached states of an identical earlier prompt; `reuse.logits` is None if there are none."""
         assert cache.store is not None
         kept = cache.get_blob(_logits_key(reuse.key))
         match = Match() if kept is None else cache.store.find(reuse.key, limit=count, may_end_at=may_end_at)
@@ -361,9 +363,9 @@ class Prefixes:
         return match
 
     def resume(self, prompt: Prompt) -> int:
-        """Let a prompt that transformers runs begin behind what is kept of it; returns the offset of its positions there.
+        """Start a prompt that transformers computes after its cached part. Returns the offset of its positions there.
 
-        Images and audio go through with the whole prompt: it resumes behind the last one, or not at all.
+        Images and audio are computed with the whole prompt: it resumes after the last one, or not at all.
         """
         behind = max((mark.end for mark in prompt.inputs.marks), default=0)
         match = self.find(prompt, may_end_at=lambda place: place >= behind)
@@ -403,7 +405,7 @@ class Prefixes:
         return keys
 
     def into_cache(self, match: Match) -> Any:
-        """Return transformers' cache of a prompt whose first match.tokens tokens have gone through."""
+        """Return transformers' cache with the first match.tokens tokens of a prompt."""
         cache, prompt_states = self.cache, hf_slots.prompt_cache(self.model.hf_model)
         assert cache is not None and cache.layout is not None
         states = {
@@ -463,7 +465,7 @@ class Prefixes:
         self._keep(prompt.row, prompt.done_tokens, states, snapshot=True, offset=None)
 
     def joined(self, prompt: Prompt) -> None:
-        """Keep a prompt that has gone through and has its row; counts what it reused."""
+        """Cache a complete prompt that has its row, and count what it reused."""
         cache, row = self.cache, prompt.row
         if cache is None or row.reuse is None or not cache.learn(self.batch.cache) or cache.store is None:
             return

@@ -31,8 +31,8 @@ from trimtab.errors import RequestError
 
 @dataclass(frozen=True)
 class Mark:
-    """An image or sound whose placeholder tokens are start .. end of a prompt, by the digest of its content: the tokens
-    themselves are the same for every picture."""
+    """The placeholder tokens start .. end of an image or audio clip, with the digest of its content. The tokens alone are the
+    same for every image."""
 
     start: int
     end: int
@@ -67,9 +67,12 @@ class PrefixKey:
 
 @dataclass(frozen=True)
 class Match:
-    """What is kept of a prompt. tokens: how many need not be computed again. blocks: pages of its whole blocks, in order.
-    snapshot: pages of the state after them, () where none is needed. shared_tokens: how many tokens are in kept blocks, which is
-    more where a snapshot is missing. offset: what was given with the item at its end."""
+    """The cached part of a prompt.
+
+    tokens: how many need not be computed again. blocks: pages of its whole blocks, in order. snapshot: pages of the state after
+    them, () where none is needed. shared_tokens: tokens in cached blocks, which is more where a snapshot is missing. offset:
+    the value that was stored with the item at its end.
+    """
 
     tokens: int = 0
     blocks: tuple[int, ...] = ()
@@ -183,10 +186,10 @@ class PrefixStore:
     # Adding -----------------------------------------------------------------------------------------------------------
 
     def add(self, key: PrefixKey, *, snapshot: bool = False, offset: int | None = None) -> Added:
-        """Cache a prefix, as much of it as there is room for, and return the pages that the caller has to fill now.
+        """Cache a prefix, as far as there is room. Return the pages that the caller has to fill now.
 
-        snapshot: whether the state after all of its tokens is there to be kept. offset: what `find` gives back with what ends
-        behind all marks of the key.
+        snapshot: whether the state after all of its tokens can be stored. offset: the value that `find` returns with an item
+        that ends after all marks of the key.
         """
         size, count = self.block_tokens, len(key.token_ids) // self.block_tokens
         path = self._path(key, len(key.token_ids))
@@ -247,7 +250,7 @@ class PrefixStore:
         return item.pages, item.note
 
     def add_blob(self, key: bytes, pages: int, note: Any = None) -> tuple[int, ...] | None:
-        """Return so many pages to fill for a blob that is not kept yet, None where there is no room."""
+        """Return this many pages to fill for a blob that is not cached yet, None if there is no room."""
         page_numbers = self._take(pages, ()) if key not in self._items else None
         if page_numbers is not None:
             self._put(_Item(key, None, page_numbers, note=note))
@@ -257,8 +260,7 @@ class PrefixStore:
     # Room -------------------------------------------------------------------------------------------------------------
 
     def _take(self, count: int, path: Sequence[_Item]) -> tuple[int, ...] | None:
-        """Return free pages, made free by forgetting what was used longest ago but nothing of `path`; None if there are too
-        few."""
+        """Return free pages, after evicting the least recently used items but none of `path`; None if there are too few."""
         kept = {id(item) for item in path}
         kept_pages = sum(len(item.pages) for item in path)
         if count > self.pages - kept_pages:

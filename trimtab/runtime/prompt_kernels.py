@@ -320,8 +320,8 @@ def tried_leaf(leaves: Sequence[Leaf]) -> Leaf | None:
 def chosen_with_short_ops(
     model: Any, fall_back: Callable[[str, str], None]
 ) -> tuple[PromptKernels, short_ops.ShortOps]:  # fmt: skip
-    """Return what makes a pass of a model take fewer operations, our kernels chosen on its device. fall_back: is told why and what
-    of them is not used."""
+    """Return the object that lets a pass take fewer operations, with our kernels chosen on its device. fall_back: called with
+    the reason and the name of anything that is not used."""
     kernels = choose(model.hf_model, model.device, model.dtype)
     if model.unpacked is None:
         kernels.reserve(four_bit(model.hf_model))

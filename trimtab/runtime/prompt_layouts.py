@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class PromptLayout:
-    """Where graphs read adapters of one layout: `name` routes layers to tensors in `buffer`. holds: (name, serial) of whose
-    values are there. has_towers: whether layers of towers read there too."""
+    """The buffer in which graphs read adapters of one layout: `name` routes layers to tensors in `buffer`.
+
+    holds: (name, serial) of the adapter whose values it has. has_towers: whether layers of towers read it too.
+    """
 
     name: str
     buffer: Tensor

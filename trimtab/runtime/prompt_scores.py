@@ -19,10 +19,11 @@ PIECE_TOKENS = 16
 
 
 class PromptScores:
-    """One prompt on its way: `step` until it returns True, then `scores`. top: how many most likely tokens to tell in each place.
+    """The log-probabilities of one prompt: call `step` until it returns True, then read `scores`.
 
-    scores: for each token of the prompt but the first, {token id: (logprob, rank)}: its own, and the likeliest. A rank of 1 is the
-    most likely. Errors: RequestError for a prompt with media, whose tokens are no text.
+    top: the number of most likely tokens for each position. scores: for each token of the prompt but the first, {token id:
+    (logprob, rank)} of the token and of the most likely ones. A rank of 1 is the most likely. Errors: RequestError for a prompt
+    with media, whose tokens are not text.
     """
 
     def __init__(self, model: Any, inputs: Inputs, *, adapter: str | None, top: int) -> None:

@@ -149,10 +149,8 @@ def _from_state(data: Tensor, state: QuantState, shape: tuple[int, ...], dtype: 
 
 
 def prequantized(entry: PackedEntry, parts: Mapping[str, Tensor]) -> Packed:
-    """Return a weight that a checkpoint already holds packed; nothing is quantized again.
-
-    parts: the file tensors of the entry by their part names, on the device where they will be computed or packed.
-    """
+    """Return a weight that is already packed in a checkpoint. Nothing is quantized again. parts: the file tensors of the entry
+    by their part names, on the device on which they are computed or packed."""
     if entry.kind == "int8":
         return Packed("int8", entry.shape, torch.float16, {"weight": parts["weight"], "SCB": parts["SCB"]}, {})
     kept = {"weight": parts["weight"], "absmax": parts["absmax"]}
@@ -299,7 +297,7 @@ def repacked_bytes(packed: Packed) -> int:
 
 
 def repack(packed: Packed) -> Repacked:
-    """Bring a weight's bytes into the other order, in place: whoever reads `packed` itself afterwards reads nonsense."""
+    """Convert a weight's bytes to the other order, in place. `packed` itself must not be read afterwards."""
     rows, columns = packed.shape
     state = quant_state(packed)
     scales = state.absmax

@@ -89,10 +89,10 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class HostMemory:
-    """Host bytes (`tensor`, uint8 [byte_count]), page-locked if asked, given back by `close`.
+    """Host bytes (`tensor`, uint8 [byte_count]), page-locked on request, freed by `close`.
 
-    Large buffers are ordinary memory that is registered with the driver: torch's own pinned allocator rounds every size
-    up to a power of two and keeps what is freed, up to twice the memory that a plan counts.
+    Large buffers are ordinary memory that is registered with the driver. torch's own pinned allocator rounds every size up to a
+    power of two and keeps freed memory, up to twice the bytes that a plan counts.
     """
 
     REGISTER_FROM_BYTES = 2**20
@@ -152,10 +152,10 @@ class _SeenMemory:
 
 
 def seen_by(tensor: Tensor, device: torch.device) -> Tensor | None:
-    """Return host memory as a tensor of a device, which reads it over the link when a kernel asks for it.
+    """Return host memory as a tensor of a device, which reads it over the link when a kernel does.
 
-    None where that cannot be had: not a GPU, or its driver needs other addresses than the host's. The memory is page-locked
-    while the returned tensor is there.
+    None where this is impossible: no GPU, or a driver that uses other addresses than the host's. The memory is page-locked
+    while the returned tensor exists.
     """
     if device.type != "cuda" or not tensor.is_contiguous() or not nvrtc.reads_registered_memory(device):
         return None

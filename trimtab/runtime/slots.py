@@ -38,10 +38,10 @@ _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class _Columns:
-    """What a fitting's plain places put in each layer's line of a slot, on the host; 0 where they change nothing.
+    """The values of a fitting's plain layers in the table's columns, on the host; 0 for unchanged layers.
 
-    Shapes: integers [3, layers] int64: where A and B begin, in bytes from the piece's beginning, and the rank; scale
-    [layers] float32; is_there [layers] int64, 1 where the layer is changed.
+    Shapes: integers [3, layers] int64: the offsets of A and B, in bytes from the start of the piece, and the rank; scale
+    [layers] float32; is_there [layers] int64, 1 for a changed layer.
     """
 
     integers: Tensor
@@ -223,7 +223,7 @@ class AdapterSlots:
         return self._held.pop(key)
 
     def _lows(self, rows: int) -> Tensor:
-        """Return the scratch of all layers for so many rows: each has a part of its own."""
+        """Return the scratch buffer of all layers for this many rows. Each layer has its own part."""
         key = (rows, self.largest_rank)
         if key not in self._low:
             self._low[key] = torch.empty(len(self._place) * rows * self.largest_rank, device=self.device)
@@ -273,8 +273,8 @@ class AdapterSlots:
         return y
 
     def _taken(self, leaf: Leaf, x: Tensor) -> tuple[matvec.LoraArgs, Tensor | None]:
-        """Return a layer's adapters and what A x is to be made of: for layers that are given the same tensor one after the
-        other the first one's launch makes all of it, and the others are told None."""
+        """Return a layer's adapters and the input of A x. For consecutive layers with the same input, the first layer's launch
+        computes A x for all, and the others get None."""
         # Whether it was changed in between is not known of a tensor that counts no versions.
         group, version = ((leaf,), 0) if x.is_inference() else (self._groups.get(leaf, (leaf,)), x._version)
         if self._shared is not None:

@@ -142,9 +142,10 @@ class StepCapture:
         return bool(self.order) or self.has_streamed_layers
 
     def refine(self, run: Run, keep: Any, bucket: int, count: int, *, overlap: bool) -> None:
-        """Try in the whole step what was nearly the fastest way to cut a product by itself; keep what is faster there.
+        """Time the nearly fastest launch configurations in the whole step, and keep the fastest there.
 
-        Once on a card for each shape, for one row and for the most: what was found is kept in the user's cache folder.
+        This happens once per card and shape, for one row and for the largest number. The result is saved in the user's cache
+        folder.
         """
         if bucket not in (1, self.kernels.most_rows):
             return
@@ -199,8 +200,10 @@ class StepCapture:
         return best, one.outputs[0].clone()
 
     def record(self, run: Run, keep: Any, count: int) -> CapturedStep:
-        """Return a graph of `run` whose first replay gave the scores of `count` rows that the run itself gave. keep: what it reads
-        by address. Errors: RuntimeError and DeviceError, also for a replay with other scores."""
+        """Return a graph of `run` whose first replay gave the same logits of `count` rows as the run itself.
+
+        keep: objects that it reads by address. Errors: RuntimeError and DeviceError, also for a replay with other logits.
+        """
         with side_stream(self.device) as side:
             # Once for whatever is made on first use; what it writes, the replay writes again, but for the tokens.
             with torch.cuda.stream(side), in_pass(self.model.streamer, entered=self.order):

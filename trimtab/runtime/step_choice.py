@@ -36,9 +36,9 @@ class Fallback:
 
 
 class StepChoice:
-    """How steps of `rows` rows are computed. mode: "auto" takes the fastest that works, the others exactly what they say.
+    """How steps of `rows` rows are computed. mode: "auto" takes the fastest one that works, the others are exact.
 
-    Errors: RequestError for an unknown mode; DeviceError if a mode that was requested by name cannot be had.
+    Errors: RequestError for an unknown mode; DeviceError if an explicitly requested mode is unavailable.
     """
 
     def __init__(self, model: LoadedModel, mode: str, rows: int) -> None:

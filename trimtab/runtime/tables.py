@@ -13,10 +13,8 @@ from trimtab.runtime.read import PositionedFile, bytes_of, seen_by
 
 
 class Table(nn.Module):
-    """An embedding table with its adapters: ids [B, S] -> rows [B, S, D].
-
-    embed_scale: what the original class multiplies rows by, or None. Subclasses say where the rows are.
-    """
+    """An embedding table with its adapters: ids [B, S] -> rows [B, S, D]. embed_scale: the factor of the original class, or
+    None. Subclasses store the rows."""
 
     def __init__(
         self, module_path: str, shape: tuple[int, int], *, embed_scale: Tensor | None, device: torch.device,

@@ -121,10 +121,8 @@ class GroupWriter:
     def room(
         self, forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]], *, pinned: bool
     ) -> tuple[dict[str, Tensor], dict[str, Part]]:
-        """Return tensors of these shapes and types to be filled, in the block's own memory, and their places.
-
-        The block holds nothing else. pinned: as `finish` will be told for memory that stays.
-        """
+        """Return tensors of these shapes and types to be filled, in the block's own memory, and their positions. The block
+        holds nothing else. pinned: as in `finish`, for memory that stays."""
         assert not self._parts and self._memory is None
         places = {}
         for name, (shape, dtype) in forms.items():
@@ -337,7 +335,7 @@ class Streamer:
         self._current = None
 
     def _join(self) -> None:
-        """Let what comes next on the computing stream wait for all copies."""
+        """Let the computing stream wait for all copies."""
         if self._stream is None:
             return
         if not self._entered and torch.cuda.is_current_stream_capturing():
@@ -387,7 +385,7 @@ class Streamer:
             self._fetch(second, into=slot)
 
     def _go_on(self, slot: Slot) -> None:
-        """In a pass of a known order, let a buffer take the group that it holds next: what is in it has been computed with."""
+        """In a pass of a known order, let a buffer take its next group, because its contents have been used."""
         place = None if slot.owner is None else self._places.get(slot.owner)
         if place is None:
             return
@@ -505,7 +503,7 @@ class Streamer:
 
 @dataclass
 class Staged:
-    """The weight of one leaf inside a streamed block: what it is, and where each part lies in the block's buffer."""
+    """The weight of one leaf inside a streamed block, and the position of each tensor in the block's buffer."""
 
     streamer: Streamer
     group: Group

@@ -30,7 +30,7 @@ _ATEN = torch.ops.aten
 
 
 class BeyondTableError(IndexError):
-    """An index is beyond what it looks up. entries: how many there are; index: the first that is too large or too small."""
+    """An index is outside its table. entries: the size of the table; index: the first index that is too large or too small."""
 
     def __init__(self, index: int, entries: int) -> None:
         self.index, self.entries = index, entries

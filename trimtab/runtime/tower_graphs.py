@@ -73,7 +73,7 @@ class _Buffers:
         self.outputs: dict[Hashable, list[Tensor]] = {}
 
     def load(self, tensors: Sequence[Tensor]) -> None:
-        """Copy what a layer is given; what the layer before it was given too is there."""
+        """Copy a layer's inputs. Inputs that the previous layer also had are already there."""
         for place, (target, source) in enumerate(zip(self.inputs, tensors, strict=True)):
             source_state = self._sources[place]
             if source_state is None or source_state[0] is not source or source_state[1] != source._version:
@@ -81,7 +81,7 @@ class _Buffers:
                 self._sources[place] = (source, source._version)
 
     def forget(self) -> None:
-        """Let the next pass copy everything, and keep nothing of this one alive."""
+        """Let the next pass copy everything, and release all tensors of this one."""
         self._sources = [None] * len(self.inputs)
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,7 +102,7 @@ class _Buffers:
 
 @dataclass(eq=False)
 class _Layer:
-    """A layer's graph. form: of what it returns; None for a graph where nothing is captured (tests on a CPU)."""
+    """A layer's graph. form: of its outputs; None for a graph where nothing is captured (tests on a CPU)."""
 
     graph: torch.cuda.CUDAGraph | None
     form: Hashable
@@ -159,9 +159,11 @@ class Towers:
     def running(
         self, key: Hashable, serial: int | None, *, is_busy: bool = False, pieces: TowerPieces | None = None
     ) -> Iterator[None]:  # fmt: skip
-        """Let the towers run captured while the block runs. key: what of the adapter is part of a graph; serial: of the adapter
-        whose own addresses it reads. is_busy: whether rows are being answered, so that little may be captured. pieces: of a pass
-        that is cut. Errors: PausedError where a piece ends."""
+        """Let the towers run captured while the block runs.
+
+        key: the adapter's part of a graph's key; serial: of the adapter whose own addresses it reads. is_busy: whether rows are
+        being decoded, so that little may be captured. pieces: of a pass that is cut. Errors: PausedError at the end of a piece.
+        """
         if not self.is_on and pieces is None:
             yield
             return
@@ -261,7 +263,7 @@ class Towers:
         return False
 
     def _has_room(self, shape: tuple[Hashable, Hashable], tensors: Sequence[Tensor]) -> bool:
-        """Make room for one shape more; False where those that are there are used more, or where it is larger than planned."""
+        """Make room for one more shape. False if the existing ones are used more often, or if it is larger than planned."""
         # What comes out of a layer is about as large as the first tensor that goes in.
         needed = 0 if shape[0] in self._buffers else sum(one.nbytes for one in (*tensors, *tensors[:1]))
         if needed > self.most_bytes:
@@ -331,8 +333,8 @@ class Towers:
     def _graph(
         self, inner: Callable[..., Any], buffers: _Buffers, outputs: Sequence[Tensor]
     ) -> torch.cuda.CUDAGraph | None:
-        """Return a graph whose first replay gave what the outputs hold; None, and nothing is captured any more, where that turns
-        out impossible."""
+        """Return a graph whose first replay gave the values of `outputs`; None if that is impossible, and then nothing is
+        captured any more."""
         expected = [one.clone() for one in outputs]
         try:
             with side_stream(self.device) as side:
@@ -375,7 +377,7 @@ def padded_frames(frames: int) -> int:
 
 @contextmanager
 def padded_sounds(hf_model: Any) -> Iterator[None]:
-    """Let the audio tower see sounds of few lengths while the block runs, in families where padding changes nothing."""
+    """Give the audio tower a few lengths of audio while the block runs, in families where padding changes nothing."""
     owner, halvings = getattr(hf_model, "model", None), PADDED_SOUNDS.get(hf_model.config.model_type)
     if halvings is None or owner is None or not hasattr(owner, "get_audio_features"):
         yield
@@ -404,7 +406,7 @@ def padded_sounds(hf_model: Any) -> Iterator[None]:
 
 
 def _shortened(output: Any, tokens: int) -> Any:
-    """Return a tower's output without what stands for padding behind the sounds."""
+    """Return a tower's output without the padding after the audio."""
     parts: Mapping[str, Any] = dict(output.items())
     shorter = {name: value[:, :tokens] if isinstance(value, Tensor) else value for name, value in parts.items()}
     return type(output)(**shorter)

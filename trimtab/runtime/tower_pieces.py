@@ -39,7 +39,7 @@ class NotKeptError(RuntimeError):
 
 
 class _NotKept(Tensor):
-    """Stands for a tensor that was not kept: it can be handed on, and asked for its shape and type."""
+    """A placeholder for a tensor that was not kept. It has a shape and a type, and can be passed on."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,8 +55,8 @@ _OF_SHAPES = (Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.dim, Tensor.num
 
 
 class _Output:
-    """What a layer returned. given: the form of what it was given. tensors: as long as no other layer was given them, or as a pause
-    kept them; None where nobody holds them any more."""
+    """The outputs of a layer. given: the form of its inputs. tensors: available until another layer receives them, or as a
+    pause kept them; None if nothing references them any more."""
 
     def __init__(self, given: Hashable, form: Hashable, tensors: Sequence[Tensor]) -> None:
         self.given, self.form = given, form
@@ -108,7 +108,7 @@ class TowerPieces:
         self._kept = 0  # layers whose outputs are from earlier pieces
 
     def begin(self, positions: int | None) -> None:
-        """Begin the next piece, of at most so many positions times layers and one layer at least; None to go on to the end."""
+        """Begin the next piece, of at most this many positions times layers, at least one layer; None for the rest."""
         self._number, self._has_run = 0, False
         self._left = 2**62 if positions is None else positions
 

@@ -41,11 +41,10 @@ def is_wanted(plan: Plan, device: torch.device) -> bool:
 
 
 def take(plan: Plan, device: torch.device) -> int:
-    """Let torch hold the rest of what the plan counts for it in one segment, where that `is_wanted`; returns its bytes, 0 where
-    there is no rest.
+    """Let torch hold the rest of the planned bytes in one segment, if `is_wanted`. Returns its bytes, 0 if there is no rest.
 
-    Whatever torch holds without need is given back first. Nothing is taken where
-    the device has less left: what is needed is then asked for when it is.
+    Unneeded memory that torch holds is freed first. If the device has less left, nothing is taken, and the memory is allocated
+    when it is needed.
     """
     if not is_wanted(plan, device):
         return 0

@@ -174,8 +174,11 @@ def why_not_cut(
     weights: Sequence[Packed], n: int, module: nvrtc.Module, cut: Cut, *, dtype: torch.dtype, gate: str | None,
     small: nvrtc.Module | None = None,
 ) -> str | None:  # fmt: skip
-    """Return why a launch configuration that was not measured here is not used, or None: it must fit the card's shared memory and
-    registers, and compute what the plain one computes. small: the module with `add_norm`, for one with the norm in front."""
+    """Return why a launch configuration that was not measured here is not used, or None.
+
+    It must fit the card's shared memory and registers, and compute the result of the plain kernel. small: the module with
+    `add_norm`, for a configuration with the norm in front.
+    """
     pair = gate is not None
     if cut.held:
         wanted = matvec.options(weights[0], dtype, cut, members=len(weights), pair=pair)
