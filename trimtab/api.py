@@ -205,7 +205,7 @@ def plan_request(
 
 
 def _capability(device: str) -> tuple[int, int] | None:
-    """Return a GPU's compute capability as the driver says it, without torch; None for a CPU and where it does not say."""
+    """Return a GPU's compute capability from the driver, without torch; None for a CPU or if the driver does not report it."""
     if device == "cpu":
         return None
     from trimtab.machine.gpus import read_gpus
@@ -235,10 +235,8 @@ def _anatomy(checkpoint: Checkpoint, request: LoadRequest, inputs: PlanInputs, *
 
 
 def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machine, Rates]:
-    """Return the machine and its rates, asked through torch, and keep what a later process needs to plan without it.
-
-    bytes_before: what this process had before torch; None if torch was there already.
-    """
+    """Return the machine and its rates, measured through torch, and cache them for later processes. bytes_before: memory of
+    this process before torch; None if torch was loaded already."""
     import torch
 
     from trimtab.machine import known

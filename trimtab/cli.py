@@ -177,7 +177,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str | None]:
-    """Return what is installed: package -> release, None for one that is not there. Nothing is imported."""
+    """Return package -> installed release, None for a missing one. Nothing is imported."""
     own = {"trimtab": trimtab.__version__, "python": platform.python_version()}
     return {**own, **dict.fromkeys(PACKAGES), **versions_of(PACKAGES)}
 

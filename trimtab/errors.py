@@ -65,10 +65,8 @@ class RequestError(TrimtabError):
 
 
 class CheckpointError(TrimtabError):
-    """A file is not what it claims to be.
-
-    field, value, allowed: of a saved plan, what of it cannot be read, such as "plan.version"; field is None in other files.
-    """
+    """A file is not what it claims to be. field, value, allowed: of a saved plan, the part that cannot be read, such as
+    "plan.version"; field is None for other files."""
 
     field: str | None = None
     value: Any = None
@@ -117,10 +115,8 @@ class AdapterError(TrimtabError):
 
 
 class DeviceError(TrimtabError):
-    """The machine refused while running.
-
-    planned_bytes, free_bytes: where the device ran out of memory, what the plan counts for the process and what is free; else None.
-    """
+    """The machine refused while running. planned_bytes, free_bytes: if memory ran out, the planned bytes of the process and the
+    free bytes; else None."""
 
     def __init__(
         self, reason: str, *, device: str, block: str | None = None, planned_bytes: int | None = None,

@@ -3,7 +3,7 @@
     EXE .../trimtab/inside.py MODULE REQUEST.json LINES.jsonl
 
 imports MODULE (a dotted name below `trimtab`) and calls its `main(request, emit)`: request is the JSON object of the first
-file, every `tell(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said.
+file, every `emit(dict)` becomes one line of the second, flushed at once, so that a killed process leaves what it had said.
 The other interpreter needs only what MODULE itself imports. It runs as a plain script: nothing of trimtab is imported
 before the search path is right, and only the standard library above that line.
 """

@@ -13,7 +13,7 @@ STOCK = ("accelerate", "bitsandbytes", "peft")
 
 
 def versions_of(names: Sequence[str]) -> dict[str, str]:
-    """Return package -> installed version of those that are there; nothing is imported to find out."""
+    """Return package -> version of the installed packages. Nothing is imported."""
     kept = {}
     for name in names:
         try:

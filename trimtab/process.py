@@ -60,10 +60,10 @@ def run_inside(
     cwd: str | os.PathLike[str] | None = None,
     on_event: Callable[[dict[str, Any]], None] | None = None,
 ) -> Outcome:
-    """Return what came of `module.main(request, emit)`.
+    """Return the outcome of `module.main(request, emit)`.
 
     python: the interpreter (None: this one). environment: variables to add. on_event: called with each line as it arrives.
-    Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the tree and goes on as KeyboardInterrupt.
+    Errors: RequestError if the interpreter cannot be started. Ctrl-C kills the process tree and continues as KeyboardInterrupt.
     """
     with tempfile.TemporaryDirectory(prefix="trimtab-process-", ignore_cleanup_errors=True) as folder:
         paths = {name: Path(folder, name) for name in ("request.json", "lines.jsonl", "stdout", "stderr")}

@@ -56,10 +56,10 @@ class AdapterKey:
 
 
 def parse_key(adapter_key: str) -> AdapterKey:
-    """Return what the name says; a name that says nothing usable has a `problem`.
+    """Return the parts of a key; a key that cannot be used has a `problem`.
 
-    Source: PEFT 0.21.2, utils/save_and_load.py and tuners_utils.py, _remove_adapter_name_from_state_dict_key; the
-    magnitude of DoRA is written without ".weight" although the module has one (lora/model.py).
+    Source: PEFT 0.21.2, utils/save_and_load.py and tuners_utils.py, _remove_adapter_name_from_state_dict_key; the magnitude of
+    DoRA is written without ".weight" although the module has one (lora/model.py).
     """
     segments = adapter_key.split(".")
     for index in range(len(segments) - 1, 0, -1):
@@ -114,9 +114,9 @@ def part_of_key(adapter_key: str) -> Part:
 
 @dataclass(frozen=True)
 class Rewrite:
-    """One way adapters spell module paths: `head` is cut off, then the first move whose start fits is made.
+    """One spelling of module paths in adapters: `head` is removed, then the first matching move is applied.
 
-    A start that ends without a dot stands for that whole name or what is under it; an empty start fits everything.
+    A start without a final dot matches that whole name and everything below it. An empty start matches everything.
     """
 
     head: str

@@ -55,9 +55,9 @@ class AdapterTarget:
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """An adapter matched to a model: what is applied where, what has no effect and why, and how paths were rewritten.
+    """An adapter matched to a model: which module gets what, what has no effect and why, and how paths were rewritten.
 
-    prefix: the one spelling rule that explains every key. model_dtype: what saved parameters are kept in.
+    prefix: the one spelling rule that explains every key. model_dtype: the type of saved parameters.
     """
 
     file: AdapterFile
@@ -366,7 +366,7 @@ class _Builder:
         return [other for other, row in self.places.rows.items() if other != path and owner(row) == own]
 
     def notes(self) -> list[str]:
-        """Return what a reader should know although nothing is wrong."""
+        """Return remarks about an adapter that has no error."""
         notes = []
         if self.config.get("fan_in_fan_out"):
             notes.append("fan_in_fan_out is true; it has no effect on Linear modules (PEFT ignores it too)")

@@ -78,10 +78,8 @@ class _Object(dict[str, Any]):
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """Return what a safetensors file holds.
-
-    Errors: CheckpointError for a file that is not exactly what it says, with every tensor that is wrong.
-    """
+    """Return the tensors of a safetensors file. Errors: CheckpointError with every wrong tensor, for a file that does not match
+    its header exactly."""
     file = Path(path)
     try:
         with open(file, "rb") as handle:
@@ -191,7 +189,7 @@ def _shown(name: str) -> str:
 
 
 def _entry(file: Path, name: str, item: Any, data_start: int) -> TensorEntry:
-    """Return one tensor of the header; ValueError says what is wrong with it."""
+    """Return one tensor of the header. A ValueError names what is wrong with it."""
     if _shown(name) != name:
         raise ValueError("the name is not valid Unicode")
     if not isinstance(item, _Object) or set(item) != {"dtype", "shape", "data_offsets"} or item.repeated:

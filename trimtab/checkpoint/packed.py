@@ -216,7 +216,7 @@ def _check_state(group: _Group, state: Mapping[str, Any], kind: str, nested: boo
 
 
 def _check_parts(group: _Group, numel: int, state: Mapping[str, Any], nested: bool) -> None:
-    """Add a problem for each part whose type or size is not what the state needs."""
+    """Add a problem for each part with another type or size than the state needs."""
     blocks = -(-numel // state["blocksize"])
     wanted: dict[str, tuple[str, int]] = {
         "absmax": ("uint8" if nested else "float32", blocks), "quant_map": ("float32", 16),

@@ -17,9 +17,9 @@ MOST_OTHER = 0.1
 
 
 def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
-    """Raise AdapterError if both folders have a tokenizer.json and their ids stand for other texts.
+    """Raise AdapterError if both folders have a tokenizer.json and the same ids have different texts.
 
-    adapter, model: folders. A file that is missing or has no vocabulary of its own says nothing.
+    adapter, model: folders. A missing file, or one without a vocabulary, proves nothing.
     """
     ours, theirs = Path(model) / TOKENIZER, Path(adapter) / TOKENIZER
     if not ours.is_file() or not theirs.is_file() or _is_equal(ours, theirs):
@@ -42,7 +42,7 @@ def _is_equal(one: Path, other: Path) -> bool:
 
 
 def _texts(path: Path) -> dict[int, str]:
-    """Return id -> text of a tokenizer.json's vocabulary, empty if it cannot be read: its user says what is wrong."""
+    """Return id -> text of a tokenizer.json's vocabulary, empty if it cannot be read: whoever loads the tokenizer reports that."""
     try:
         tokenizer = json.loads(path.read_text(encoding="utf-8"))
         known = tokenizer["model"]["vocab"]

@@ -63,7 +63,7 @@ class Session:
         }  # fmt: skip
 
     def run(self, read: Reader) -> int:
-        """Answer until the end. Returns the exit code. Errors: TrimtabError where nobody is there to try again."""
+        """Answer until the end of the input. Returns the exit code. Errors: TrimtabError if no user can try again."""
         if self.is_terminal:
             self._say(f"{self.model.plan.request.model}, adapters: {', '.join(self.model.adapters) or 'none'}\n{LEAVE}")
         while True:
@@ -113,7 +113,7 @@ class Session:
         print(f"trimtab: {exc}", file=sys.stderr, flush=True)
 
     def _say(self, text: str, **fields: Any) -> None:
-        """Say what is no answer: on stderr, so that stdout holds answers alone, or as one JSON line."""
+        """Print a message that is not an answer: on stderr, so that stdout has answers only, or as one JSON line."""
         if self.as_json:
             print(json.dumps({"note": text, **fields}), flush=True)
         else:

@@ -20,10 +20,8 @@ MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
 def add_placement(
     command: argparse.ArgumentParser, *, model_help: str, weights: bool = False, takes_plan: bool = True
 ) -> None:
-    """Add what decides a plan. Every default is None: LoadRequest has the values, and what was given is known.
-
-    takes_plan: whether a plan that was saved may stand in place of all of it.
-    """
+    """Add the flags that decide a plan. Every default is None, so that given flags are known; LoadRequest has the defaults.
+    takes_plan: whether a saved plan may replace all of them."""
     model = command.add_argument("model", metavar="MODEL", help=model_help)
     if takes_plan:
         command.add_argument(
@@ -133,7 +131,7 @@ def add_decode(command: argparse.ArgumentParser, *, eager: bool = True) -> None:
 
 
 def decode_of(options: argparse.Namespace) -> str:
-    """Return what --eager and --decode say. Errors: RequestError if both say something."""
+    """Return the mode that --eager and --decode request. Errors: RequestError if both are given."""
     if options.eager and options.decode is not None:
         raise RequestError(
             "cannot be combined with --eager: both set how decode steps run",
@@ -260,7 +258,7 @@ def adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
 
 
 def check_folder_of(path: str | None, flag: str) -> None:
-    """Raise RequestError for a file to write whose folder is not there, before the work whose result it takes."""
+    """Raise RequestError if the folder of an output file does not exist, before the work begins."""
     if path and not Path(path).absolute().parent.is_dir():
         raise RequestError("there is no such folder", field=flag, value=str(Path(path).parent))
 

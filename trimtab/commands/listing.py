@@ -89,7 +89,7 @@ def _model_names(folder: Path) -> list[str]:
 
 
 def _model(name: str, request: LoadRequest | None) -> dict[str, Any]:
-    """Return what is known of a model. request: what it is planned as, None to leave that out."""
+    """Return the facts about a model. request: its plan's request, None for no plan."""
     about: dict[str, Any] = {"model": name}
     try:
         checkpoint = read_checkpoint(name)

@@ -101,7 +101,8 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
 
 
 class AnswersFile:
-    """The file of answers. header: what the run is, without what changes no answer. done: number -> digest of what is there."""
+    """The file of answers. header: the options of the run that can change an answer. done: number -> digest of an answered
+    prompt."""
 
     def __init__(self, path: str, header: Mapping[str, Any]) -> None:
         self.path, self.done = Path(path), dict[int, str]()
@@ -188,7 +189,7 @@ class AnswersFile:
         return digest is not None
 
     def add(self, line: PromptLine, values: Mapping[str, Any]) -> None:
-        """Write one answer or error, a whole line at once. Errors: RequestError if the disk is full, say."""
+        """Write one answer or error as one complete line. Errors: RequestError, for example if the disk is full."""
         about = {"line": line.number, "prompt_sha256": line.digest, **({} if line.id is None else {"id": line.id})}
         self._write({**about, **values})
         self.done[line.number] = line.digest

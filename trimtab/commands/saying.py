@@ -19,7 +19,7 @@ class Command(Protocol):
 
 
 def saying(options: argparse.Namespace) -> Callable[[str], None] | None:
-    """Return what tells a person on stderr how far a long piece of work is; None where nobody looks."""
+    """Return a function that reports the progress of long work on stderr; None if no user is watching."""
     if options.json or not sys.stderr.isatty():
         return None
     return lambda text: print(text, file=sys.stderr, flush=True)
@@ -39,7 +39,7 @@ class Report(Protocol):
 
 
 def give_report(report: Report, options: argparse.Namespace, *, draw: Callable[[Any, str], None] | None = None) -> None:
-    """Print a report, as --json says, after writing it to --save and drawing it into --picture, where the command has them."""
+    """Print a report, as JSON with --json. Write it to --save and draw it into --picture first, if the command has them."""
     picture = None if draw is None else options.picture
     if options.save:
         report.save(options.save)

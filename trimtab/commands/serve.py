@@ -183,7 +183,7 @@ def run_serve(options: argparse.Namespace) -> int:
 
 
 def configured(options: argparse.Namespace) -> argparse.Namespace:
-    """Return options with what the file of --config says. Errors: RequestError, CheckpointError."""
+    """Return the options with the values of the --config file. Errors: RequestError, CheckpointError."""
     from trimtab.serve.config_file import apply_config
 
     return options if options.config is None else apply_config(options, options.parser)

@@ -33,7 +33,7 @@ NEW_TOKENS = 48
 
 @dataclass(frozen=True)
 class Ask:
-    """One question of the demo: to which adapter (None: the base), with which picture or sound, and the right answer."""
+    """One question of the demo: its adapter (None: the base), its image or audio, and the right answer."""
 
     kind: str
     prompt: str

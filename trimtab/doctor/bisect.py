@@ -95,10 +95,8 @@ class Bisection:
 
 
 def parse_range(text: str) -> Range:
-    """Return the range of "PACKAGE=LOW..HIGH".
-
-    Errors: RequestError for other text, an unknown package (with near names), what is no version, and an empty range.
-    """
+    """Return the range of "PACKAGE=LOW..HIGH". Errors: RequestError for other text, an unknown package (with similar names), an
+    invalid version, and an empty range."""
     package, equals, versions = text.partition("=")
     low, dots, high = versions.partition("..")
     if not equals or not dots:
@@ -314,7 +312,7 @@ def _seen(versions: Sequence[str], rows: Mapping[str, Row]) -> tuple[Change, ...
 
 
 def bisection_text(bisection: Bisection) -> str:
-    """Return the table version -> label and what it says, as lines for people."""
+    """Return the table version -> label and message, as lines of text."""
     wanted = bisection.range
     pins = ", ".join(f"{name} {version}" for name, version in bisection.others.items())
     lines = [

@@ -52,7 +52,7 @@ print(json.dumps({"versions": found, "folders": list(dict.fromkeys(folders)), "p
 
 
 class InstallError(Exception):
-    """An environment could not be made; the message says why, with nothing of the user's in it."""
+    """An environment could not be created. The message names the reason, without data of the user."""
 
 
 def bisect_folder() -> Path:

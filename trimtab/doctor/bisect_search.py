@@ -31,10 +31,10 @@ def find_changes(
     label_of: Callable[[str], Label | None],
     upcoming: Callable[[list[str]], None] | None = None,
 ) -> tuple[Change, ...]:
-    """Return the changes of label along the versions, asking for few of them.
+    """Return the changes of the label along the versions, with few evaluations.
 
-    label_of: None for a version that cannot be run; it is asked about each at most once. upcoming: told which ones may
-    be asked next. Found are changes on the way of the halving; with one change in all, exactly that one.
+    label_of: None for a version that cannot be run; called at most once per version. upcoming: called with the versions that
+    may be next. The result has the changes that the search meets; if there is one change in all, it is exactly that one.
     """
     search = _Search(versions, label_of, upcoming or (lambda found: None))
     return tuple(search.changes())

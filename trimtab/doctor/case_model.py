@@ -54,7 +54,7 @@ class Card:
         return {key: self.main if place == 0 else place for key, place in placement.items()}
 
     def press(self, model: Any, share: float | None) -> str | None:
-        """Make the card as full as if the loaded model took this share of it; return what was done, in words."""
+        """Fill the card as if the loaded model took this share of it. Returns a description."""
         self.used_bytes = sum(tensor.nbytes for tensor in model.parameters() if tensor.device.type == self.device.type)
         if share is None:
             return None

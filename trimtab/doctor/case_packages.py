@@ -1,6 +1,6 @@
 """Packages of an interpreter, and whether its torch finds a GPU.
 
-Imports the standard library alone before it knows what is there, so that it can say what is missing.
+Imports only the standard library until it knows which packages exist, so that it can name the missing ones.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class _Handler(logging.Handler):
 
 @contextmanager
 def listening() -> Iterator[LogEvents]:
-    """Yield what the libraries say from now on. accelerate's INFO lines too: it says there what fits nowhere."""
+    """Yield the log events of the libraries from now on, accelerate's INFO lines included: they name what does not fit."""
     import transformers
 
     log = LogEvents()

@@ -107,7 +107,8 @@ def _silent(record: Mapping[str, Any], modes: list[Mapping[str, Any]], lane: str
 
 
 def _merged(modes: list[Mapping[str, Any]], lane: str) -> str:
-    """Return whose tokens the merged model generated: any prompt that matches neither decides, then one that lost it."""
+    """Return whose tokens the merged model generated. A prompt that matches neither decides first, then one that lost the
+    adapter."""
     voices = [mode.get("matches") for mode in modes]
     head = _MERGE_LABELS[lane]
     if all(voice is None for voice in voices):

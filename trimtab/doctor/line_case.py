@@ -78,7 +78,7 @@ class _Run:
             self.ask(model, adapter)
 
     def options(self, requested: Mapping[str, Any] | str) -> dict[str, Any]:
-        """Return the arguments of `trimtab.plan` that say what the case says."""
+        """Return the arguments of `trimtab.plan` for the case."""
         case = self.case
         options: dict[str, Any] = {
             "quant": case.quant, "context": CONTEXT_TOKENS, "images": 1, "audio_s": 2.0,
@@ -126,7 +126,7 @@ class _Run:
     def look(self, plan: Any, model: Any, requested: Mapping[str, Any] | str) -> None:
         """Report the placement: the number of blocks per tier, and whether the requested modules are off the GPU.
 
-        A catch-all entry asks it of everything that can leave; the plan says of the others why they cannot.
+        A catch-all entry requests it for everything that can leave. For the rest the plan has the reasons.
         """
         tiers = plan.tiers()
         fixed = {row.block_path for row in plan.placements if not row.reason.startswith("requested: ")}
@@ -194,7 +194,7 @@ class _Run:
 
 
 def _smaller(model: str, options: Mapping[str, Any], share: float) -> int:
-    """Return a GPU budget of this share of what the whole model takes, or the smallest one that holds any placement."""
+    """Return this share of the whole model's GPU memory as the budget, or the smallest budget with a placement."""
     import trimtab
     from trimtab.errors import DoesNotFitError
 

@@ -208,7 +208,7 @@ def _device(requested: str, has_gpu: bool, python: Any) -> str:
 
 
 def _finish(record: Record, case: Case, outcome: Outcome, clean: Cleaner) -> Record:
-    """Return the record with what the process told, how it ended, and the label of both."""
+    """Return the record with the facts that the process emitted, how it ended, and the label."""
     for line in outcome.lines:
         record["stage"] = line.get("stage", record["stage"])
         record.update(line.get("facts", {}))

@@ -126,10 +126,8 @@ def _what_would_fit(asking: Asking) -> str:
 
 
 def _smaller_model(asking: Asking) -> list[str]:
-    """Return the smaller model of the family with what it needs, nothing if there is none or if it does not fit either.
-
-    An adapter counts with the bytes of the one that was named: one for the smaller model is not larger.
-    """
+    """Return the smaller model of the family with its memory, nothing if there is none or if it does not fit either. An adapter
+    counts with the bytes of the given one, because one for the smaller model is not larger."""
     if not has_smaller(asking.checkpoint.config):
         return []
     try:
@@ -146,7 +144,7 @@ def _smaller_model(asking: Asking) -> list[str]:
 
 
 def _fitting_ways(asking: Asking) -> list[str]:
-    """Return the settings that would fit, each with what it needs, the one that asks least first."""
+    """Return the settings that would fit, each with its memory, the smallest change first."""
     request = asking.request
     fewer = {
         f"--context {tokens}": {"context_tokens": tokens} for tokens in CONTEXTS if tokens < request.context_tokens

@@ -26,11 +26,9 @@ SHOWN = 3
 
 @dataclass(frozen=True)
 class Foreseen:
-    """One thing that lies ahead.
-
-    severity: "fails" (an exception), "wrong" (a silently wrong answer), "wastes" (silently slower, larger or elsewhere
-    than asked), "note". bug: the catalogue's id, "" for what is no bug. when: the step at which it shows.
-    """
+    """One failure that will occur. severity: "fails" (an exception), "wrong" (a silently wrong answer), "wastes" (silently
+    slower, larger or elsewhere than requested), "note". bug: the catalogue's id, "" if it is not a bug. when: the step at which
+    it appears."""
 
     severity: str
     bug: str

@@ -32,7 +32,7 @@ class KeptOut:
 
 @dataclass(frozen=True)
 class UnknownKey:
-    """A key that names no module; near: names that may have been meant."""
+    """A key that matches no module; near: similar names."""
 
     key: str
     near: tuple[str, ...]
@@ -40,7 +40,7 @@ class UnknownKey:
 
 @dataclass(frozen=True)
 class Collision:
-    """A key that also takes modules whose names only begin like it: where they go, where the map says, an example."""
+    """A key that also matches modules whose names only begin like it: their device, the device in the map, an example."""
 
     key: str
     tensors: int

@@ -136,7 +136,7 @@ def config_changes(adapter: AdapterReading) -> dict[str, Any]:
 
 
 def run_peft(request: Mapping[str, Any], python: str | os.PathLike[str] | None) -> dict[str, Any]:
-    """Return what `peft_dispatch.plan_of` says in a process of its own, without a GPU."""
+    """Return the result of `peft_dispatch.plan_of` in a separate process without a GPU."""
     outcome = run_inside(
         "trimtab.doctor.peft_dispatch", request, python=python, timeout_s=TIMEOUT_S,
         environment={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},

@@ -199,7 +199,7 @@ def _skipped(linears: Sequence[str], keys: Sequence[str]) -> dict[str, str]:
 
 
 def _loaded_to(tensors: Sequence[str], device_map: Mapping[str, str]) -> dict[str, str]:
-    """Return tensor -> device where loading differs from what the longest key above a tensor says."""
+    """Return tensor -> device, for tensors that are not loaded to the device of the longest key above them."""
     try:
         from transformers.integrations.accelerate import expand_device_map
     except ImportError:

@@ -112,7 +112,7 @@ def _json(value: Any) -> Any:
 
 
 def machine_rows(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what the environment says about the machine, as (name, value)."""
+    """Return the facts about the machine, as (name, value)."""
     gpus = [
         f"{gpu.get('name')}, {gib(int(gpu.get('total_bytes') or 0))}"
         for gpu in values.get("gpus") or ()

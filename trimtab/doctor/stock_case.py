@@ -1,7 +1,7 @@
 """One case on the stock stack: how far it gets, the final placement, and whether the answer is right.
 
 Runs in a process of its own, in any interpreter. Every fact is told as soon as it is known, so that a process that is
-killed leaves its stage and what it had seen: `tell({"stage": ...})`, `tell({"facts": {...}})`.
+killed leaves its stage and what it had seen: `emit({"stage": ...})`, `emit({"facts": {...}})`.
 """
 
 from __future__ import annotations

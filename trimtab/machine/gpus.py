@@ -1,6 +1,6 @@
 """The NVIDIA GPUs of this machine and their free memory, from the driver's libraries, without torch or a context.
 
-The driver numbers GPUs as CUDA does (CUDA_VISIBLE_DEVICES included); NVML, which knows free memory, is asked by UUID.
+The driver numbers GPUs as CUDA does (CUDA_VISIBLE_DEVICES included). NVML reports free memory and is queried by UUID.
 """
 
 from __future__ import annotations

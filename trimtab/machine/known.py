@@ -68,10 +68,10 @@ def torch_is_loaded() -> bool:
 
 
 def find_machine(device: str, bytes_before: int | None = None) -> tuple[Machine, Rates] | None:
-    """Return the machine and its rates without torch; None if torch is loaded, or has to be asked.
+    """Return the machine and its rates without torch; None if torch is loaded, or if only torch knows them.
 
-    bytes_before: host memory of this process before it began to load libraries; None: asked now.
-    Errors: RequestError if there is no such GPU.
+    bytes_before: host memory of this process before it began to load libraries; None: now. Errors: RequestError if there is no
+    such GPU.
     """
     build = torch_build()
     if torch_is_loaded() or build is None or build.has_hip:

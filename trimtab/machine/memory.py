@@ -39,10 +39,10 @@ def host_available_bytes() -> int:
 def cgroup_available_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Return what the control groups of this process still let it take, None without a limit.
+    """Return the bytes that the control groups of this process still allow, None without a limit.
 
-    Every group up to the root counts. The page cache is counted as use by the kernel but given back under pressure:
-    after a checkpoint was read it would otherwise look as if the weights' size were taken already.
+    Every group up to the root counts. The kernel counts the page cache as used, but frees it under pressure. It is subtracted:
+    after a checkpoint was read, the weights' size would otherwise seem to be taken already.
     """
     limits = []
     for folder, (limit_name, used_name, cache_keys) in _cgroup_folders(membership, root):

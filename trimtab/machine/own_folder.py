@@ -97,7 +97,7 @@ def hashed(key: str) -> str:
 
 
 def prune(folder: Path, *, most_files: int, most_bytes: int) -> None:
-    """Remove the files that were used longest ago until no more than so many, and so many bytes, are left."""
+    """Remove the least recently used files until at most this many files and bytes are left."""
     with suppress(OSError):
         files = sorted(
             ((entry.stat(follow_symlinks=False), entry.path) for entry in os.scandir(folder)),

@@ -38,9 +38,9 @@ def _load(folder: Path) -> None:
 
 
 def make_context(device: str) -> threading.Thread | None:
-    """Begin to make this process's context on a GPU on a thread; None for a CPU. device: "cuda:N".
+    """Begin to create this process's context on a GPU in a thread; None for a CPU. device: "cuda:N".
 
-    It is the one that torch uses, and lives as long as the process. Ask what is free on the device before.
+    It is the context that torch uses, and it lives as long as the process. Query the free memory of the device first.
     """
     if not device.startswith("cuda") or not sys.platform.startswith("linux"):
         return None

@@ -38,7 +38,7 @@ PACKED_ERROR_RATIO = 1.05
 
 
 def check_files(work: Work, written: Checkpoint) -> MergeCheck:
-    """Return what a second look at the written checkpoint finds."""
+    """Return the result of reading the written checkpoint again."""
     changed: list[CheckedTensor] = []
     equal, not_equal = 0, []
     packed = split_packed(written)[1]

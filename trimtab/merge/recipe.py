@@ -218,7 +218,7 @@ def _add(recipe: Recipe, leaf: str, ask: Ask) -> None:
 
 
 def _asks(adapters: Adapters) -> dict[str, tuple[Ask, ...]]:
-    """Return by tensor_path what each adapter asks, in the order of the request."""
+    """Return the edits of each adapter by tensor_path, in the order of the request."""
     asks: dict[str, list[Ask]] = {}
     for place, spec in enumerate(adapters.specs):
         own: dict[str, dict[str, Any]] = {}

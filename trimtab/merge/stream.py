@@ -74,7 +74,7 @@ class Sources:
         return EntryRows(self._files[entry.file], entry)
 
     def room(self, out: Out) -> AbstractContextManager[Any]:
-        """Return what has to be held while a tensor of the merged model is made."""
+        """Return the bytes that are held while a tensor of the merged model is computed."""
         is_whole = any(edit.asks for edit in out.edits) and not all(edit.by_rows for edit in out.edits)
         return self.whole if is_whole else nullcontext()
 
@@ -247,10 +247,10 @@ class Written:
 
 
 def write_shard(shard: Shard, path: Path, sources: Sources, tick: Callable[[int], None]) -> Written:
-    """Write one file and bring it to the disk. tick: called with the bytes that were added.
+    """Write one file and flush it to the disk. tick: called with the number of added bytes.
 
-    Errors: OSError of the disk, CheckpointError if the base is shorter than it said. Not-finite results are returned as
-    problems, so that all of them can be told.
+    Errors: OSError of the disk; CheckpointError if the base is shorter than its header says. Results that are not finite are
+    returned as problems, so that all of them can be reported.
     """
     is_large = shard.is_plain and shard.layout.file_bytes >= ALIGNED_BYTES
     with PositionedWriter(path, direct=is_large) as writer, _Behind() as behind:
@@ -364,9 +364,9 @@ def _is_finite(values: Tensor) -> bool:
 
 
 def use_threads(count: int) -> int:
-    """Have torch compute on that many threads when this thread asks it to; returns how many it took before.
+    """Set the number of threads that torch uses when this thread calls it. Returns the previous number.
 
-    What it takes in other threads stays, but for those that begin to use torch later: they copy the last number set.
+    Other threads keep their number, except those that first use torch later: they copy the last number.
     """
     before = torch.get_num_threads()  # a thread takes the process's number at its first call: have that behind us
     torch.set_num_threads(count)

@@ -93,10 +93,8 @@ def patches_of(model_type: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Use:
-    """What one request runs through the model, in tokens and patches, all rows of the batch together where said.
-
-    prefill_tokens: of one piece of the prompt, a row of the batch. patches, sound_s: of one row's prompt.
-    """
+    """The tokens and patches of one request, for all rows of the batch together unless stated. prefill_tokens: of one chunk of
+    the prompt, for one row. patches, sound_s: of one row's prompt."""
 
     context_tokens: int
     prefill_tokens: int
@@ -123,7 +121,7 @@ class Use:
 def use_of(
     request: LoadRequest, anatomy: Anatomy, *, answer_tokens: int, chunk_tokens: int = PREFILL_CHUNK_TOKENS
 ) -> Use:
-    """Return what the request asks for, with images and audio only where the model has a tower for them."""
+    """Return the use of a request, with images and audio only if the model has a tower for them."""
     patches, soft = patches_of(anatomy.model_type)
     images = request.images if "vision" in anatomy.parts else 0
     sound_s = request.audio_s if "audio" in anatomy.parts else 0.0

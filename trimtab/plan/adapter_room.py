@@ -1,7 +1,7 @@
 """Adapters in a plan besides their own bytes: whether one changes the output head, and scratch memory.
 
-An adapter that is loaded later finds what the plan has counted: where it was made without any adapter, the scratch of
-adapters is taken off what the budget leaves before the first one is let in.
+A plan without adapters counts no scratch memory for them. Before the first adapter is loaded later, that memory is subtracted
+from what the budget leaves.
 """
 
 from __future__ import annotations

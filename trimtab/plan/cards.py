@@ -149,7 +149,7 @@ def find_card(text: str) -> Card:
 
 
 def _split_link(text: str) -> tuple[str, str]:
-    """Return the name without what it says about the link, and the link ("" if it says nothing)."""
+    """Return the name without its link, and the link ("" if the name has none)."""
     link = _LINK.search(text)
     if link is None:
         return text, ""

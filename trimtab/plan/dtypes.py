@@ -18,17 +18,15 @@ BEYOND_FLOAT16 = ("gemma",)
 
 
 def reason_of(dtype: str, capability: tuple[int, int] | None) -> str:
-    """Return what a type that was asked for costs on a device, "" where it costs nothing."""
+    """Return the cost of a requested type on a device, "" if there is none."""
     if dtype != "bfloat16" or capability is None or capability >= LEAST_BF16:
         return ""
     return f"asked for; bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"
 
 
 def choose_dtype(model_type: str, capability: tuple[int, int] | None) -> tuple[str, str]:
-    """Return the type that a model computes in on a device, and why it is not bfloat16 ("" where it is).
-
-    capability: compute capability; None for a CPU and for a card that was not asked.
-    """
+    """Return the type in which a model computes on a device, and why it is not bfloat16 ("" if it is). capability: compute
+    capability; None for a CPU and for an unknown card."""
     if capability is None or capability >= LEAST_BF16:
         return "bfloat16", ""
     emulated = f"bfloat16 is emulated on compute capability {capability[0]}.{capability[1]}"

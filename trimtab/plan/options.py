@@ -32,7 +32,7 @@ Planned = Callable[[Anatomy, str, str, str], Plan]
 
 
 class ModeRefusedError(Exception):
-    """A placement by hand rules a mode out; the message says which."""
+    """The user's placement excludes a mode. The message names the mode."""
 
 
 def choose_plan(
@@ -199,10 +199,8 @@ class Option:
 
 
 def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int) -> list[Option]:
-    """Return what the request gives as it is, and what each change of one thing would give.
-
-    plan: makes the plan of a request. budget_bytes: of the execution device.
-    """
+    """Return the plan of the request, and the plan after each single change. plan: makes the plan of a request. budget_bytes:
+    of the execution device."""
     options = []
     for what, changed in _changes(request, budget_bytes):
         try:

@@ -1,7 +1,7 @@
 """The frozen Plan, its rows, and its file format.
 
-A plan says for each block where it is, what that takes on every device and why; it prints as a table (`plan/table.py`),
-saves as JSON and comes back equal. Bytes are integers everywhere.
+For each block a plan records the tier, the bytes on every device and the reason. It prints as a table (`plan/table.py`), and
+its JSON is read back equal. Bytes are integers everywhere.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def request_s(self) -> float:
-        """Expected seconds of one request before its first token: pictures, sound and a prompt that fills the context."""
+        """Expected seconds of one request before its first token: images, audio and a prompt that fills the context."""
         return self.execution.prompt.seconds
 
     @property

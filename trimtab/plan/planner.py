@@ -138,8 +138,8 @@ def _made(
     disk_free_bytes: int | None, chunk_tokens: int, head8: Anatomy | None, head_refused: str,
     known: _Known, is_explained: bool = True, held_bytes: int = 0,
 ) -> Plan:  # fmt: skip
-    """Return the plan without the stamps of its files. known: what plans of other executions and requests have made.
-    is_explained: whether an error says how much would do, which takes a search of its own."""
+    """Return the plan without the stamps of its files. known: results of plans for other executions and requests. is_explained:
+    whether an error names the sufficient budget, which takes a further search."""
 
     def planned(one: Anatomy, head: str, mode: str, reason: str) -> Plan:
         def with_chunks(chunks: tuple[int, ...], captured: bool) -> Plan:
@@ -586,7 +586,7 @@ class _Planner:
             yield f"quant={DEFAULT_QUANT!r}", self._quant_saving()
 
     def _quant_saving(self) -> int:
-        """Return what the default format saves of what can move; without any quantization yet, of all linears."""
+        """Return the bytes that the default format saves of the movable weights; without quantization, of all linears."""
         if self.request.quant != "none":
             packed = blocks_of(self.anatomy, DEFAULT_QUANT)
             return sum(block.movable_bytes for block in self.blocks) - sum(block.movable_bytes for block in packed)

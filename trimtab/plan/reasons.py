@@ -1,7 +1,7 @@
 """The reason for each block's placement, as one sentence with bytes.
 
-Each sentence states a fact about this plan. What it says is computed with the totals that the search compares: the
-placement in which nothing leaves, and the one in which nothing goes further than host memory.
+Each sentence states a fact about this plan. Its numbers come from the totals that the search compares: the placement in which
+nothing leaves the device, and the one in which nothing goes further than host memory.
 """
 
 from __future__ import annotations

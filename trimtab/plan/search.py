@@ -66,7 +66,7 @@ class _Destinations:
         self.far_order = self._far_order()
 
     def _far_order(self) -> list[tuple[float, int, int]]:
-        """Return (seconds a byte, bytes freed, group) of what can go on from the host to disk, cheapest first."""
+        """Return (seconds per byte, bytes freed, group) of the blocks that can move from the host to disk, cheapest first."""
         keyed = []
         for number, (near, far) in enumerate(zip(self.near, self.far, strict=True)):
             if near is not None and far is not None and near.host_bytes > far.host_bytes:
@@ -184,7 +184,7 @@ class _Destinations:
         return tuple(counts)
 
     def placed(self, leaving: Counts, far_counts: Counts) -> list[Placed]:
-        """Return the placement with so many of each group leaving, and so many of those to disk."""
+        """Return the placement in which this many blocks of each group leave the device, and this many of those go to disk."""
         placements: list[Placed] = []
         for number, group in enumerate(self.groups):
             moved_count, away = leaving[number], far_counts[number]

@@ -1,11 +1,9 @@
-"""Whether the towers of a plan run as CUDA graphs, and which bytes of the device that takes.
+"""Whether the towers of a plan run as CUDA graphs, and the device memory that this takes.
 
-A captured tower needs its nodes, buffers for what goes into a layer and comes out of it, and the activations of one layer in a
-memory pool of its own (`runtime/tower_graphs.py`). The decoder comes first: towers are captured where all of their layers lie on
-the device and the budget leaves room.
-
-Constants are estimates from the kernels of E4B's layers; a node's bytes are those of captured prompts (prompt_memory.py).
-Pure: sizes of the model and of the plan.
+A captured tower needs graph nodes, buffers for the inputs and outputs of its layers, and the activations of one layer in a
+separate memory pool (`runtime/tower_graphs.py`). The decoder comes first: towers are captured if all of their layers are on the
+device and the budget leaves room. The constants are estimates from the kernels of E4B's layers; the bytes of a node are those
+of captured prompts (prompt_memory.py). Pure: sizes of the model and of the plan.
 """
 
 from __future__ import annotations

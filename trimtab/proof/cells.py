@@ -11,7 +11,7 @@ def number(value: float | None) -> str:
 
 
 def yes(value: bool | None) -> str:
-    """Return yes, no, or - for what was not asked."""
+    """Return yes, no, or - for an unknown value."""
     return "-" if value is None else "yes" if value else "no"
 
 

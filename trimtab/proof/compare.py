@@ -75,7 +75,7 @@ class Noise:
     kind: str = ORDER
 
     def measures(self) -> dict[str, float]:
-        """Return what the criterion looks at."""
+        """Return the values that the criterion compares."""
         return {name: getattr(self, name) for name in criterion.MEASURES}
 
 
@@ -108,7 +108,7 @@ class NoiseFloor:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there were enough runs to say what is noise."""
+        """Whether there were enough runs to measure the noise."""
         return bool(self.limits)
 
     @cached_property

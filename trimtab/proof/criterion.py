@@ -40,10 +40,10 @@ def limits(
     draws: Mapping[str, Sequence[Mapping[str, float]]], least: Mapping[str, Mapping[str, float]] | None = None,
     *, rate: float = FALSE_ALARM_RATE, margin: float = MARGIN,
 ) -> dict[str, Limits]:  # fmt: skip
-    """Return the limits of each prompt, none if there are too few draws to know their spread.
+    """Return the limits of each prompt, none if there are too few runs to know their spread.
 
-    draws: prompt -> measures of each drawn run. least: prompt -> measures that are noise for certain (another order of
-    summation); the middle of the noise is not put below them.
+    draws: prompt -> measures of each randomized run. least: prompt -> measures that are certainly noise (another order of
+    summation); the middle of the noise is not set below them.
     """
     known = {prompt: rows for prompt, rows in draws.items() if rows}
     freedom = sum(len(rows) - 1 for rows in known.values())

@@ -69,7 +69,7 @@ def wanted(item: Mapping[str, Any], answers: Sequence[Sequence[int]]) -> list[in
 
 
 def forget_request(hf_model: Any) -> None:
-    """Take back what a request left on the model: Qwen-VL keeps the position offsets of its last pictures."""
+    """Reset the state that a request left on the model: Qwen-VL keeps the position offsets of its last images."""
     for module in hf_model.modules():
         if getattr(module, "rope_deltas", None) is not None:
             module.rope_deltas = None

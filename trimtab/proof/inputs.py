@@ -73,7 +73,7 @@ def prepare(model: Path, dtype: str, prompts: Sequence[Prompt], out: Path) -> li
 
 
 def main(request: Mapping[str, Any], emit: Callable[[dict[str, Any]], None]) -> None:
-    """Do `prepare` in a process of its own; tells the rows."""
+    """Run `prepare` in a separate process and emit the rows."""
     prompts = [Prompt(**{**row, "token_ids": tuple(row.get("token_ids", ()))}) for row in request["prompts"]]
     rows = prepare(Path(request["model"]), request["dtype"], prompts, Path(request["out"]))
     emit({"event": "prepared", "rows": rows})

@@ -38,7 +38,7 @@ class LaneRunner:
         self.versions = versions()  # of this interpreter, until a stock lane tells those of its own
 
     def run(self, lane: Lane) -> LaneRun:
-        """Return what a lane did; what it raised is in it."""
+        """Return the result of a lane; an exception is part of it."""
         out = self.work / lane.name
         out.mkdir(parents=True, exist_ok=True)
         try:
@@ -114,7 +114,7 @@ class LaneRunner:
         )  # fmt: skip
 
     def _loaded(self, lane: Lane, out: Path) -> tuple[dict[str, list[Line]], Any]:
-        """Return what the adapter and the base say, with the base loaded in the lane's format."""
+        """Return the answers of the adapter and of the base, with the base loaded in the lane's format."""
         items = self._items("adapter")
         base = [Item(**{**vars(item), "adapter": None, "follows": at}) for at, item in enumerate(items)]
         ran = run_route(

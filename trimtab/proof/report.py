@@ -114,9 +114,9 @@ class ParityReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the verdict is the right one; what a command's exit code says.
+        """Whether the verdict is the expected one, which sets the command's exit code.
 
-        "cannot tell" is no alarm where answers that should be the same are within a noise that was measured.
+        "cannot tell" raises no alarm for answers that should be the same, if they are within a measured noise.
         """
         if self.expected == "differs":
             return self.verdict == "differs"

@@ -60,11 +60,8 @@ class Route:
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One prepared prompt with the adapter that answers it.
-
-    continuation: the tokens to be asked about; None: what it answers itself, or, with `follows`, what the item of that
-    place before it answered.
-    """
+    """One prepared prompt and the adapter that answers it. continuation: the tokens whose logits are compared; None: its own
+    answer or, with `follows`, the answer of the item at that position."""
 
     id: str
     file: str
@@ -183,9 +180,9 @@ def run_module(
     module: str, request: Mapping[str, Any], label: str, *, isolated: bool, python: str | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[list[dict[str, Any]], Outcome | None]:  # fmt: skip
-    """Return the lines that a module's `main` told, and how its process went (None if it had none of its own).
+    """Return the lines that a module's `main` emitted, and the outcome of its process (None if it ran in this one).
 
-    Errors: an error of ours that left `main`, raised again here; UpstreamError; DeviceError.
+    Errors: an error of ours from `main`, raised again here; UpstreamError; DeviceError.
     """
     if not isolated and python is None:
         import importlib
@@ -204,7 +201,7 @@ def run_module(
 
 
 def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:
-    """Raise what a process told it was raised in it."""
+    """Raise the exception that a process reported."""
     for line in lines:
         if line.get("event") == "error":
             raise rebuilt(line)

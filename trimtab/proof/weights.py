@@ -87,7 +87,8 @@ class ModuleWeight:
 
     @property
     def slope(self) -> float:
-        """Which share of the change is there, of what the exact result leaves of it after rounding (1.0: right)."""
+        """The share of the change in the weights, relative to the share that the exact result keeps after rounding (1.0:
+        right)."""
         return 1 + self.sums.off
 
     def to_json(self) -> dict[str, Any]:

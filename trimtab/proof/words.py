@@ -67,7 +67,7 @@ def floor_words(report: ParityReport) -> list[str]:
 
 
 def weights_words(report: ParityReport) -> list[str]:
-    """Return what the test of the merged weights says."""
+    """Return the text about the test of the merged weights."""
     weights = report.weights
     if weights is None:
         return []

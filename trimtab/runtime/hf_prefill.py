@@ -55,7 +55,8 @@ class Form:
 
     places: the positions of a full layer's cache that attention reads, 0 in a first chunk. has_embeddings: the tokens'
     embeddings are given (images and audio are among them), and `deep` later layers' parts. has_own_mask: the mask between the
-    chunk's tokens is given, not causal. rows: prompts side by side.
+    chunk's tokens is given, not causal. rows: prompts side by side, each of up to `size` tokens (packed_prefill.py); by_table:
+    their adapters are looked up.
     """
 
     size: int

@@ -1,4 +1,4 @@
-"""What is known about one bug of a server: to which releases it applies, what it does, where it is told, what to check."""
+"""The known facts about one bug of a server: the releases, the effect, the threads, and what to check."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Finding:
 
 
 def classify(text: str) -> tuple[Paste, tuple[Finding, ...]]:
-    """Return what a text holds and what each of its exceptions is, the surest known one first. Errors: as `read_paste`."""
+    """Return the contents of a text and the diagnosis of each exception, the surest known one first. Errors: as `read_paste`."""
     paste = read_paste(text)
     findings = [_of_trace(trace, paste) for trace in paste.traces]
     if not any(finding.match for finding in findings):
@@ -72,7 +72,7 @@ def _of_trace(trace: Trace, paste: Paste) -> Finding:
 
 
 def _of_whole(paste: Paste) -> Match | None:
-    """Return the match of a text whose exception line is lost; None for a long log, where anything stands beside anything."""
+    """Return the match of a text without an exception line; None for a long log, in which unrelated lines stand together."""
     if paste.text.count("\n") >= PASTE_LINES:
         return None
     frames = tuple(frame for trace in paste.traces for frame in trace.frames) or paste.mentions

@@ -78,7 +78,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Paste:
-    """What a pasted text holds. text: made plain. versions: of packages, as it says them. mentions: library files in prose."""
+    """The contents of a pasted text. text: plain. versions: the package versions in it. mentions: library files in prose."""
 
     text: str
     traces: tuple[Trace, ...]

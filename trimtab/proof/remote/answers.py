@@ -49,7 +49,7 @@ class Said:
 
 
 def read_completion(value: Any) -> Said | None:
-    """Return what a completion says, None if it is none."""
+    """Return the content of a completion, None for anything else."""
     choice = _first_choice(value)
     if choice is None or not _is_text(choice.get("text")):
         return None
@@ -57,7 +57,7 @@ def read_completion(value: Any) -> Said | None:
 
 
 def read_chat(value: Any) -> Said | None:
-    """Return what a chat completion says, None if it is none."""
+    """Return the content of a chat completion, None for anything else."""
     choice = _first_choice(value)
     message = choice.get("message") if choice is not None else None
     if choice is None or not isinstance(message, Mapping):

@@ -124,7 +124,7 @@ def ollama_channels(start: str) -> list[Channel]:
 
 @dataclass(frozen=True)
 class Opened:
-    """The channel that works, and what the server said to those before it."""
+    """The first working channel, and the server's refusals of those before it."""
 
     channel: Channel
     refusals: tuple[str, ...]
@@ -132,7 +132,7 @@ class Opened:
 
 
 def open_channel(client: Client, model: str, channels: Sequence[Channel], question: Question) -> Opened:
-    """Return the first channel on which the server answers. Errors: RequestError with what it said where none works."""
+    """Return the first channel on which the server answers. Errors: RequestError with the refusals if none works."""
     refusals: list[str] = []
     closed: set[tuple[str, int]] = set()
     uncounted: Opened | None = None

@@ -106,7 +106,7 @@ def _generated(reference: Reference) -> list[Question]:
 
 
 def _before_a_turn(reference: Reference) -> list[int] | None:
-    """Return the tokens that stand before what a user says, None without a chat template."""
+    """Return the tokens before the text of a user turn, None without a chat template."""
     if not getattr(reference.tokenizer, "chat_template", None):
         return None
     question = reference.question(Prompt("marker", MARKER))
@@ -130,7 +130,8 @@ def choose(reference: Reference, questions: Sequence[Question], new_tokens: int)
 
 
 def _kl(reference: Reference, question: Question, new_tokens: int) -> float:
-    """Return nats a token along the adapter's own answer; 0 where that ends at once: a server shows nothing of an end."""
+    """Return the KL divergence in nats per token along the adapter's own answer; 0 if that answer is empty, because a server's
+    output shows nothing of an end token."""
     tokens = reference.greedy(question, reference.adapter, new_tokens)
     special = set(reference.tokenizer.all_special_ids)
     if sum(token not in special for token in tokens) < 2:

@@ -168,7 +168,7 @@ class Reference:
         return batches
 
     def sample(self, ids: Sequence[int], name: str | None, *, seed: int) -> tuple[int, ...]:
-        """Return tokens that the model itself goes on with, drawn at random: text that it knows."""
+        """Return random tokens that the model itself generates: text that it knows."""
         prepared = self.model.prepare(list(ids))
         wanted = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
         return tuple(self.model.answer_inputs(prepared, wanted, adapter=name).token_ids)

@@ -1,7 +1,7 @@
 """The distance of a server's answers from each hypothesis: the mean difference of the logprobs that it returned.
 
-Where a server gives texts alone the distance is how much likelier our own next token is than the one it chose, at each place of its
-answer: 0 as long as it says what we would say.
+For a server that returns text only, the distance is the difference between the log-probability of our own next token and that
+of the server's token, at each position of its answer. It is 0 as long as both are the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Measured:
         self.take(name, logprobs)
 
     def take(self, name: str, logprobs: Sequence[Tensor]) -> None:
-        """Take what a hypothesis says to all rows."""
+        """Record the logits of a hypothesis for all rows."""
         self.values[name] = [
             _values(row, ids, one) for row, ids, one in zip(self.rows, self.ids, logprobs, strict=True)
         ]

@@ -29,7 +29,7 @@ from trimtab.runtime import hf
 
 
 def names_experts(folder: str | Path) -> bool:
-    """Return whether an adapter's files name experts at all; False where they cannot be read, which is said elsewhere."""
+    """Return whether an adapter's files name experts; False if they cannot be read, which is reported elsewhere."""
     path = Path(folder)
     try:
         config, tensors = read_json(path / CONFIG_NAME), read_header(path / TENSORS_NAME).tensors

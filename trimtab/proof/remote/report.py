@@ -46,7 +46,7 @@ MEASURED = Alarms(cases=204, alarms=0, at_most=0.0146)
 
 @dataclass(frozen=True)
 class Answered:
-    """One question, how far adapter and base are apart on it (KL in nats a token), and what the server said."""
+    """One question, the distance between adapter and base on it (KL in nats per token), and the server's answer."""
 
     id: str
     kind: str

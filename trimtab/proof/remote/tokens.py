@@ -91,10 +91,8 @@ def _byte(piece: str) -> bytes | None:
 
 
 def _byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a byte-level vocabulary stands for.
-
-    Source: GPT-2, encoder.py, bytes_to_unicode (MIT): printable bytes stand for themselves, the others from 256 on.
-    """
+    """Return the byte of each letter of a byte-level vocabulary. Source: GPT-2, encoder.py, bytes_to_unicode (MIT): a printable
+    byte is its own letter, the others are numbered from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [value for value in range(256) if value not in printable]
     return {chr(value): value for value in printable} | {chr(256 + at): value for at, value in enumerate(others)}
