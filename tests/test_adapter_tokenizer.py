@@ -38,7 +38,7 @@ def test_a_tokenizer_of_equal_size_and_other_texts_is_named(tmp_path):
         check_vocabulary(write(tmp_path / "adapter", other), write(tmp_path / "model", WORDS))
     assert caught.value.path == str(tmp_path / "adapter")
     assert caught.value.problems == (
-        "tokenizer.json: 100 of 100 token ids stand for other texts than in the model's (id 0: 'word99' here, 'word0' there)",
+        "tokenizer.json: 100 of 100 token ids have other texts than in the model's tokenizer (id 0: 'word99' here, 'word0' there)",
     )
 
 
@@ -63,7 +63,7 @@ def test_plan_merge_and_verify_refuse_it(tmp_path):
         lambda: trimtab.verify(demo.BASE, adapters={"a": adapter}, against="base", isolated=False),
         lambda: trimtab.inspect(adapter, model=demo.BASE),
     ):
-        with pytest.raises(AdapterError, match="token ids stand for other texts"):
+        with pytest.raises(AdapterError, match="token ids have other texts"):
             call()
     shutil.copy(demo.BASE / "tokenizer.json", adapter / "tokenizer.json")
     trimtab.plan(demo.BASE, adapters={"a": adapter}, device="cpu")

@@ -131,7 +131,7 @@ def test_all_problems_are_told_at_once(write):
         "models.a.adapters.legal: must be a folder's path",
         "models.b.path: give either path or plan",
         "models.c.path: give either path or plan",
-        "models.c.quant: has no effect beside a plan",
+        "models.c.quant: has no effect with a plan",
         "models.d: quant='q4': unknown choice (choices: auto, none, int8, fp4, nf4, nf4-dq)",
         "models.e: keep='nobody': is not an adapter of this model",
     ]

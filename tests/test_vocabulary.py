@@ -215,7 +215,7 @@ def test_the_demo_and_the_list_of_models_follow_their_budget(capsys: pytest.Capt
     (model,) = json.loads(out)["models"]
     assert code == 0 and model["fits"] is False and "1048576 B" in model["reason"]
     code, _, err = ask("models", "--quick", "--gpu-memory", "1MiB", DIR=str(demo.BASE.parent))
-    assert code == 2 and err == "trimtab: --gpu-memory: has no effect beside --quick\n"
+    assert code == 2 and err == "trimtab: --gpu-memory: has no effect with --quick\n"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def check_vocabulary(adapter: str | Path, model: str | Path) -> None:
         one = min(other)
         raise AdapterError(
             adapter, [
-                f"{TOKENIZER}: {len(other)} of {len(both)} token ids stand for other texts than in the model's (id {one}: "
+                f"{TOKENIZER}: {len(other)} of {len(both)} token ids have other texts than in the model's tokenizer (id {one}: "
                 f"{second[one]!r} here, {first[one]!r} there)"
             ], hint="The adapter was trained with another model's tokenizer, or the model's was replaced",
         )  # fmt: skip

@@ -59,11 +59,11 @@ def add_placement(
     )  # fmt: skip
     group.add_argument(
         "--batch-invariant", action="store_true", default=None,
-        help="give an answer the same bits alone and beside others (slower: steps compute all rows)",
+        help="give an answer the same bits alone and in a batch (slower: steps compute all rows)",
     )  # fmt: skip
     group.add_argument(
         "--kv-tokens", type=int, metavar="N",
-        help="tokens that all rows of a batch hold together (default: the whole context for each row)",
+        help="tokens of all rows of a batch in total (default: the whole context for each row)",
     )  # fmt: skip
     add_device(group)
     group.add_argument(

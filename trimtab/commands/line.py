@@ -52,7 +52,7 @@ SPOILED = 5
 
 def add(command: Command) -> None:
     """Add the four commands."""
-    planned = command("plan", run_plan, "plan where every block of a model goes, without loading it")
+    planned = command("plan", run_plan, "plan the placement of every block of a model, without loading it")
     add_placement(planned, model_help="a checkpoint folder, or a hub id in the local cache", takes_plan=False)
     planned.add_argument(
         "--card",
@@ -71,7 +71,7 @@ def add(command: Command) -> None:
     )
     add_decode(planned, eager=False)
 
-    inspected = command("inspect", run_inspect, "list what an adapter targets, and what of it applies to a model")
+    inspected = command("inspect", run_inspect, "list the modules that an adapter targets, and those that a model has")
     inspected.add_argument("adapter", metavar="ADAPTER", help="an adapter folder in PEFT's format: [NAME=]PATH")
     inspected.add_argument("--model", metavar="MODEL", help="match every tensor of the adapter with this model")
     inspected.add_argument(

@@ -37,7 +37,7 @@ def add(command: Command) -> None:
     models.add_argument("folder", metavar="DIR", nargs="?", help="the folder to search (default: the hub's cache)")
     models.add_argument("--quick", action="store_true", help="list without planning")
     add_budgets(models)
-    add_dtype(models, "bfloat16, on GPUs without it what the plan says")
+    add_dtype(models, "bfloat16; the plan decides on GPUs without it")
     add_device(models, "where they would run: ")
     adapters = command("adapters", run_adapters, "list the adapters below a folder, and which models they fit")
     adapters.add_argument("folder", metavar="DIR", help="the folder to search")
@@ -61,7 +61,7 @@ def run_models(options: argparse.Namespace) -> int:
         raise RequestError("no such folder", field="DIR", value=options.folder)
     for name in PLACED if options.quick else ():
         if getattr(options, name) is not None:
-            raise RequestError("has no effect beside --quick", field=f"--{name.replace('_', '-')}")
+            raise RequestError("has no effect with --quick", field=f"--{name.replace('_', '-')}")
     options.model = ""
     request = None if options.quick else load_request(options, head="auto")
     models = [_model(name, request) for name in _model_names(folder)]

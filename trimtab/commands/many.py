@@ -27,7 +27,7 @@ def run_many(options: argparse.Namespace) -> int:
     for flag, value in (("PROMPT", options.prompt), ("--prompt-file", options.prompt_file), ("--image", options.image),
                         ("--audio", options.audio)):  # fmt: skip
         if value:
-            raise RequestError("has no effect beside --prompts", field=flag, hint="Set it in the file")
+            raise RequestError("has no effect with --prompts", field=flag, hint="Set it in the file")
     if options.out is None:
         raise RequestError("--prompts needs a file for the answers", field="--out")
     check_folder_of(options.out, "--out")

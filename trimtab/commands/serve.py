@@ -136,7 +136,7 @@ def add(command: Command) -> None:
     )  # fmt: skip
     log.add_argument(
         "--otel", action="store_true",
-        help="a trace per request, sent as OTEL_EXPORTER_OTLP_ENDPOINT says; needs pip install 'trimtab[otel]'",
+        help="send one trace per request to OTEL_EXPORTER_OTLP_ENDPOINT; needs pip install 'trimtab[otel]'",
     )  # fmt: skip
     network.add_argument("--no-page", action="store_true", help="switch off the page at /")
     ray = served.add_argument_group("copies with Ray Serve (pip install 'trimtab[ray]')")
@@ -237,7 +237,7 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
         own |= {"idle_unload": "--idle-unload", "eager": "--eager", "decode": "--decode"}
         given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
         for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
-            raise RequestError("has no effect beside a registry file", field=flag, hint="Set it in the file")
+            raise RequestError("has no effect with a registry file", field=flag, hint="Set it in the file")
         models = read_registry(path, is_config=options.config is not None and path == Path(options.config))
         if _is_here(options):
             check_present(models)

@@ -80,7 +80,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
     if not request.adapters and request.dtype is None and request.requantize is None:
         raise RequestError(
             "none is given, and without dtype or requantize the merge would be a copy", field="adapters",
-            hint="Give an adapter with adapters=, or say what the new checkpoint is to be with dtype= or requantize=",
+            hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
     with ExitStack() as stack:
         work = _prepare(request, checkpoint, stack)

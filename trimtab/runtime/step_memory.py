@@ -39,7 +39,7 @@ def check_room(model: Any, rows: int, mode: str) -> None:
     if needed > free:
         what = f"batch={rows}" if rows > plan.request.batch else f"decode={mode!r}"
         raise DoesNotFitError(
-            f"captured steps of {rows} rows take so much more than the plan, which leaves {gib(free)}", block=None,
+            f"captured steps of {rows} rows need more memory than the plan counts, which leaves {gib(free)}", block=None,
             device=str(model.device), needed_bytes=needed, budget_bytes=free, hint=f"Plan with {what}",
         )  # fmt: skip
 

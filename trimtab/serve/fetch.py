@@ -67,7 +67,9 @@ class Fetcher:
         if host not in self._hosts:
             raise RequestError("is not a host that this server may fetch from", field=field, value=host[:256])
         if parts.username is not None or parts.password is not None or port not in (None, 80, 443):
-            raise RequestError("user names and ports of its own are not allowed", field=field)
+            raise RequestError(
+                "an address with a user name, or with another port than 80 or 443, is not allowed", field=field
+            )
         return parts
 
     def _read(self, parts: SplitResult, field: str) -> bytes:

@@ -77,8 +77,8 @@ class Front:
 
 async def _verify(request: Request) -> Response:
     raise RequestError(
-        "is not offered here: the plan would be loaded a second time beside a copy", field="verify",
-        hint="Run `trimtab verify` on a machine of its own",
+        "is not available with --ray: it would load the plan a second time beside a copy", field="verify",
+        hint="Run `trimtab verify` on another machine",
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ class ServedModel:
         check_rows(self.rows)
         if self.resident_limit is not None and self.resident_limit < max(1, len(self.kept)):
             raise RequestError(
-                f"must be at least 1, and hold the {len(self.kept)} that are kept", field="resident_adapters",
+                f"must be at least {max(1, len(self.kept))}: every kept adapter stays on the model", field="resident_adapters",
                 value=self.resident_limit,
             )  # fmt: skip
         if self.idle_unload_s is not None and self.idle_unload_s <= 0:
@@ -227,7 +227,7 @@ def _table_problems(table: Mapping[str, Any], folder: Path) -> list[str]:
     if ("path" in table) == ("plan" in table):
         problems.append("path: give either path or plan")
     if "plan" in table:
-        problems += [f"{key}: has no effect beside a plan" for key in table if key in _PLACEMENT]
+        problems += [f"{key}: has no effect with a plan" for key in table if key in _PLACEMENT]
     return problems
 
 

@@ -94,7 +94,7 @@ class AdapterShelf:
         new, kept = [key for key in self._wanted(name) if key not in self._kept_keys()], self._kept_keys()
         if self._limit is not None and len(kept) + len(new) > self._limit:
             raise RequestError(
-                f"this mix needs {len(new)} places for adapters beside the {len(kept)} that are kept, and there are {self._limit}",
+                f"this mix needs {len(new)} adapter slots; {len(kept)} of {self._limit} are kept",
                 field="model", value=name, hint="Start the server with more --resident-adapters",
             )  # fmt: skip
         sizes = self.model.adapter_sizes
@@ -103,7 +103,7 @@ class AdapterShelf:
         if needed > room:
             raise DoesNotFitError(
                 "it is larger than the memory for adapters", block=f"mix {name}", device=str(self.model.device),
-                needed_bytes=needed, budget_bytes=room, hint="Plan with a larger budget, or with fewer adapters that are kept",
+                needed_bytes=needed, budget_bytes=room, hint="Plan with a larger budget, or with fewer --keep",
             )  # fmt: skip
 
     def add(self, name: str, path: str | Path) -> None:
@@ -131,7 +131,7 @@ class AdapterShelf:
         kept = self._kept_keys()
         if self._limit is not None and len(kept) >= self._limit and name not in self.kept:
             raise RequestError(
-                f"all {self._limit} places for adapters are kept for others", field="lora_name", value=name,
+                f"all {self._limit} adapter slots are kept for other adapters", field="lora_name", value=name,
                 hint="Start the server with more --resident-adapters",
             )  # fmt: skip
         self._check_fits(name, held, kept)

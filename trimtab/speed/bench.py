@@ -70,7 +70,7 @@ class BenchRequest:
             for name in [*media, *(["--prompt-tokens"] if self.prompt_tokens is not None else [])]:
                 raise RequestError("has no effect with a file of prompts", field=name)
         if media and self.prompt_tokens is not None:
-            raise RequestError(f"has no effect beside {media[0]}", field="--prompt-tokens", value=self.prompt_tokens)
+            raise RequestError(f"has no effect with {media[0]}", field="--prompt-tokens", value=self.prompt_tokens)
         if self.decode == "eager" and self.against == "eager":
             raise RequestError("both sides would run the same steps", field="--decode", value="eager")
         if self.adapter is not None and self.adapter not in self.request.adapters:
