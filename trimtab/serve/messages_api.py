@@ -244,7 +244,9 @@ def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]
     for place, turn in enumerate(body.messages):
         field = f"messages[{place}]"
         if isinstance(turn.content, str):
-            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [({"role": turn.role, "content": turn.content}, {})]
+            turn_messages: list[tuple[dict[str, Any], dict[str, str]]] = [
+                ({"role": turn.role, "content": turn.content}, {})
+            ]
         elif turn.role == "user":
             turn_messages = _user(turn.content, f"{field}.content")
         else:
