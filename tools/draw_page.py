@@ -44,7 +44,6 @@ def main() -> None:
             save(page.screenshot(), FOLDER / f"page-{scheme}.png")
         page.emulate_media(color_scheme="light")
         show_chances(page)
-        leave_times_out(page)
         save(page.screenshot(), FOLDER / "page-probabilities.png")
         page.mouse.move(5, 5)
         page.click("#memory")
@@ -95,6 +94,7 @@ def show_chances(page: Any) -> None:
     page.click("#send")
     page.locator(".turn").nth(1).locator(".answer[aria-busy=false]").wait_for(timeout=60_000)
     page.get_by_role("button", name="Token probabilities").click()
+    leave_times_out(page)  # before the pointer is over a token: lines move
     page.locator(".token").nth(2).hover()
     page.wait_for_timeout(300)
 

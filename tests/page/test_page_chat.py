@@ -496,6 +496,20 @@ def test_options_stay_in_the_browser(opened):
     expect(page.locator("#options-summary")).to_have_text("")
 
 
+def test_on_a_phone_the_bars_hold_what_they_say(opened):
+    page = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
+    page.tap("#beside")
+    page.select_option("#voice-b", "gemma-demo:style")
+    stand_in(page, "One.", "Two.")
+    ask(page, "Hello")
+    answers(page, 2)
+    for place in ("#memory-text", ".state-words", "#model-one"):
+        assert page.locator(place).evaluate("text => text.scrollWidth <= text.clientWidth"), place
+    # The button that sends ends its row, also where a second list of adapters makes it a row of its own.
+    box, send = page.locator(".composer .box").bounding_box(), page.locator("#send").bounding_box()
+    assert box["x"] + box["width"] - 20 < send["x"] + send["width"] <= box["x"] + box["width"]
+
+
 def test_on_a_phone_the_drawers_lie_over_the_conversation_and_close(opened):
     page = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     expect(page.locator("#chats")).to_be_hidden()
