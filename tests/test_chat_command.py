@@ -196,6 +196,12 @@ def test_an_adapter_can_be_loaded_in_a_conversation(model, capsys):
     model.unload_adapter("more")
 
 
+def test_the_list_of_adapters_marks_the_one_that_answers_also_a_mix(model, capsys):
+    assert talked(model, "/adapter", "/adapter style:0.5", "/adapter") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["* base", "  style", "answers come from style:0.5", "  base", "  style", "* style:0.5"]
+
+
 def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
     path = tmp_path / "talk.md"
     assert talked(model, QUESTION, f"/save {path}", system="Be brief.") == 0

@@ -92,9 +92,10 @@ def test_versions_as_json(capsys):
     assert {"python", "torch", "transformers", "peft", "bitsandbytes"} <= set(found)
 
 
-def test_exit_codes_are_in_the_help(capsys):
+@pytest.mark.parametrize("command", [(), ("run",), ("chat",), ("pull",), ("serve",), ("verify",), ("completion",)])
+def test_exit_codes_are_in_the_help(command, capsys):
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        cli.main([*command, "--help"])
     text = capsys.readouterr().out
     assert "exit codes:" in text
     for code in (*(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE):

@@ -75,6 +75,11 @@ def test_a_pattern_that_names_nothing_is_refused_with_near_names():
     assert error.field == "place['model.vision_towr']" and "model.vision_tower" in error.allowed
 
 
+def test_a_pattern_like_no_name_is_refused_with_the_parts_of_the_model():
+    error = refused(resolve_place, {"text": "disk"}, BLOCKS, E2B)
+    assert error.allowed == E2B.parts and "language" in error.allowed and "trimtab plan" in error.hint
+
+
 def test_a_tier_that_no_named_block_allows_is_refused_with_the_reason():
     error = refused(resolve_place, {"table": "stream"}, BLOCKS, E2B)
     assert "use gather" in str(error) and error.allowed == ("resident", "gather")

@@ -12,6 +12,7 @@ import pytest
 
 import trimtab
 from trimtab import cli, demo
+from trimtab.commands import many as many_command
 from trimtab.commands import prompts_file
 
 BASE = str(demo.BASE)
@@ -42,7 +43,7 @@ def test_a_prompt_from_standard_input_or_a_file_is_the_one_from_the_command_line
     [
         (["Hello", "--prompt-file", "x"], "--prompt-file"), (["--prompt-file", "no/such"], "cannot be read"),
         (["--prompt-file", "{bad}"], "not UTF-8"), (["a", "--system", "b", "--system-file", "x"], "--system-file"),
-        (["--prompt-file", "{empty}"], "there is no prompt"), ([], "PROMPT"),
+        (["--prompt-file", "{empty}"], "there is no prompt"), ([], "PROMPT; - reads standard input, --prompt-file"),
     ],
 )  # fmt: skip
 def test_a_wrong_source_is_refused_before_anything_is_loaded(arguments, words, tmp_path, capsys):
@@ -103,7 +104,7 @@ def read(out):
     return header, {row["line"]: row for row in rows}
 
 
-def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_path, capsys):
+def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_path, capsys, monkeypatch):
     out = tmp_path / "out.jsonl"
     assert many(prompts, out, "--rows", 2) == 2  # two lines are wrong
     assert "4 answered, 2 failed" in capsys.readouterr().err
@@ -121,12 +122,14 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
             "What is shown?", image=prompts.parent / "one.png", adapter="specialist", max_new_tokens=6
         )
         assert rows[2]["text"] == expected.text
-    whole = out.read_bytes()
-    assert many(prompts, out, "--rows", 2, "--json") == 0  # nothing to do: no model is loaded
+    with monkeypatch.context() as patch:
+        patch.setattr(many_command, "opened", None)  # wrong lines alone load no model
+        assert many(prompts, out, "--rows", 2, "--json") == 2
     assert json.loads(capsys.readouterr().out) == {
-        "prompts": 6, "answered_before": 6, "answered": 0, "errors": 0, "out": str(out)
+        "prompts": 6, "answered_before": 4, "answered": 0, "errors": 2, "out": str(out)
     }  # fmt: skip
-    assert out.read_bytes() == whole
+    assert read(out) == (header, rows) and out.read_bytes().count(b"\n") == 7
+    whole = out.read_bytes()
     kept = whole.split(b"\n")
     out.write_bytes(b"\n".join(kept[:3]) + b'\n{"line": 4, "promp')  # as a kill leaves it
     many(prompts, out)
@@ -134,6 +137,53 @@ def test_a_file_of_prompts_is_answered_and_a_stopped_run_goes_on(prompts, tmp_pa
     assert again[0] == header and {n: row.get("text") for n, row in again[1].items()} == {
         n: row.get("text") for n, row in rows.items()
     }
+
+
+def test_a_wrong_line_can_be_corrected_and_an_answered_one_not(prompts, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "Hi"}\n{"prompt" "Hello"}\n{"prompt": "Hi", "adapter": "none-such"}\n')
+    assert many(prompts, out) == 2
+    out.chmod(0o640)
+    first = read(out)[1]
+    assert {number for number, row in first.items() if "error" in row} == {2, 3}
+    prompts.write_text('{"prompt": "Hi"}\n{"prompt": "Hello"}\n{"prompt": "Hi", "adapter": "specialist"}\n')
+    assert many(prompts, out) == 0
+    assert "2 answered, 1 were answered before" in capsys.readouterr().err
+    rows = read(out)[1]
+    assert rows[1] == first[1] and "text" in rows[2] and "text" in rows[3] and out.read_bytes().count(b"\n") == 4
+    assert sys.platform == "win32" or out.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.png", "out.jsonl", "prompts.jsonl"]
+
+
+def test_null_and_base_are_the_base_and_lines_may_name_every_adapter(tmp_path, capsys):
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out.jsonl"
+    named = [{"prompt": "Who are you?", "adapter": name} for name in (None, "style")]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in named))
+    given = ["run", BASE, *PLACED, *ADAPTERS, "--max-new-tokens", "8", "--json"]
+    files = ["--prompts", str(prompts), "--out", str(out)]
+    assert cli.main([*given, *files]) == 0  # each line names its adapter: no --use is needed
+    texts = [row["text"] for _, row in sorted(read(out)[1].items())]
+    capsys.readouterr()
+    assert cli.main([*given, "Who are you?", "--use", "base"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["adapter"], answer["text"]) == (None, texts[0]) and texts[0] != texts[1]
+    prompts.write_text('{"prompt": "Who are you?"}\n')
+    assert cli.main([*given, *files]) == 2
+    error = json.loads(capsys.readouterr().out)["error"]["fields"]
+    assert (error["field"], error["allowed"]) == ("--use", ["style", "specialist", "base"])
+
+
+def test_a_file_of_answers_that_was_replaced_is_in_use(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    path = tmp_path / "out.jsonl"
+
+    def replaced(handle, how):
+        path.rename(tmp_path / "old")
+        path.touch()
+
+    monkeypatch.setattr(fcntl, "flock", replaced)
+    with pytest.raises(trimtab.RequestError, match="another process is writing it"):
+        prompts_file.AnswersFile(str(path), {}).open()
 
 
 def test_a_killed_run_leaves_whole_lines_and_goes_on(tmp_path):

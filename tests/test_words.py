@@ -150,7 +150,8 @@ def test_help_uses_the_fields_words(name):
 
 def test_help_lists_every_exit_code():
     codes = {0, DIFFERS, EXIT_CANNOT_TELL, *(code for _, code in exit_codes.EXIT_CODES), cli.STOPPED, cli.READER_GONE}
-    assert set(cli.EXIT_TEXTS) == codes
+    assert set(exit_codes.EXIT_TEXTS) == codes
     assert all(
-        f"{code} " in cli.exit_codes_text() and text in cli.exit_codes_text() for code, text in cli.EXIT_TEXTS.items()
+        f"{code} " in exit_codes.exit_codes_text() and text in exit_codes.exit_codes_text()
+        for code, text in exit_codes.EXIT_TEXTS.items()
     )

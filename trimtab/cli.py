@@ -38,7 +38,7 @@ from trimtab.commands.flags import give_model, group_of
 from trimtab.commands.saying import COLORS, print_json, use_color
 from trimtab.commands.wording import flags_of, in_flags
 from trimtab.errors import AdapterError, RequestError, TrimtabError
-from trimtab.exit_codes import exit_code
+from trimtab.exit_codes import exit_code, exit_codes_text
 from trimtab.packages import versions_of
 
 # Commands that compute nothing, and those that outlive the load of the minute in which they start.
@@ -58,6 +58,8 @@ class UsageError(RequestError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        if message.endswith(": PROMPT"):
+            message += "; - reads standard input, --prompt-file and --prompts read files"
         raise UsageError(message, usage=self.format_usage().strip())
 
 
@@ -180,29 +182,6 @@ def versions() -> dict[str, str | None]:
     """Return package -> installed release, None for a missing one. Nothing is imported."""
     own = {"trimtab": trimtab.__version__, "python": platform.python_version()}
     return {**own, **dict.fromkeys(PACKAGES), **versions_of(PACKAGES)}
-
-
-# What each exit code means, for --help; docs/command-line.md has the same table.
-EXIT_TEXTS = {
-    0: "success",
-    1: "two computations differ, or a server's adapter is ignored or wrong",
-    2: "the request is invalid",
-    3: "a model, adapter or file is missing or not what it claims to be",
-    4: "no placement fits the budgets",
-    5: "adapter and model do not match",
-    6: "the device failed while running, for example out of memory",
-    7: "two computations differ by more than their noise floor",
-    8: "a known bug of another package prevents the run",
-    9: "a server's answers do not show whether its adapter is alive",
-    STOPPED: "stopped by Ctrl-C",
-    READER_GONE: "the reader of the output closed it",
-}
-
-
-def exit_codes_text() -> str:
-    """Return the exit codes for --help."""
-    lines = [f"  {code:<4} {text}" for code, text in sorted(EXIT_TEXTS.items())]
-    return "\n".join(["exit codes:", *lines])
 
 
 # Flags ----------------------------------------------------------------------------------------------------------------

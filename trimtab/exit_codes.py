@@ -1,4 +1,4 @@
-"""With which code a command ends after each kind of error (`cli.py` lists all codes)."""
+"""With which code a command ends after each kind of error, and what every code means."""
 
 from __future__ import annotations
 
@@ -26,6 +26,27 @@ EXIT_CODES: tuple[tuple[type[TrimtabError], int], ...] = (
 )
 # Of a model or adapter that is not there.
 MISSING = 3
+# What each exit code means, for --help; docs/command-line.md has the same table.
+EXIT_TEXTS = {
+    0: "success",
+    1: "two computations differ, or a server's adapter is ignored or wrong",
+    2: "the request is invalid",
+    3: "a model, adapter or file is missing or not what it claims to be",
+    4: "no placement fits the budgets",
+    5: "adapter and model do not match",
+    6: "the device failed while running, for example out of memory",
+    7: "two computations differ by more than their noise floor",
+    8: "a known bug of another package prevents the run",
+    9: "a server's answers do not show whether its adapter is alive",
+    130: "stopped by Ctrl-C",
+    141: "the reader of the output closed it",
+}
+
+
+def exit_codes_text() -> str:
+    """Return the exit codes for --help."""
+    lines = [f"  {code:<4} {text}" for code, text in sorted(EXIT_TEXTS.items())]
+    return "\n".join(["exit codes:", *lines])
 
 
 def exit_code(error: TrimtabError) -> int:

@@ -47,7 +47,7 @@ def add(command: Command) -> None:
     talk.add_argument(
         "--use",
         metavar="NAME",
-        help=f"the first adapter, or a mix: {MIX_FORM} (default: the only one)",
+        help=f"the first adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one)",
     )
     talk.add_argument("--images", type=int, metavar="N", help=f"images of one conversation (default: {CHAT_IMAGES})")
     talk.add_argument("--audio-s", type=float, metavar="S", help="seconds of audio of one conversation (default: 30)")

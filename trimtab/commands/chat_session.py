@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
 from trimtab.commands.saying import has_color
-from trimtab.commands.weights import mix_text
+from trimtab.commands.weights import BASE, mix_text
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
 from trimtab.plan.plan import write_whole
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trimtab.runtime.conversation import Conversation
     from trimtab.runtime.model import LoadedModel
 
-BASE_NAMES = ("base", "none")
+BASE_NAMES = (BASE, "none")
 LEAVE = "/quit or Ctrl-D leaves; /help lists the commands"
 HELP = (
     ("/adapter [NAME]", "answer with this adapter from now on, `base` with none; alone, list them"),
@@ -176,9 +176,9 @@ class Session:
 
     def _adapter(self, rest: str) -> None:
         if not rest:
-            lines = [
-                f"{'*' if name == self.chat.adapter else ' '} {mix_text(name)}" for name in (None, *self.model.adapters)
-            ]
+            mix = [self.chat.adapter] if isinstance(self.chat.adapter, Mapping) else []
+            names = (None, *self.model.adapters, *mix)
+            lines = [f"{'*' if name == self.chat.adapter else ' '} {mix_text(name)}" for name in names]
             self._say("\n".join(lines), adapters=list(self.model.adapters))
             return
         name, equals, path = rest.partition("=")

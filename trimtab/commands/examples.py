@@ -1,6 +1,8 @@
-"""The examples at the end of each command's --help."""
+"""The end of each command's --help: examples and exit codes."""
 
 from __future__ import annotations
+
+from trimtab.exit_codes import exit_codes_text
 
 _MODEL = "google/gemma-4-E4B-it"
 _ADAPTER = "--adapter medical=PATH"
@@ -35,6 +37,6 @@ EXAMPLES = {
 
 
 def examples_text(command: str) -> str:
-    """Return the examples of one command and where exit codes are listed, for --help."""
+    """Return the examples of one command and the exit codes, for --help."""
     lines = [f"  trimtab {command} {words}".rstrip() for words in EXAMPLES[command]]
-    return "\n".join(["examples:", *lines, "", "`trimtab --help` lists the exit codes."])
+    return "\n".join(["examples:", *lines, "", exit_codes_text()])

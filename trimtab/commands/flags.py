@@ -248,12 +248,13 @@ def plan_or_request(options: argparse.Namespace, **counted: Any) -> Plan | LoadR
     return Plan.load(options.model)
 
 
-def adapter_to_use(use: str | None, names: Sequence[str]) -> str | None:
-    """Return the adapter that answers, the only one without --use. Errors: RequestError."""
+def adapter_to_use(use: str | None, names: Sequence[str], *, also: Sequence[str] = ()) -> str | None:
+    """Return the adapter that answers, the only one without --use. also: what else the command accepts. Errors: RequestError."""
+    allowed = (*names, *also)
     if use is None and len(names) > 1:
-        raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=names)
+        raise RequestError("several adapters are given; name the one that answers", field="--use", allowed=allowed)
     if use is not None and use not in names:
-        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=names)
+        raise RequestError("no adapter of this name is given", field="--use", value=use, allowed=allowed)
     return use if use is not None else next(iter(names), None)
 
 

@@ -98,7 +98,7 @@ def add(command: Command) -> None:
     many.add_argument("--rows", type=int, metavar="N", help="prompts decoded together (default: 4)")
     asks.add_argument(
         "--use", metavar="NAME",
-        help=f"the adapter, or a mix: {MIX_FORM} (default: the only one, or all if they have weights)",
+        help=f"the adapter, `base` for none, or a mix: {MIX_FORM} (default: the only one, or all if they have weights)",
     )  # fmt: skip
     group_of(ran, "output").add_argument(
         "--memory", action="store_true", help="print each share of the device's memory, planned and measured"

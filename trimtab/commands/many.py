@@ -32,21 +32,32 @@ def run_many(options: argparse.Namespace) -> int:
         raise RequestError("--prompts needs a file for the answers", field="--out")
     check_folder_of(options.out, "--out")
     lines = images = 0
+    has_unnamed = False  # a prompt without an adapter of its own
     for line in read_prompts(options.prompts):
         lines, images = lines + 1, max(images, line.images)
+        has_unnamed = has_unnamed or not (isinstance(line.request, RequestError) or "adapter" in line.request)
     if not lines:
         raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
     counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
     given = plan_or_request(options, **counted, head="auto", decode=decode)
     plan = given if isinstance(given, Plan) else plan_request(given)
-    defaults = {"system": system, "adapter": chosen(options, plan), **answering}
+    defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}
     answers = AnswersFile(options.out, _header(plan, defaults, decode))
     with closing(answers):
         answers.open()
-        waiting = sum(not answers.check(line) for line in read_prompts(options.prompts))
+        left = [
+            not isinstance(line.request, RequestError)
+            for line in read_prompts(options.prompts)
+            if not answers.check(line)
+        ]
+        waiting = len(left)
         summary = {"prompts": lines, "answered_before": lines - waiting, "answered": 0, "errors": 0, "out": options.out}
-        if waiting:
+        if any(left):
             _answer(options, plan, decode, defaults, answers, waiting, summary)
+        elif left:  # errors alone need no model
+            for line in read_prompts(options.prompts):
+                if isinstance(line.request, RequestError):
+                    _add(answers, summary, line, line.request)
     if options.json:
         print_json(summary)
     else:
@@ -78,12 +89,7 @@ def _answer(
 
     def add(line: PromptLine, result: Any) -> None:
         nonlocal done
-        if isinstance(result, RequestError):
-            answers.add(line, {"error": {"class": "RequestError", "message": str(result), "field": result.field}})
-            summary["errors"] += 1
-        else:
-            answers.add(line, _values(result))
-            summary["answered"] += 1
+        _add(answers, summary, line, result)
         done += 1
         if bar is not None:
             bar(done, waiting)
@@ -104,6 +110,16 @@ def _answer(
             for index, result in answer:
                 add(lines[index], result)
         say_fallbacks(model)
+
+
+def _add(answers: AnswersFile, summary: dict[str, Any], line: PromptLine, result: Any) -> None:
+    """Write one answer or error, and count it."""
+    if isinstance(result, RequestError):
+        answers.add(line, {"error": {"class": "RequestError", "message": str(result), "field": result.field}})
+        summary["errors"] += 1
+    else:
+        answers.add(line, _values(result))
+        summary["answered"] += 1
 
 
 def _values(answer: Any) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 A line of the prompts is a JSON object: `prompt` (or `messages`, as a chat), and as far as they are given `id`, `image`, `audio`
 (files beside the prompts' file), `system`, `adapter`, and sampling options. The first line of the answers names the model, the
 adapters and the options, with their hash: a run goes on where it stopped only if they are the same. Every other line is one
-answer or one error, with the number of its prompt and a hash of its line.
+answer or one error, with the number of its prompt and a hash of its line. The next run removes the errors and tries their lines
+again, so a wrong line can be corrected.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -19,6 +22,7 @@ from typing import Any
 
 import trimtab
 from trimtab.errors import RequestError
+from trimtab.plan.plan import write_whole
 from trimtab.request import GenerateRequest
 
 LONGEST_LINE_BYTES, MOST_LINES = 4 * 2**20, 1_000_000
@@ -86,7 +90,9 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
             raise RequestError("unknown key", field=f"{name}: {key}", allowed=(*FIELDS, *OPTIONS))
     if ("prompt" in values) == ("messages" in values):
         raise RequestError("must have either a prompt or messages", field=name)
-    request = {key: values[key] for key in (*OPTIONS, "system", "adapter") if values.get(key) is not None}
+    request = {key: values[key] for key in (*OPTIONS, "system") if values.get(key) is not None}
+    if "adapter" in values:
+        request["adapter"] = values["adapter"]  # null is the base, whatever --use says
     request["prompt"] = values["prompt"] if "prompt" in values else values["messages"]
     if "stop" in request:
         request["stop"] = tuple(request["stop"]) if isinstance(request["stop"], list) else request["stop"]
@@ -113,7 +119,7 @@ class AnswersFile:
         self._handle: int | None = None
 
     def open(self) -> None:
-        """Open the file, begun or new, and read what is done. A part of a line that a kill left is cut off.
+        """Open the file, begun or new, and read what is answered. Errors and a part of a line that a kill left are removed.
 
         Errors: RequestError if it is another run's, no such file, or being written by another process.
         """
@@ -121,8 +127,10 @@ class AnswersFile:
             self._handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
             self._lock()
             with os.fdopen(os.dup(self._handle), "rb") as file:
-                whole = self._read(file)
+                whole, errors = self._read(file)
             os.truncate(self._handle, whole)
+            if errors:
+                self._remove_errors()
         except OSError as exc:
             raise RequestError(f"cannot be written ({exc.strerror})", field="--out", value=str(self.path)) from exc
         if not whole:
@@ -136,12 +144,37 @@ class AnswersFile:
             try:
                 fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as exc:
-                why = "another process is writing it"
-                raise RequestError(why, field="--out", value=str(self.path)) from exc
+                raise self._in_use() from exc
+            if os.fstat(self._handle).st_ino != self.path.stat().st_ino:  # replaced since it was opened
+                raise self._in_use()
 
-    def _read(self, file: Any) -> int:
-        """Take up what is done. Returns the bytes of whole lines."""
-        whole = 0
+    def _in_use(self) -> RequestError:
+        return RequestError("another process is writing it", field="--out", value=str(self.path))
+
+    def _remove_errors(self) -> None:
+        """Replace the file by one without its errors, which another process cannot open in between. Errors: OSError."""
+        assert self._handle is not None
+        before, is_windows = self._handle, sys.platform == "win32"
+        if is_windows:
+            os.close(before)  # an open file cannot be replaced there
+        write_whole(Path(os.path.realpath(self.path)), self._write_answers, field="--out")
+        self._handle = os.open(self.path, os.O_RDWR | os.O_APPEND)
+        self._lock()
+        if not is_windows:
+            os.close(before)  # only now: who opened the old file finds it locked until it is replaced
+
+    def _write_answers(self, sibling: Path) -> None:
+        with self.path.open("rb") as old, sibling.open("wb") as new:
+            shutil.copymode(self.path, sibling)
+            for count, line in enumerate(old, 1):
+                if "error" not in self._values(line, count):
+                    new.write(line)
+            new.flush()
+            os.fsync(new.fileno())
+
+    def _read(self, file: Any) -> tuple[int, int]:
+        """Take up what is answered. Returns the bytes of whole lines, and how many of them are errors."""
+        whole = errors = 0
         file.seek(0)
         for count, line in enumerate(file):
             if not line.endswith(b"\n"):
@@ -149,10 +182,12 @@ class AnswersFile:
             values = self._values(line, count + 1)
             if count == 0:
                 self._check_header(values)
+            elif "error" in values:
+                errors += 1
             else:
                 self.done[values["line"]] = values["prompt_sha256"]
             whole += len(line)
-        return whole
+        return whole, errors
 
     def _values(self, line: bytes, count: int) -> dict[str, Any]:
         try:
@@ -192,7 +227,8 @@ class AnswersFile:
         """Write one answer or error as one complete line. Errors: RequestError, for example if the disk is full."""
         about = {"line": line.number, "prompt_sha256": line.digest, **({} if line.id is None else {"id": line.id})}
         self._write({**about, **values})
-        self.done[line.number] = line.digest
+        if "error" not in values:
+            self.done[line.number] = line.digest
 
     def _write(self, values: Mapping[str, Any]) -> None:
         assert self._handle is not None

@@ -11,12 +11,15 @@ from trimtab.commands.flags import adapter_to_use
 from trimtab.plan import Plan
 from trimtab.request import LoadRequest
 
+# `--use base`, and `/adapter base` of a chat.
+BASE = "base"
+
 
 def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
     """Return the adapter that answers: a name, name -> weight, or None for the base.
 
     With a weight on any of them and no --use, all adapters answer together. base_of_several: whether several without a weight
-    leave the choice open. Errors: RequestError.
+    leave the choice open. `base` is none of them, if no adapter has that name. Errors: RequestError.
     """
     weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
     request = given.request if isinstance(given, Plan) else given
@@ -26,11 +29,13 @@ def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_se
         for name in mix:
             adapter_to_use(name, names)
         return mix
+    if use == BASE and BASE not in names:
+        return None
     if use is None and any(weight != 1 for weight in weights.values()):
         return dict(weights)
     if use is None and base_of_several and len(names) > 1:
         return None
-    one = adapter_to_use(use, names)
+    one = adapter_to_use(use, names, also=(BASE,))
     weight = 1.0 if one is None else weights.get(one, 1.0)
     return one if weight == 1 else {one: weight}
 
@@ -39,4 +44,4 @@ def mix_text(adapter: Any) -> str:
     """Return an adapter, or a mix of several, as it is written."""
     if isinstance(adapter, Mapping):
         return "+".join(f"{name}:{weight:g}" for name, weight in adapter.items())
-    return "base" if adapter is None else str(adapter)
+    return BASE if adapter is None else str(adapter)

@@ -60,7 +60,8 @@ def resolve_place(place: Mapping[str, str], blocks: Sequence[Block], anatomy: An
         if not hit:
             raise RequestError(
                 "matches no block, module or modality of this model", field=f"place[{pattern!r}]", value=tier,
-                allowed=near_names(pattern, _names_of(anatomy, blocks)),
+                allowed=near_names(pattern, _names_of(anatomy, blocks)) or anatomy.parts,
+                hint="`trimtab plan` lists the blocks",
             )  # fmt: skip
         applied = [block for block in hit if tier in block.allowed_tiers and _moves(pattern, tier, block, anatomy)]
         if not applied:
