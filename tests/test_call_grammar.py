@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from functools import cache
@@ -70,6 +71,26 @@ def drawn(constraint, tokenizer, draw, *, most=400):
         ids.append(token)
         text = tokenizer.decode(ids[1:], skip_special_tokens=False)
     return None
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_call_whose_marks_are_tokens_can_be_written(form, is_special):
+    """As in published checkpoints: Qwen's marks are added tokens that are not special."""
+    tokenizer = copy.deepcopy(talking._tokenizer())
+    marks = [mark for mark in (*CALL_MARKS[form], "[ARGS]") if mark and mark not in tokenizer.get_vocab()]
+    tokenizer.add_tokens(marks, special_tokens=is_special)
+    text = {
+        "gemma4": "<|tool_call>call:now{}<tool_call|>", "llama": '{"name": "now", "parameters": {}}',
+        "hermes": '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        "qwen-xml": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+        "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]', "mistral-args": "[TOOL_CALLS]now[ARGS]{}",
+    }[form]  # fmt: skip
+    constraint, ids = Grammar(tokenizer, [END]).calls(form, [{"name": "now"}], several=False), [2]
+    for token in [*tokenizer(text, add_special_tokens=False)["input_ids"], END]:
+        allowed = constraint(ids, torch.zeros(len(tokenizer)))
+        assert torch.isfinite(allowed[token]), tokenizer.decode(ids)
+        ids.append(token)
 
 
 def check(name, arguments):

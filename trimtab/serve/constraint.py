@@ -109,7 +109,8 @@ class Grammar:
         """Return what stands for a mark in a grammar: its control token, or its characters if it is none."""
         token_id = self._words.convert_tokens_to_ids(text)
         token = self._words.added_tokens_decoder.get(token_id)
-        is_control = token is not None and token.special and token.content == text
+        # To llguidance an added token as "<tool_call>" is a control token, also where its file says that it is none (Qwen's).
+        is_control = token is not None and token.content == text and self._tokenizer.is_special_token(token_id)
         return f"<[{token_id}]>" if is_control else json.dumps(text)
 
     def _held_to(self, grammar: str, field: str) -> SchemaConstraint:
