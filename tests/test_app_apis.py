@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from tests.serving import USAGE, MockPool, client, failed, words
-from tests.test_app import PICTURE, PNG, events_of
+from tests.test_app import PICTURE, PNG, events_of, wav
 from tests.test_app_calling import called
 from trimtab.serve.job import Event
 
@@ -261,6 +261,23 @@ def test_items_of_every_kind_reach_the_job():
         assert (pool.jobs[0].must_call, pool.jobs[0].holds_calls) == (None, strict)
 
 
+def test_a_sound_of_a_response_is_that_of_a_chat():
+    sound = {"type": "input_audio", "input_audio": {"data": wav(300), "format": "wav"}}
+    pool = MockPool()
+    text = {"type": "input_text", "text": "?"}
+    found = responses(client(pool), input=[{"role": "user", "content": [text, sound]}])
+    assert found.is_success, found.text
+    chat = [{"role": "user", "content": [{"type": "text", "text": "?"}, sound]}]
+    asked = client(pool).post("/v1/chat/completions", json={"model": "demo", "messages": chat})
+    assert asked.is_success and pool.jobs[0].prompt == pool.jobs[1].prompt
+    assert pool.jobs[0].prompt[0]["content"][1]["type"] == "audio"
+    refused = responses(
+        client(pool),
+        input=[{"role": "user", "content": "a"}, {"type": "function_call_output", "call_id": "c", "output": [sound]}],
+    )
+    assert refused.json()["error"]["message"].startswith("input[1].output[0]: not supported: audio here")
+
+
 def test_a_response_is_streamed_in_openais_events():
     pool = MockPool(lambda job: called(job, text="I look.", thought="Hm."))
     events = named(responses(client(pool), stream=True))
@@ -298,8 +315,10 @@ def test_a_schema_of_a_response_reaches_the_job():
     "fields, param, words",
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported: previous_response_id"),
-        ({"conversation": "c"}, "conversation", "not supported: conversation"), ({"store": True}, "store", ""),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", ""), ({"input": []}, "input", ""), ({"input": 5}, "input", ""),
+        ({"conversation": "c"}, "conversation", "not supported: conversation"), ({"store": True}, "store", "not supported: store"),
+        ({"background": True}, "background", "not supported: background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "not supported: this type of tool"),
+        ({"input": []}, "input", ""), ({"input": 5}, "input", ""),
         ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0]", "its type must be one of"),
         ({"max_tool_calls": 1}, "max_tool_calls", "not supported: max_tool_calls"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format", ""),

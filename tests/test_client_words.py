@@ -129,3 +129,17 @@ def test_a_text_to_embed_that_is_too_long_hears_nothing_of_an_answer():
         errors[kind] = for_client(caught.value, job)
     assert str(errors["embedding"]) == "input: the prompt has 9 tokens, more than the context of 8. Shorten it"
     assert errors["answer"].field == "prompt" and errors["answer"].hint == "Shorten it, or lower max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("job", "field", "expected"),
+    [
+        ({"prompt": [1], "kind": "text"}, "prompt", "tokens"), ({"prompt": {"text": "a"}, "kind": "tokens"}, "prompt", "prompt"),
+        ({"prompt": {"text": "a"}, "kind": "embedding"}, "prompt", "input"),
+        ({"prompt": [{"role": "user", "content": "a"}, {"role": "tool", "name": "f", "content": "b"},
+                     {"role": "user", "name": "Ann", "content": "c"}]}, "name", "messages[2].name"),
+    ],
+)  # fmt: skip
+def test_an_error_names_the_field_that_the_route_has(job, field, expected):
+    made = Job("a", job.pop("prompt"), GenerateRequest(max_new_tokens=1), **job)
+    assert for_client(RequestError("is wrong", field=field), made).field == expected

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from trimtab.cli import parser
 from trimtab.commands.serve import configured, served_models, settings_of
@@ -86,6 +90,49 @@ def test_a_flag_beside_the_file_wins(tmp_path):
     assert (settings.port, settings.timeout_s, settings.limits.n, settings.limits.messages) == (2, 5, 3, 7)
 
 
+def test_a_flag_with_the_default_value_wins_too(tmp_path):
+    flags = {"host": "127.0.0.1", "port": 8000, "queue": 64, "grace": 30.0, "log_format": "text", "log_level": "info"}
+    text = f'model = "{DEMO / "base"}"\n' + 'host = "0.0.0.0"\nport = 1\nqueue = 2\ngrace = 3\nlog_format = "json"\n'
+    text += 'log_level = "error"\napi_key = ["k"]'
+    given = [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    options = options_of(tmp_path, text, *given)
+    assert {name: getattr(options, name) for name in flags} == flags
+    assert options_of(tmp_path, text).port == 1 and options_of(tmp_path, f'model = "{DEMO / "base"}"').port == 8000
+
+
+def served_parser():
+    (commands,) = parser()._subparsers._group_actions
+    return commands.choices["serve"]
+
+
+def test_every_flag_has_a_key(tmp_path):
+    """What has none makes no sense in a file, or has a table of its own."""
+    serve = served_parser()
+    keys = {one.dest for one in serve._actions if one.option_strings} - {"help", "config", "json", "limit", "adapter"}
+    for key in sorted(keys - {"print_config"}):
+        with pytest.raises(CheckpointError) as caught:  # nothing else in it: it has no model
+            options_of(tmp_path, f"{key} = 1979-05-27")
+        assert "unknown key" not in str(caught.value)
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    (tmp_path / "budgets.json").write_text('{"cpu": "1GiB"}')
+    options = options_of(tmp_path, f'model = "{DEMO / "base"}"\nmax_memory = "budgets.json"')
+    assert served_models(options)[0].request.host_memory_bytes == 2**30
+    options = options_of(tmp_path, f"model = '{DEMO / 'base'}'\nmax_memory = '{{\"cpu\": \"2GiB\"}}'")
+    assert served_models(options)[0].request.host_memory_bytes == 2**31
+
+
+def test_a_saved_plan_stands_for_a_model(tmp_path):
+    import trimtab
+
+    trimtab.plan(DEMO / "base", quant="none", context=256, device="cpu").save(tmp_path / "p.json")
+    (model,) = served_models(options_of(tmp_path, 'plan = "p.json"'))
+    assert (model.name, model.request.context_tokens) == ("p", 256)
+    with pytest.raises(CheckpointError, match="cannot be combined with a model"):
+        options_of(tmp_path, f'plan = "p.json"\nmodel = "{DEMO / "base"}"')
+
+
 def test_a_file_may_hold_several_models(tmp_path):
     text = f"""
         port = 1
@@ -109,7 +156,7 @@ def test_a_file_may_hold_several_models(tmp_path):
         ("port = '1'", "port: must be an integer"), ("timeout = true", "timeout: must be a number"),
         ("lenient = 1", "lenient: must be true or false"), ("keep = 'style'", "keep: must be a list of texts"),
         ("name = []", "name: must be a text"), ("limits = 3", "limits: must be a table"),
-        ("[limits]\nn = '3'", "limits.n: must be"),
+        ("[limits]\nn = '3'", "limits.n: must be"), ("color = 'red'", "color: must be auto, always, never"),
         ("[keys.a]\nconcurrent = 1", "give either key or key_file"), ("[keys.a]\nkey = 'k'\nkeys = 1", "keys.a: "),
         ("[keys.a]\nkey_file = 'none'", "cannot be read"), ("[keys.a]\nkey = ''", "holds no key"),
         ("[keys.a]\nkey = 'k'\n[keys.b]\nkey = 'k'", "has the key of a"),
@@ -158,3 +205,35 @@ def test_the_file_in_the_docs_is_read(tmp_path):
     options = options_of(tmp_path, block)
     settings = settings_of(options)
     assert len(settings.key_limits) == 2 and settings.limits.image_pixels == 4_000_000
+
+
+def test_a_log_of_json_has_no_other_lines_and_the_threads_of_the_file_are_used(tmp_path, monkeypatch, capfd):
+    from trimtab.cli import main
+    from trimtab.serve import run
+
+    seen = {}
+
+    def serve(models, settings, *, together, say, reread):
+        seen.update(together=together, threads=os.environ["OMP_NUM_THREADS"])
+        say("demo: 0 adapters, 4 rows")
+        file.write_text(text.replace("threads = 3", "threads = 2"))
+        seen["waiting"] = list(reread()[2])
+
+    monkeypatch.setattr(run, "serve", serve)
+    for name in ("OMP_NUM_THREADS", "TRIMTAB_LOG_FORMAT", "TRIMTAB_LOG_LEVEL"):
+        monkeypatch.setenv(name, os.environ.get(name, "1"))
+    loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]
+    before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
+    count, file = torch.get_num_threads(), tmp_path / "serve.toml"
+    text = f'model = "{DEMO / "base"}"\nlog_format = "json"\nthreads = 3'
+    file.write_text(text)
+    try:
+        assert main(["serve", "--config", str(file)]) == 0
+    finally:
+        torch.set_num_threads(count)
+        for one, (handlers, propagate, level) in zip(loggers, before, strict=True):
+            one.handlers[:], one.propagate = handlers, propagate
+            one.setLevel(level)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["message"] for line in lines] == ["demo: 0 adapters, 4 rows"] and lines[0]["level"] == "info"
+    assert seen == {"together": 1, "threads": "3", "waiting": ["threads"]}

@@ -44,6 +44,8 @@ def error_of(path, pool=None, **fields):
         ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}, user("a"),
           {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
           {"type": "function_call", "call_id": "b", "name": "f", "arguments": "no JSON"}]}, "input[3].arguments"),
+        ({"input": [user([{"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}])]},
+         "input[0].content[0].input_audio.data"),
         ({"input": [user("a")] * 1025}, "input"),
         ({"input": [user("a")] * 5000}, "input"),
         ({"input": [{"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}]}, "input"),
@@ -82,6 +84,14 @@ def test_an_error_of_a_message_names_the_field_that_was_sent(fields, param):
     error = error_of("/v1/messages", **fields)
     assert error["param"] == param and error["fields"]["field"] == param
     assert error["message"].startswith(param)
+
+
+def test_a_chats_effort_is_named_as_it_was_sent():
+    pool = MockPool(lambda job: [failed(job, "RequestError", field="chat_template_kwargs")])
+    asked = {"messages": [user("a")]}
+    assert error_of("/v1/chat/completions", pool, **asked, reasoning_effort="low")["param"] == "reasoning_effort"
+    given = {"chat_template_kwargs": {"enable_thinking": True}}
+    assert error_of("/v1/chat/completions", pool, **asked, **given)["param"] == "chat_template_kwargs"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])

@@ -29,7 +29,7 @@ BEFORE = Settings(page=False, api_keys=("old",), admin_keys=("root",))
 
 
 class Reloaded(MockPool):
-    settings = BEFORE
+    settings, names = BEFORE, ("demo",)
 
     async def use(self, served):
         self.calls.append(("use", served.name))
@@ -53,7 +53,7 @@ def test_keys_and_limits_change_between_two_requests():
         BEFORE, api_keys=("new",), limits=Limits(messages=1), queue_limit=3,
         key_limits={"new": KeyLimits(name="new", requests_per_minute=2)},
     )  # fmt: skip
-    pool, post = server(lambda: ([model("demo")], after))
+    pool, post = server(lambda: ([model("demo")], after, ()))
     assert post("/v1/chat/completions", "old", CHAT).status_code == 200
     found = post("/admin/reload", "root").json()
     assert found["status"] == "reloaded"
@@ -68,14 +68,14 @@ def test_keys_and_limits_change_between_two_requests():
 
 
 def test_only_an_administrator_reloads():
-    _, post = server(lambda: ([], BEFORE))
+    _, post = server(lambda: ([model("demo")], BEFORE, ()))
     assert post("/admin/reload", "none").status_code == 401
     assert post("/admin/reload", "old").status_code == 403
     assert post("/admin/reload", "root").status_code == 200
 
 
 def test_a_reload_takes_no_fields():
-    _, post = server(lambda: ([], BEFORE))
+    _, post = server(lambda: ([model("demo")], BEFORE, ()))
     refused = post("/admin/reload", "root", {"host": "0.0.0.0"})
     assert refused.status_code == 400 and refused.json()["error"]["fields"]["field"] == "host"
 
@@ -92,11 +92,16 @@ def test_a_file_that_is_wrong_changes_nothing():
 
 def test_what_needs_a_restart_is_named_and_stays():
     after = replace(BEFORE, port=9, grace_s=1.0, limits=Limits(connections=3, n=2))
-    pool, post = server(lambda: ([], after))
+    pool, post = server(lambda: ([model("demo")], after, ()))
     found = post("/admin/reload", "root").json()
     assert found["needs_restart"] == ["port", "grace_s", "limits.connections"]
     assert found["changed"] == ["limits"]
     assert (pool.settings.port, pool.settings.limits.connections, pool.settings.limits.n) == (8000, 512, 2)
+
+
+def test_what_is_read_once_and_a_model_that_is_gone_wait_for_a_restart():
+    _, post = server(lambda: ([model("other")], BEFORE, ("log_level",)))
+    assert post("/admin/reload", "root").json()["needs_restart"] == ["log_level", "models.demo"]
 
 
 def test_every_name_that_waits_for_a_restart_is_one():

@@ -49,7 +49,7 @@ def requested(**fields):
         ({"top_p": 1.1}, "top_p"), ({"min_p": -1}, "min_p"), ({"top_k": -2}, "top_k"), ({"seed": 2**63}, "seed"),
         ({"repetition_penalty": 0}, "repetition_penalty"), ({"presence_penalty": 2.1}, "presence_penalty"),
         ({"frequency_penalty": False}, "frequency_penalty"), ({"logit_bias": {"1": 101}}, "logit_bias.1"),
-        ({"logit_bias": {"a": 5}}, "logit_bias.a.[key]"), ({"logit_bias": {"01": 5}}, "logit_bias.01.[key]"),
+        ({"logit_bias": {"a": 5}}, "logit_bias.a"), ({"logit_bias": {"01": 5}}, "logit_bias.01"),
         ({"logit_bias": {str(token): 0 for token in range(1025)}}, "logit_bias"), ({"logit_bias": {"1": True}}, "logit_bias.1"),
         ({"stop": 5}, "stop"), ({"stop": ["a"] * 17}, "stop"), ({"stop": ["a", 5]}, "stop[1]"), ({"store": True}, "store"),
         ({"modalities": ["audio"]}, "modalities[0]"), ({"tool_choice": "any"}, "tool_choice"), ({"tool_choice": 5}, "tool_choice"),
@@ -75,6 +75,18 @@ def requested(**fields):
 )  # fmt: skip
 def test_a_wrong_value_is_named_by_its_path(fields, field):
     assert refused(chat, **fields).field == field
+
+
+@pytest.mark.parametrize(
+    "fields, name",
+    [
+        ({"store": True}, "store"), ({"metadata": {"a": "b"}}, "metadata"), ({"service_tier": "priority"}, "service_tier"),
+        ({"functions": [{"name": "f"}]}, "functions"), ({"modalities": ["audio"]}, "modalities"),
+        ({"tools": [{"type": "web_search"}]}, "this type of tool"), ({"prediction": {}}, "prediction"),
+    ],
+)  # fmt: skip
+def test_a_value_that_the_server_does_not_support_is_called_so(fields, name):
+    assert f"not supported: {name}" in str(refused(chat, **fields))
 
 
 def test_everything_that_is_wrong_is_named():

@@ -103,7 +103,7 @@ def main(options):
 
     def reread():
         kept = Path(key_file).read_text(encoding="utf-8")
-        return [served], replace(settings, api_keys=(kept,))
+        return [served], replace(settings, api_keys=(kept,)), ()
 
     run.serve([served], settings, say=lambda text: print(text, flush=True), reread=reread if key_file else None)
     print("ended", flush=True)

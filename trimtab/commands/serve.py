@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from trimtab import threads
 from trimtab.adapter_names import parse_adapters
 from trimtab.commands.flags import (
     InPlaceOf,
@@ -24,7 +26,7 @@ from trimtab.commands.flags import (
     read_text,
 )
 from trimtab.commands.pull import add_pull, pull_if_asked
-from trimtab.commands.saying import Command
+from trimtab.commands.saying import Command, use_color
 from trimtab.errors import RequestError
 from trimtab.plan.plan import write_whole
 from trimtab.serve.scale import ADMIN_KEY_VARIABLE, KEY_VARIABLE
@@ -34,6 +36,12 @@ RAY_FLAGS = {
     "replicas": "--replicas", "ray_address": "--ray-address", "gpus_per_replica": "--gpus-per-replica",
     "cpus_per_replica": "--cpus-per-replica", "print_config": "--print-config",
 }  # fmt: skip
+# Not argparse's own defaults: a flag that says the same as one of these still overrides the file of --config.
+DEFAULTS = {
+    "host": "127.0.0.1", "port": 8000, "queue": 64, "grace": 30.0, "log_format": "text", "log_level": "info", "together": 1,
+}  # fmt: skip
+# What is read once, at the start: a reload names those of them that the file has changed.
+READ_ONCE = ("together", "log_format", "log_level", "threads", "color", "pull", "revision", "ray")
 # Stands in where a key is required and the file must not hold one.
 NO_KEY = "from-the-environment"
 
@@ -71,12 +79,8 @@ def add(command: Command) -> None:
         "--keep", action="append", metavar="NAME", help="an adapter that always stays on the model; repeatable"
     )
     group.add_argument("--together", type=int, metavar="N", help="models loaded at once (default: 1)")
-    network.add_argument(
-        "--host", default="127.0.0.1", metavar="HOST", help="the address to listen on (default: 127.0.0.1)"
-    )
-    network.add_argument(
-        "--port", type=int, default=8000, metavar="PORT", help="the port, 0 for a free one (default: 8000)"
-    )
+    network.add_argument("--host", metavar="HOST", help="the address to listen on (default: 127.0.0.1)")
+    network.add_argument("--port", type=int, metavar="PORT", help="the port, 0 for a free one (default: 8000)")
     network.add_argument(
         "--api-key", action="append", metavar="KEY",
         help=f"a key that clients must send, required where other machines can reach the host; also from {KEY_VARIABLE}",
@@ -114,10 +118,10 @@ def add(command: Command) -> None:
         "--share-prefix-cache", action="store_true",
         help="share cached prefixes between API keys; clients can then detect by timing what others have sent",
     )  # fmt: skip
-    limits.add_argument("--queue", type=int, default=64, metavar="N", help="most requests in the queue (default: 64)")
+    limits.add_argument("--queue", type=int, metavar="N", help="most requests in the queue (default: 64)")
     limits.add_argument("--timeout", type=float, metavar="S", help="most seconds of one answer (default: none)")
     limits.add_argument(
-        "--grace", type=float, default=30.0, metavar="S", help="seconds for running answers at shutdown (default: 30)"
+        "--grace", type=float, metavar="S", help="seconds for running answers at shutdown (default: 30)"
     )
     group.add_argument("--idle-unload", type=float, metavar="S", help="unload the model after this many idle seconds")
     limits.add_argument(
@@ -127,11 +131,9 @@ def add(command: Command) -> None:
         "--lenient", action="store_true",
         help="accept unsupported fields and list them in the header X-Trimtab-Ignored",
     )  # fmt: skip
+    log.add_argument("--log-format", metavar="FORM", help="text or json, one line per event (default: text)")
     log.add_argument(
-        "--log-format", default="text", metavar="FORM", help="text or json, one line per event (default: text)"
-    )
-    log.add_argument(
-        "--log-level", default="info", metavar="LEVEL",
+        "--log-level", metavar="LEVEL",
         help="debug, info, warning or error; info has one line per request, without its text (default: info)",
     )  # fmt: skip
     log.add_argument(
@@ -160,9 +162,16 @@ def run_serve(options: argparse.Namespace) -> int:
     from trimtab.serve.run import serve
 
     def say(text: str) -> None:
-        print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
+        if options.log_format == "json" and not options.json:  # every line of such a log is an object
+            logging.getLogger("trimtab.serve").info(text)
+        else:
+            print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
     given, options = options, configured(options)
+    if options.color != given.color:
+        use_color(options.color)
+    if options.threads != given.threads:
+        threads.use(options.threads, beside_others=False)
     journal.set_up(options.log_format, options.log_level)
     pull_if_asked(options)
     if options.ray:
@@ -170,23 +179,30 @@ def run_serve(options: argparse.Namespace) -> int:
     for name, flag in RAY_FLAGS.items():
         if getattr(options, name) is not None:
             raise RequestError("has no effect without --ray", field=flag, value=getattr(options, name))
-    together = 1 if options.together is None else options.together
 
-    def reread() -> tuple[Sequence[Any], Any]:
+    def reread() -> tuple[Sequence[Any], Any, Sequence[str]]:
         now = configured(given)
-        return served_models(now), settings_of(now)
+        waiting = [name for name in READ_ONCE if getattr(now, name) != getattr(options, name)]
+        return served_models(now), settings_of(now), waiting
 
     settings = settings_of(options)  # keys and limits are read before the models' files
-    if serve(served_models(options), settings, together=together, say=say, reread=reread):
+    if serve(served_models(options), settings, together=options.together, say=say, reread=reread):
         raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
 
 
 def configured(options: argparse.Namespace) -> argparse.Namespace:
-    """Return the options with the values of the --config file. Errors: RequestError, CheckpointError."""
+    """Return the options with the values of the --config file and, where neither sets one, the defaults.
+
+    Errors: RequestError, CheckpointError.
+    """
     from trimtab.serve.config_file import apply_config
 
-    return options if options.config is None else apply_config(options, options.parser)
+    made = argparse.Namespace(**vars(options)) if options.config is None else apply_config(options, options.parser)
+    for name, value in DEFAULTS.items():
+        if getattr(made, name) is None:
+            setattr(made, name, value)
+    return made
 
 
 def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
@@ -195,7 +211,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from trimtab.serve.scale import arguments_of, config, read_replicas
 
     check_ray()
-    if options.together is not None:
+    if options.together != DEFAULTS["together"]:
         raise RequestError("has no effect with --ray: every model has copies of its own", field="--together")
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica

@@ -295,6 +295,8 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         body, size = await self.reader.read(wire.ChatRequest, request)
+        if body.reasoning_effort is not None and body.chat_template_kwargs is None:
+            request.state.names = {"chat_template_kwargs": "reasoning_effort"}  # what it becomes in a job
         return await self._chat(request, body, size, ChatShape)
 
     async def responses(self, request: Request) -> Response:

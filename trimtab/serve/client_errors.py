@@ -29,8 +29,11 @@ def for_client(exc: RequestError, job: Job) -> RequestError:
     if field in PARTS:
         # Inside, a medium is called after its Python type.
         field, value = _path(field, exc.number, job.prompt), None
-    if job.kind == "embedding" and field == "prompt":
-        field = "input"
+    if field == "prompt":
+        field = {"embedding": "input", "text": "tokens"}.get(job.kind, field)
+    if field == "name" and is_chat:
+        named = [place for place, one in enumerate(job.prompt) if one.get("name") and one["role"] != "tool"]
+        field = f"messages[{named[0]}].name" if named else field
     if hint == CONTEXT_HINT:
         hint = "Shorten it, or lower max_tokens" if job.kind == "answer" else "Shorten it"
     elif hint.startswith(PLAN_HINT):

@@ -32,10 +32,12 @@ from trimtab.serve.quotas import KeyLimits
 # What a file holds that is no flag.
 TABLES = ("models", "limits", "keys", "adapters")
 # What makes no sense in a file, or is written in a table of its own.
-NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config", "plan")
+NOT_HERE = ("help", "config", "json", "limit", "adapter", "print_config")
 KEY_FIELDS = ("key", "key_file", "concurrent", "requests_per_minute", "tokens_per_day")
-# Paths as they stand, and what may also be a hub id.
-PATHS, NAMES = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map"), ("model",)
+# Paths as they stand.
+PATHS = ("api_key_file", "admin_key_file", "adapter_root", "offload_dir", "device_map", "plan")
+# What may be a path too: a hub id, or budgets as JSON.
+NAMES = ("model", "max_memory")
 
 
 def read_toml(path: Path, field: str) -> dict[str, Any]:
@@ -78,6 +80,10 @@ def apply_config(options: argparse.Namespace, parser: argparse.ArgumentParser) -
     problems += _adapters(made, options, table.get("adapters", {}), folder)
     made.named_keys, wrong_keys = _keys(table.get("keys", {}), folder)
     problems += wrong_keys
+    if made.plan is not None and options.plan is None:
+        if made.model is not None:
+            problems.append("plan: cannot be combined with a model: both name the model")
+        made.model = made.plan
     if "models" in table:
         if made.model is not None:
             problems.append("models: give either [models.NAME] tables or a model")
@@ -116,6 +122,8 @@ def _value(action: argparse.Action, value: Any, folder: Path) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         return _Wrong("must be a text")
     text = str(value)
+    if action.choices is not None and text not in action.choices:
+        return _Wrong(f"must be {', '.join(action.choices)}")
     if action.dest in PATHS or (action.dest in NAMES and (folder / text).exists()):
         return str(folder / text)
     return text

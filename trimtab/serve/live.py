@@ -21,7 +21,8 @@ from trimtab.serve.settings import RELOAD, Settings
 FIXED = ("host", "port", "cors_origins", "page", "grace_s", "retry", "otel")
 FIXED_LIMITS = ("connections", "head_s", "body_s", "idle_s", "all_body_bytes", "prompt_tokens")
 
-Reread = Callable[[], tuple[Sequence[ServedModel], Settings]]
+# Models, settings, and the names of other keys of the file that have changed and wait for a restart.
+Reread = Callable[[], tuple[Sequence[ServedModel], Settings, Sequence[str]]]
 log = logging.getLogger("trimtab.serve")
 
 
@@ -47,6 +48,10 @@ class Pool(Protocol):
 
     settings: Settings
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the models."""
+
     async def use(self, served: ServedModel) -> Mapping[str, Sequence[str]]:
         """Load and unload adapters; returns names under "loaded", "unloaded", "needs_restart" and texts under "problems"."""
 
@@ -64,9 +69,11 @@ class Reloader:
         Errors: RequestError, CheckpointError as at the start of the server.
         """
         async with self._lock:
-            models, wanted = await asyncio.to_thread(self._reread)
+            models, wanted, waiting = await asyncio.to_thread(self._reread)
             before = self._live.settings
             settings, needs = _allowed(before, wanted)
+            gone = [f"models.{name}" for name in self._pool.names if name not in {served.name for served in models}]
+            needs = [*needs, *waiting, *gone]
             report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
             changed = _changed(before, settings)
             self._live.replace(settings)

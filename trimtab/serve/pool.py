@@ -373,6 +373,11 @@ class Pool:
         await self._call(member, "unload_adapter", name=name)
         member.adapters.pop(name, None)
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the models."""
+        return tuple(self._members)
+
     async def use(self, served: ServedModel) -> dict[str, list[str]]:
         """Load and unload adapters until a model has those that its file names now. What clients have loaded stays.
 

@@ -17,6 +17,7 @@ from trimtab.serve.field_names import Names
 from trimtab.serve.wire import (
     FIRST_ERROR,
     Adapter,
+    AudioPart,
     ChatRequest,
     Count,
     EmptyList,
@@ -60,10 +61,11 @@ def _kind(value: Any) -> str:
     return f"<{kind}>"
 
 
-PARTS = ("input_text", "input_image", "output_text")
+PARTS = ("input_text", "input_image", "input_audio", "output_text")
 InputPart = Annotated[
     Annotated[InputText, Tag("<input_text>")]
     | Annotated[InputImage, Tag("<input_image>")]
+    | Annotated[AudioPart, Tag("<input_audio>")]
     | Annotated[OutputText, Tag("<output_text>")],
     Discriminator(_kind, custom_error_type="part", custom_error_message=f"its type must be one of {', '.join(PARTS)}"),
 ]
@@ -323,6 +325,8 @@ def _text(content: Any, field: str) -> str:
     for place, part in enumerate(content):
         if isinstance(part, InputImage):
             raise RequestError("not supported: an image here", field=f"{field}[{place}]")
+        if isinstance(part, AudioPart):
+            raise RequestError("not supported: audio here", field=f"{field}[{place}]")
     return "".join(part.text for part in content)
 
 
@@ -333,6 +337,8 @@ def _content(content: Any) -> Any:
     for part in content:
         if isinstance(part, InputImage):
             parts.append({"type": "image_url", "image_url": {"url": part.image_url, "detail": part.detail}})
+        elif isinstance(part, AudioPart):
+            parts.append(part.model_dump())
         else:
             parts.append({"type": "text", "text": part.text})
     return parts

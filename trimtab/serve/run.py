@@ -69,7 +69,7 @@ def serve(
         say(f"{model.name}: {count} adapter{'' if count == 1 else 's'}, {rows}")
     say(f"{address_of(listener)}  ({'this machine only' if is_loopback(settings.host) else 'with an API key'})")
     live, metrics = Live(settings), Metrics()
-    reloader = Reloader(pool, live, reread or (lambda: (models, settings)), metrics.forget)
+    reloader = Reloader(pool, live, reread or (lambda: (models, settings, ())), metrics.forget)
     extra = [*page_of(settings), *verify_routes(pool, folders=pool.folders), *reloader.routes()]
     app = make_app(pool, settings, metrics, extra=extra, folders=pool.folders, live=live, spans=spans)
     guard = Guard(settings.limits, room_for_connections(settings.limits.connections, say))

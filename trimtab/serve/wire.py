@@ -59,6 +59,11 @@ OnlyFalse = Annotated[Literal[False], BeforeValidator(_no_number)]
 EmptyList = Annotated[list[Any], Field(max_length=0)]
 # Known fields of which no value has an effect here: with --lenient every value is taken.
 NO_EFFECT = frozenset({"metadata", "service_tier", "store", "include_obfuscation"})
+# Known fields that are accepted only at the values that change nothing: any other value is not supported.
+_HARMLESS_ONLY = NO_EFFECT | {
+    "add_generation_prompt", "annotations", "background", "best_of", "echo", "function_call", "functions", "include",
+    "load_inplace", "modalities", "suffix", "truncation",
+}  # fmt: skip
 # How many fields of one object that are unknown get an error each.
 MOST_UNKNOWN = 8
 # What the items of a list are called where it is not as its field.
@@ -517,7 +522,11 @@ def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "none_required":
         return f"not supported: {error['loc'][-1]!s:.100}"
     text = str(error["msg"])
-    return text[:1].lower() + text[1:]
+    text = text[:1].lower() + text[1:]
+    name = next((step for step in error["loc"] if step in _HARMLESS_ONLY), None)
+    if name is None and error["type"] == "literal_error" and _path(error["loc"]).startswith("tools["):
+        name = "this type of tool"
+    return text if name is None else f"not supported: {name} ({text})"
 
 
 def _path(loc: Sequence[int | str]) -> str:
@@ -525,6 +534,6 @@ def _path(loc: Sequence[int | str]) -> str:
     for step in loc:
         if isinstance(step, int):
             text += f"[{step}]"
-        elif not step.startswith("<"):
+        elif not step.startswith("<") and step != "[key]":
             text += f"{'.' if text else ''}{step[:100]}"
     return text
