@@ -260,6 +260,14 @@ def test_a_very_long_line_is_refused_and_the_next_one_read(monkeypatch):
         read("")
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_a_line_of_other_bytes_than_utf8_is_named(errors):
+    stream = io.TextIOWrapper(io.BytesIO(b"\xff\xfe hi\n"), encoding="utf-8", errors=errors)
+    with pytest.raises(RequestError) as caught:
+        chat_input.line_reader(stream)("")
+    assert (caught.value.field, caught.value.reason) == ("prompt", "is not UTF-8 text")
+
+
 # Terminal -------------------------------------------------------------------------------------------------------------
 
 

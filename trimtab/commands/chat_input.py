@@ -43,7 +43,11 @@ def line_reader(stream: TextIO) -> Reader:
 
 
 def _line(stream: TextIO) -> str:
-    text = stream.readline(LONGEST_LINE + 1)
+    try:
+        text = stream.readline(LONGEST_LINE + 1)
+        text.encode()  # some locales read other bytes as halves of surrogate pairs
+    except UnicodeError as exc:
+        raise RequestError("is not UTF-8 text", field="prompt") from exc
     if not text:
         raise EOFError
     if len(text) > LONGEST_LINE:
