@@ -190,10 +190,24 @@ def run_trimtab(case: dict[str, Any], work: Path) -> dict[str, Any]:
             one.name: [round(one.planned_bytes / MIB), None if one.measured_bytes is None else round(one.measured_bytes / MIB)]
             for one in model.memory_shares()
         },
+        "captured": captured_of(model), "predicted_prompt_ms": round(plan.execution.prompt.seconds * 1e3, 1),
+        "launch_us": round(plan.rates.launch_s * 1e6, 2), "prompt_chunks": list(plan.execution.prompt.chunks),
         "shares_mib": shares, "fallbacks": [f"{one.what}: {one.why}" for one in model.fallbacks],
     }  # fmt: skip
     model.close()
     return row
+
+
+def captured_of(model: Any) -> dict[str, Any]:
+    """Return how many graphs a model's own batch holds, and the MiB that the driver took while they were captured beforehand."""
+    batch = model.rows()
+    if batch is None:
+        return {}
+    steps, prompts = batch.steps, batch.prompts
+    return {
+        "steps": len(steps._graphs), "prompts": len(prompts._graphs), "tower_layers": prompts.towers.captured,
+        "steps_mib": round(steps.graph_bytes / MIB, 1), "prompts_mib": round(prompts.graph_bytes / MIB, 1),
+    }  # fmt: skip
 
 
 def shares_of(torch: Any) -> dict[str, Any]:

@@ -71,9 +71,14 @@ GRAPH_LINEAR_S = (24e-6, 21e-6)
 # bitsandbytes' one-row product reads memory at this share of the rate.
 GRAPH_RATE_SHARE = 0.75
 EAGER_KERNELS = (19, 14)
-# Seconds of a captured chunk beyond its arithmetic, for every linear: unpacking, adapters, and what lies between. From one figure
-# (E4B, 512 tokens with an adapter: 21.8 ms on the GPU); predicted seconds of prompts were not compared with measured ones.
+# Seconds of a captured chunk beyond its arithmetic, for every linear of the decoder: unpacking, adapters, and what lies between.
+# From one figure (E4B, 512 tokens with an adapter: 21.8 ms on the GPU).
 CHUNK_LINEAR_S = 45e-6
+# The same of a pass that is not captured, with adapters and without: Python launches 2,329 kernels for E4B's 343 linears, which
+# takes longer than all that they compute. With adapters from E4B, E2B and Qwen3-8B with streamed layers (bench/results/cards.json,
+# runs 4 and 5: 0.42 to 0.61 ms for 512 and for 4,080 tokens), on one machine; without adapters in proportion to EAGER_KERNELS, not
+# measured.
+UNCAPTURED_LINEAR_S = (0.48e-3, 0.35e-3)
 # Sizes of chunks, and the choices among them: all, a few, one. Where chunks are not captured a size costs its inputs only.
 CHUNKS = (16, 64, 128, 256, 512, 1024)
 CAPTURED_CHUNKS = (CHUNKS, (128, 512), (256,))
@@ -266,6 +271,21 @@ def step_s(mode: str, work: StepWork, rates: Rates, *, link_Bps: float, has_adap
     link_s = work.link_bytes / (link_Bps * LINK_SHARE)
     tail_s += work.tail_bytes / rates.device_Bps
     return max(read_s + overhead_s, link_s + tail_s if work.link_bytes else 0.0) + work.other_s
+
+
+def prompt_launch_s(
+    linears: int, skipped: int, towers: int, *, passes: int, is_captured: bool, has_adapters: bool, launch_s: float
+) -> float:  # fmt: skip
+    """Return the seconds of a prompt's passes: beyond arithmetic and copies where they are captured, else what Python takes to
+    launch them, behind which the device computes and copies.
+
+    linears: of the decoder; skipped: those of them that only the last pass enters; towers: of towers that run for this prompt.
+    launch_s: one kernel of this machine.
+    """
+    which = 0 if has_adapters else 1
+    plain_s = max(UNCAPTURED_LINEAR_S[which], EAGER_KERNELS[which] * launch_s)
+    entered = passes * linears - (passes - 1) * skipped
+    return entered * (CHUNK_LINEAR_S if is_captured else plain_s) + (0.0 if is_captured else towers * plain_s)
 
 
 def head_rows(anatomy: Anatomy) -> list[ModuleRow]:

@@ -35,15 +35,14 @@ from trimtab.plan.cost import (
 )
 from trimtab.plan.execution import (
     CAPTURED,
-    CHUNK_LINEAR_S,
     CHUNKS,
-    EAGER_KERNELS,
     FRAGMENT_BYTES,
     INVARIANT_CHUNK,
     Execution,
     Phase,
     check_bytes,
     head_bytes,
+    prompt_launch_s,
     step_bytes,
     step_s,
 )
@@ -55,7 +54,7 @@ from trimtab.plan.prefix_memory import prefix_bytes
 from trimtab.plan.prompt_memory import prompt_bytes, uncaptured_bytes
 from trimtab.plan.reasons import Reasons
 from trimtab.plan.search import Search
-from trimtab.plan.step_work import step_work
+from trimtab.plan.step_work import prompt_linears, step_work
 from trimtab.plan.tower_memory import with_towers
 from trimtab.plan.unpacked import with_unpacked
 from trimtab.request import DEFAULT_QUANT, LoadRequest
@@ -433,15 +432,16 @@ class _Planner:
     def _execution(self, chosen: Sequence[Choice], slots: int) -> Execution:
         """Return how prompts and steps run on this placement, with predicted seconds."""
         use, rates, has_adapters = self.use, self.rates, bool(self.adapter_sizes)
-        linears = {block.block_path: len(block.leaves) for block in self.blocks if not block.is_table}
-        launched = sum(linears.values()) * EAGER_KERNELS[0 if has_adapters else 1] * rates.launch_s
         prompt_s = sum(choice.request_s for choice in chosen)
         if self.machine.on_cpu:
             one_s = sum(choice.step_s for choice in chosen)
             step = Phase(mode=self.mode, bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
-            prompt_s += passes * (sum(linears.values()) * CHUNK_LINEAR_S if self.captures_prompts else launched)
+            counts = prompt_linears(self.anatomy, self.blocks, use, is_cut=bool(self.chunks))
+            options = {"is_captured": self.captures_prompts, "has_adapters": has_adapters}
+            launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
+            prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
             one_s = self._step_s(chosen, slots)
             step = Phase(
                 mode=self.mode, bytes=self.execution_bytes, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked()

@@ -1,13 +1,15 @@
-"""Reads, copies and kernel launches of one decode step of a placement, block by block in order of execution."""
+"""Reads, copies and kernel launches of one decode step of a placement, block by block in order; linears of a prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from trimtab.checkpoint.anatomy import Anatomy
+from trimtab.plan.activations import Use
 from trimtab.plan.blocks import Block
 from trimtab.plan.budget import STAGING_SLOTS, Choice
 from trimtab.plan.execution import BlockWork, StepWork, head_bytes, head_rows
+from trimtab.plan.tower_memory import PARTS
 
 
 def step_work(
@@ -42,3 +44,18 @@ def step_work(
         device_bytes=device, link_bytes=link, other_s=other_s, tail_bytes=head, layers=layers, linears=linears, rows=rows,
         blocks=(*first, *after), slots=max(slots, 1),
     )  # fmt: skip
+
+
+def prompt_linears(anatomy: Anatomy, blocks: Sequence[Block], use: Use, *, is_cut: bool) -> tuple[int, int, int]:
+    """Return the linears of the decoder, those of its layers that only the last pass of a prompt enters, and those of towers that
+    run. is_cut: whether prompts go through in chunks of still shapes: layers that read the keys of earlier ones see the last token
+    alone then (runtime/hf_prefill.py)."""
+    shared = {str(layer.layer) for layer in anatomy.kv_layers if layer.shares is not None and is_cut}
+    whole = skipped = towers = 0
+    for block in blocks:
+        if block.part in PARTS and (use.patches or use.sound_s):
+            towers += len(block.leaves)
+        if block.paid == "token" and not block.is_table:
+            whole += len(block.leaves)
+            skipped += len(block.leaves) * (block.block_path.rpartition(".")[2] in shared)
+    return whole, skipped, towers
