@@ -171,9 +171,10 @@ def test_what_is_wrong_is_said_by_name(tmp_path, text, words):
 
 
 def test_everything_that_is_wrong_is_said_at_once(tmp_path):
-    with pytest.raises(CheckpointError, match="3 problems") as caught:
-        options_of(tmp_path, "prot = 1\nport = 'x'")
+    with pytest.raises(CheckpointError, match="4 problems") as caught:
+        options_of(tmp_path, "prot = 1\nport = 'x'\n[limits]\nimage_pixel = 1")
     assert "has no model" in str(caught.value)
+    assert "limits.image_pixel: unknown limit (near: image_pixels" in str(caught.value)
 
 
 def test_a_key_is_never_repeated(tmp_path):

@@ -22,12 +22,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.serve.quotas import KeyLimits
+from trimtab.serve.settings import Limits
 
 # What a file holds that is no flag.
 TABLES = ("models", "limits", "keys", "adapters")
@@ -133,6 +135,11 @@ def _limits(made: argparse.Namespace, options: argparse.Namespace, table: Any) -
     if not isinstance(table, Mapping):
         return ["limits: must be a table"]
     wrong = [f"limits.{name}: must be a number" for name, one in table.items() if not _is_number(one)]
+    known = [item.name for item in fields(Limits)]
+    for name in table:
+        if name not in known:
+            near = near_names(name, known)
+            wrong.append(f"limits.{name}: unknown limit" + (f" (near: {', '.join(near)})" if near else ""))
     made.limit = _beside(table, options.limit)
     return wrong
 
