@@ -82,16 +82,16 @@ def _plan(options: argparse.Namespace, decode: str) -> tuple[Plan, Any]:
         options.prefix_cache = None
     elif is_default and decode != "eager" and not is_saved_plan(options):
         counted["prefix_cache_bytes"] = parse_bytes(PREFIX_CACHE, field_name="--prefix-cache") or 0
-    given = plan_or_request(options, **counted, head="auto", decode=decode)
-    adapter = chosen(options, given, base_of_several=True)
-    if isinstance(given, Plan):
-        return given, adapter
+    source = plan_or_request(options, **counted, head="auto", decode=decode)
+    adapter = chosen(options, source, base_of_several=True)
+    if isinstance(source, Plan):
+        return source, adapter
     try:
-        return plan_request(given), adapter
+        return plan_request(source), adapter
     except DoesNotFitError:
         if not is_default:
             raise
-    plan = plan_request(replace(given, prefix_cache_bytes=0))
+    plan = plan_request(replace(source, prefix_cache_bytes=0))
     print(
         "the host budget has no room for a prefix cache: every turn computes the whole prompt again",
         file=sys.stderr,

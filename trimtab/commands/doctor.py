@@ -118,8 +118,8 @@ def _check(options: argparse.Namespace) -> None:
         is_given = getattr(options, name) not in (None, False)
         if is_given and not any(getattr(options, other) for other in needed):
             flag = f"--{name.replace('_', '-')}".removesuffix("-version")
-            wanted = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
-            raise RequestError(f"has no effect without {wanted}", field=flag)
+            flags = " or ".join("MODEL" if other == "model" else f"--{other}" for other in needed)
+            raise RequestError(f"has no effect without {flags}", field=flag)
     for name in ("gpu_memory", "host_memory", "memory_limit"):
         parse_bytes(getattr(options, name), field_name=f"--{name.replace('_', '-')}")
     if options.dtype is not None:
@@ -237,13 +237,13 @@ def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, .
     """Return the runs that were made, and True if Ctrl-C ended them early."""
     from trimtab.doctor.matrix import run_matrix, saving
 
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "cases": options.case, "pressure": options.pressure, "python": options.python, "model": options.model,
         "adapter": options.adapter, "memory_bytes": parse_bytes(options.memory_limit, field_name="--memory-limit"),
     }  # fmt: skip
     for name, value in (("timeout_s", options.timeout), ("engines", options.engine), ("device", options.device)):
         if value is not None:
-            given[name] = value
+            arguments[name] = value
     runs: list[Any] = []
     keep = saving(options.save, environment) if options.save else None
 
@@ -254,7 +254,7 @@ def _matrix(options: argparse.Namespace, environment: Any) -> tuple[tuple[Any, .
 
     try:
         with ExitStack() as stack:
-            run_matrix(**given, on_record=on_record, progress=_bars(options, stack, "cases"))
+            run_matrix(**arguments, on_record=on_record, progress=_bars(options, stack, "cases"))
     except KeyboardInterrupt:
         if not runs:
             raise

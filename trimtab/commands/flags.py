@@ -176,20 +176,20 @@ def give_model(options: argparse.Namespace) -> None:
     if path is None:
         return
     positional = [action for action in options.parser._actions if not action.option_strings]
-    given = [value for action in positional if (value := getattr(options, action.dest)) is not None]
+    values = [value for action in positional if (value := getattr(options, action.dest)) is not None]
     free = [action for action in positional if action.dest not in getattr(options, IN_PLACE)]
-    if len(given) > len(free):
+    if len(values) > len(free):
         raise RequestError(
             "cannot be combined with MODEL: both name the model", field="--plan", value=path, hint="Give one"
         )
-    if len(given) < len(free):
-        options.parser.error(f"the following arguments are required: {free[len(given)].metavar}")
+    if len(values) < len(free):
+        options.parser.error(f"the following arguments are required: {free[len(values)].metavar}")
     if not Path(path).is_file():
         raise CheckpointError("there is no such plan", path=path, hint="`trimtab plan MODEL --save FILE` writes one")
     for action in positional:
         setattr(options, action.dest, None)
     options.model = path
-    for action, value in zip(free, given, strict=True):
+    for action, value in zip(free, values, strict=True):
         setattr(options, action.dest, value)
 
 
@@ -230,8 +230,8 @@ def load_request(options: argparse.Namespace, **counted: Any) -> LoadRequest:
         values[PLACEMENT[name]] = value
     if getattr(options, "max_memory", None) is not None:
         max_memory = read_json_object(options.max_memory, "--max-memory", MAX_MEMORY)
-        given = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
-        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **given)
+        budgets = {name: values.get(name) for name in ("gpu_memory_bytes", "host_memory_bytes")}
+        values |= merged_budgets(max_memory, device=values.get("device", "auto"), **budgets)
     return LoadRequest(**values)
 
 
@@ -310,27 +310,27 @@ def read_device_map(path: str) -> dict[str, int | str]:
     return dict(device_map)
 
 
-def read_json_object(given: str, flag: str, example: str) -> dict[str, Any]:
+def read_json_object(source: str, flag: str, example: str) -> dict[str, Any]:
     """Return the JSON object that a flag holds itself or names a file with. Errors: RequestError, for a key given twice too."""
-    text = given.strip()
+    text = source.strip()
     if not text.startswith("{"):
         try:
-            text = Path(given).read_text(encoding="utf-8")
+            text = Path(source).read_text(encoding="utf-8")
         except (OSError, ValueError) as exc:
             why = getattr(exc, "strerror", None) or exc
-            raise RequestError(f"cannot be read ({why})", field=flag, value=given, allowed=(example,)) from exc
+            raise RequestError(f"cannot be read ({why})", field=flag, value=source, allowed=(example,)) from exc
 
     def once(items: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(items)) < len(items):
-            raise RequestError("names one key twice", field=flag, value=given)
+            raise RequestError("names one key twice", field=flag, value=source)
         return dict(items)
 
     try:
         value = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as exc:
-        raise RequestError(f"is not JSON ({exc})", field=flag, value=given, allowed=(example,)) from exc
+        raise RequestError(f"is not JSON ({exc})", field=flag, value=source, allowed=(example,)) from exc
     if not isinstance(value, dict):
-        raise RequestError("must be a JSON object", field=flag, value=given, allowed=(example,))
+        raise RequestError("must be a JSON object", field=flag, value=source, allowed=(example,))
     return value
 
 
@@ -377,8 +377,8 @@ def system_of(options: argparse.Namespace) -> str | None:
 def sampling_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options that were given, checked before anything is read or loaded."""
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if "stop" in given:
-        given["stop"] = tuple(given["stop"])
-    GenerateRequest(**given)
-    return given
+    sampling = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if "stop" in sampling:
+        sampling["stop"] = tuple(sampling["stop"])
+    GenerateRequest(**sampling)
+    return sampling

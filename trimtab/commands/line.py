@@ -194,10 +194,10 @@ def run_inspect(options: argparse.Namespace) -> int:
     if options.json:
         print_json(report)
     elif options.patched is not None:
-        made = report["patched"]
+        written = report["patched"]
         print(
-            f"written: {made['written']}, {made['modules']} modules by\n  {made['target_modules']}\n"
-            f"weights {'linked' if made['linked'] else 'copied'}, {made['renamed']} keys renamed; it does the same as "
+            f"written: {written['written']}, {written['modules']} modules by\n  {written['target_modules']}\n"
+            f"weights {'linked' if written['linked'] else 'copied'}, {written['renamed']} keys renamed; it does the same as "
             f"{options.adapter}"
         )
     else:
@@ -280,12 +280,12 @@ def _plan_to_run(options: argparse.Namespace, decode: str) -> tuple[trimtab.Plan
 
     # Arguments first: a file is not opened for a request that cannot be made.
     counted = {"images": len(options.image), "head": "auto", "dtype": "auto", "decode": decode}
-    given = plan_or_request(options, **counted, audio_s=0.0)
-    adapter = chosen(options, given)
+    source = plan_or_request(options, **counted, audio_s=0.0)
+    adapter = chosen(options, source)
     sound_s = check_media(options.image, options.audio)
-    if isinstance(given, LoadRequest) and sound_s:
-        given = load_request(options, **counted, audio_s=sound_s)
-    return (plan_request(given) if isinstance(given, LoadRequest) else given), adapter
+    if isinstance(source, LoadRequest) and sound_s:
+        source = load_request(options, **counted, audio_s=sound_s)
+    return (plan_request(source) if isinstance(source, LoadRequest) else source), adapter
 
 
 def run_demo(options: argparse.Namespace) -> int:

@@ -39,8 +39,8 @@ def run_many(options: argparse.Namespace) -> int:
     if not lines:
         raise RequestError("holds no prompt", field="--prompts", value=options.prompts)
     counted = {"images": max(images, 1), "batch": ROWS if options.rows is None else options.rows}
-    given = plan_or_request(options, **counted, head="auto", decode=decode)
-    plan = given if isinstance(given, Plan) else plan_request(given)
+    source = plan_or_request(options, **counted, head="auto", decode=decode)
+    plan = source if isinstance(source, Plan) else plan_request(source)
     defaults = {"system": system, "adapter": chosen(options, plan, base_of_several=not has_unnamed), **answering}
     answers = AnswersFile(options.out, _header(plan, defaults, decode))
     with closing(answers):

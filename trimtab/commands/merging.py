@@ -115,30 +115,30 @@ def run_verify(options: argparse.Namespace) -> int:
     from trimtab.proof.prompts import read_prompts
     from trimtab.proof.report import check_save_path
 
-    given = None if remote.is_server(options) else _request(options)
+    source = None if remote.is_server(options) else _request(options)
     if options.save:
         check_save_path(options.save)
     if options.prompts:
         read_prompts(options.prompts)
-    if given is None:
+    if source is None:
         on_server = remote.report_on(options)
         give_report(on_server, options)
         return on_server.exit_code
-    report = _compare(given, options)
+    report = _compare(source, options)
     give_report(report, options)
     return 0 if report.ok else DIFFERS
 
 
 def _request(options: argparse.Namespace) -> Plan | LoadRequest:
-    given = plan_or_request(options)
+    source = plan_or_request(options)
     if options.use is not None:
-        adapter_to_use(options.use, list((given if isinstance(given, LoadRequest) else given.request).adapters))
-    return given
+        adapter_to_use(options.use, list((source if isinstance(source, LoadRequest) else source.request).adapters))
+    return source
 
 
-def _compare(given: Plan | LoadRequest, options: argparse.Namespace) -> Any:
+def _compare(source: Plan | LoadRequest, options: argparse.Namespace) -> Any:
     return trimtab.verify(
-        given, adapter=options.use, prompts=options.prompts,
+        source, adapter=options.use, prompts=options.prompts,
         against=SHORT_ROUTES.get(options.against, options.against), python=options.python,
         new_tokens=_new_tokens(options), lanes=options.lanes, say=saying(options),
     )  # fmt: skip

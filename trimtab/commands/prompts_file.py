@@ -97,8 +97,8 @@ def _request(values: Mapping[str, Any], name: str, folder: Path) -> dict[str, An
     if "stop" in request:
         request["stop"] = tuple(request["stop"]) if isinstance(request["stop"], list) else request["stop"]
     for kind in ("image", "audio"):
-        given = values.get(kind)
-        files = [given] if isinstance(given, str) else given or []
+        value = values.get(kind)
+        files = [value] if isinstance(value, str) else value or []
         if not isinstance(files, list) or not all(isinstance(file, str) and file for file in files):
             raise RequestError("must be a file or a list of files", field=f"{name}: {kind}")
         if files:

@@ -167,10 +167,10 @@ def run_serve(options: argparse.Namespace) -> int:
         else:
             print(json.dumps({"say": text}) if options.json else text, file=sys.stderr, flush=True)
 
-    given, options = options, configured(options)
-    if options.color != given.color:
+    command_line, options = options, configured(options)
+    if options.color != command_line.color:
         use_color(options.color)
-    if options.threads != given.threads:
+    if options.threads != command_line.threads:
         threads.use(options.threads, beside_others=False)
     journal.set_up(options.log_format, options.log_level)
     pull_if_asked(options)
@@ -181,7 +181,7 @@ def run_serve(options: argparse.Namespace) -> int:
             raise RequestError("has no effect without --ray", field=flag, value=getattr(options, name))
 
     def reread() -> tuple[Sequence[Any], Any, Sequence[str]]:
-        now = configured(given)
+        now = configured(command_line)
         waiting = [name for name in READ_ONCE if getattr(now, name) != getattr(options, name)]
         return served_models(now), settings_of(now), waiting
 
@@ -251,8 +251,8 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
     if path.suffix == ".toml":
         own = {"name": "--name", "rows": "--rows", "resident_adapters": "--resident-adapters", "keep": "--keep"}
         own |= {"idle_unload": "--idle-unload", "eager": "--eager", "decode": "--decode"}
-        given = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
-        for flag in [*given, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
+        flags = [f"--{name.replace('_', '-')}" for name in given_flags(options)]
+        for flag in [*flags, *(flag for name, flag in own.items() if getattr(options, name) is not None)]:
             raise RequestError("has no effect with a registry file", field=flag, hint="Set it in the file")
         models = read_registry(path, is_config=options.config is not None and path == Path(options.config))
         if _is_here(options):
@@ -273,8 +273,8 @@ def served_models(options: argparse.Namespace) -> Sequence[Any]:
 
 def weights_of(options: argparse.Namespace) -> dict[str, float]:
     """Return the weights of `--adapter NAME=PATH:0.7`, of adapters that have another one than 1."""
-    given = parse_adapters(options.adapter or (), field="--adapter")
-    return {one.name: one.weight for one in given if one.weight != 1}
+    adapters = parse_adapters(options.adapter or (), field="--adapter")
+    return {one.name: one.weight for one in adapters if one.weight != 1}
 
 
 def _is_here(options: argparse.Namespace) -> bool:
@@ -295,8 +295,8 @@ def _request(options: argparse.Namespace) -> tuple[Any, dict[str, str]]:
 
     from trimtab.plan import Plan
 
-    given = plan_or_request(options, head="auto", dtype="auto")
-    request = given.request if isinstance(given, Plan) else given
+    source = plan_or_request(options, head="auto", dtype="auto")
+    request = source.request if isinstance(source, Plan) else source
     return replace(request, adapters={}), dict(request.adapters)
 
 
@@ -320,22 +320,22 @@ def settings_of(options: argparse.Namespace) -> Any:
 
 def _keys(options: argparse.Namespace, kind: str, variable: str) -> list[str]:
     """Return the keys of a kind, "api" or "admin", from flags, environment and file. Errors: RequestError."""
-    given, path = getattr(options, f"{kind}_key"), getattr(options, f"{kind}_key_file")
+    keys_given, path = getattr(options, f"{kind}_key"), getattr(options, f"{kind}_key_file")
     flag = f"--{kind}-key-file"
     if options.print_config is not None:
-        for name, value in ((f"--{kind}-key", given), (flag, path)):
+        for name, value in ((f"--{kind}-key", keys_given), (flag, path)):
             if value is not None:
                 hint = f"Start Ray on each node with {variable} in its environment"
                 raise RequestError(
                     "cannot be used with --print-config: keys are not written into a file", field=name, hint=hint
                 )
         return [NO_KEY] if kind == "api" else []  # `config` leaves it out
-    keys = list(given or ())
+    keys = list(keys_given or ())
     if os.environ.get(variable):
         keys.append(os.environ[variable])
     if path is not None:
-        held = [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
-        if not held:
+        lines = [line.strip() for line in read_text(path, flag).splitlines() if line.strip()]
+        if not lines:
             raise RequestError("holds no key", field=flag, value=path)
-        keys += held
+        keys += lines
     return keys

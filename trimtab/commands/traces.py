@@ -90,9 +90,9 @@ def check_model(model: str | None) -> None:
 
 
 def _check_alone(options: argparse.Namespace, flag: str, others: tuple[str, ...]) -> None:
-    given = [name for name in others if getattr(options, name, None) not in (None, False)]
-    if given:
-        names = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in given)
+    flags = [name for name in others if getattr(options, name, None) not in (None, False)]
+    if flags:
+        names = ", ".join("MODEL" if name == "model" else f"--{name.replace('_', '-')}" for name in flags)
         raise RequestError(f"cannot be combined with {names}", field=flag)
 
 

@@ -31,9 +31,9 @@ def run_tune(options: argparse.Namespace) -> int:
 
     if not 1 <= options.rows <= MOST_ROWS:
         raise RequestError(f"must be between 1 and {MOST_ROWS}", field="--rows", value=options.rows)
-    given = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0)
+    source = plan_or_request(options, batch=options.rows, images=0, audio_s=0.0)
     check_folder_of(options.export, "--export")
-    plan = given if isinstance(given, Plan) else plan_request(given)
+    plan = source if isinstance(source, Plan) else plan_request(source)
     if not plan.execution_device.startswith("cuda"):
         raise RequestError(
             f"the model runs on {plan.execution_device}; launch configurations are of GPU kernels", field="device",

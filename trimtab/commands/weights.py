@@ -15,14 +15,14 @@ from trimtab.request import LoadRequest
 BASE = "base"
 
 
-def chosen(options: argparse.Namespace, given: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
+def chosen(options: argparse.Namespace, source: Plan | LoadRequest, *, base_of_several: bool = False) -> Any:
     """Return the adapter that answers: a name, name -> weight, or None for the base.
 
     With a weight on any of them and no --use, all adapters answer together. base_of_several: whether several without a weight
     leave the choice open. `base` is none of them, if no adapter has that name. Errors: RequestError.
     """
     weights = {one.name: one.weight for one in parse_adapters(options.adapter or (), field="--adapter")}
-    request = given.request if isinstance(given, Plan) else given
+    request = source.request if isinstance(source, Plan) else source
     names, use = list(request.adapters), options.use
     if use is not None and is_mix(use):
         mix = parse_mix(use, field="--use")

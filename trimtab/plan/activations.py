@@ -147,9 +147,9 @@ def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, token
         if layer.shares is not None:
             continue
         token_bytes = batch * layer.kv_heads * layer.head_dim * DTYPE_BYTES[dtype]
-        held = tokens if layer.window is None else min(tokens, layer.window - 1 + new_tokens)
-        before = max(held - new_tokens, 0)
-        total += 2 * held * token_bytes
+        cached = tokens if layer.window is None else min(tokens, layer.window - 1 + new_tokens)
+        before = max(cached - new_tokens, 0)
+        total += 2 * cached * token_bytes
         copied = max(copied, before * token_bytes)
     return total + copied
 
@@ -397,7 +397,7 @@ class _Counter:
         wide = replace(wide, dequantized=0) if self.is_unpacked_elsewhere else wide
         many = new_tokens > 1
         pairs = rows * all_tokens if many else 0
-        held = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
+        fixed = rows * self.d("hidden.held", hidden) + COEFFICIENTS["attention.mask"][0] * pairs
         largest_kv = max((layer.kv_heads * layer.head_dim for layer in self.anatomy.kv_layers), default=0)
         repeats = many and largest_kv < wide.query
         repeated = self.use.batch * all_tokens if repeats else 0
@@ -411,7 +411,7 @@ class _Counter:
             self.d("logits.model", self.anatomy.vocab_size) + self.f("logits.float", self.anatomy.vocab_size)
         )
         head = rows * hidden * dtype_bytes + logits + self.head8
-        return ceil(max(held + layer, held + first, held + gemm, head))
+        return ceil(max(fixed + layer, fixed + first, fixed + gemm, head))
 
     def pictures(self) -> int:
         """Return the activations of every picture of a batch in one pass of the vision tower."""
@@ -420,10 +420,10 @@ class _Counter:
         pairs = batch * self.use.patches * patches_of(self.anatomy.model_type)[0]
         pixels = self.f("vision.pixels", wide.hidden or self.anatomy.hidden_size)
         pooled = COEFFICIENTS["vision.pool"][0] * rows * patches_of(self.anatomy.model_type)[1]
-        held = rows * (self.d("vision.hidden", wide.hidden) + FLOAT32_BYTES * wide.hidden) + pairs
+        fixed = rows * (self.d("vision.hidden", wide.hidden) + FLOAT32_BYTES * wide.hidden) + pairs
         layer = self.layer(wide, rows, pairs, masked=True, repeated=0)
         pool = pooled + rows * self.f("hidden.norm", wide.hidden)
-        return ceil(max(held + layer, held + pool, rows * pixels) + self._embedded())
+        return ceil(max(fixed + layer, fixed + pool, rows * pixels) + self._embedded())
 
     def sound(self) -> int:
         """Return the activations of every sound of a batch in one pass of the audio tower."""
@@ -436,9 +436,9 @@ class _Counter:
             worst = max(worst, before + self.d("audio.conv", after))
             before = ceil(after * self.dtype_bytes)
         rows = self.use.sound_tokens * batch
-        held = rows * self.d("audio.hidden", wide.hidden)
+        fixed = rows * self.d("audio.hidden", wide.hidden)
         layer = max(self.layer(wide, rows, 0, masked=False, repeated=0), rows * self.f("audio.attention", wide.hidden))
-        return ceil(max(worst, held + layer) + self._embedded())
+        return ceil(max(worst, fixed + layer) + self._embedded())
 
     def _embedded(self) -> int:
         """Return the prompt's embeddings and raw per-layer inputs, made before the towers run."""

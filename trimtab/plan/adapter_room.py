@@ -66,7 +66,7 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         return 0
     use = use_of(request, anatomy, answer_tokens=plan.answer_tokens)
     chunks, quant = plan.execution.prompt.chunks, request.quant
-    taken = []
+    totals = []
     for has_adapters in (True, False):
         needs = needs_of(
             anatomy, use, quant=quant, has_adapters=has_adapters, has_rows=step.mode in CAPTURED and bool(step.bytes),
@@ -80,5 +80,5 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:
             total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())
-        taken.append(total)
-    return max(taken[0] - taken[1], 0)
+        totals.append(total)
+    return max(totals[0] - totals[1], 0)

@@ -204,7 +204,7 @@ def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, bud
     options = []
     for what, changed in _changes(request, budget_bytes):
         try:
-            made = plan(changed)
+            changed_plan = plan(changed)
         except DoesNotFitError as exc:
             options.append(
                 Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"needs {gib(exc.needed_bytes)}")
@@ -214,8 +214,8 @@ def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, bud
         else:
             options.append(
                 Option(
-                    what=what, needed_bytes=made.gpu_needed_bytes, tokens_per_s=made.execution.tokens_per_s,
-                    head=made.execution.head, mode=made.execution.step.mode,
+                    what=what, needed_bytes=changed_plan.gpu_needed_bytes, tokens_per_s=changed_plan.execution.tokens_per_s,
+                    head=changed_plan.execution.head, mode=changed_plan.execution.step.mode,
                 )
             )  # fmt: skip
     return options

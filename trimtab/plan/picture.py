@@ -167,8 +167,8 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
     ]  # fmt: skip
     top = 110.0
     for bar in bars_of(plan):
-        drawn, top = _bar(bar, top)
-        shapes += drawn
+        bar_shapes, top = _bar(bar, top)
+        shapes += bar_shapes
     return shapes, top
 
 

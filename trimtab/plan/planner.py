@@ -303,14 +303,14 @@ class _Planner:
         return Item(tuple(choices), block.is_table, block.load_transient_bytes, block.dense_bytes)
 
     def _choice(self, block: Block, tier: str, home: str) -> Choice:
-        on_cpu, moved = self.machine.on_cpu, tier != "resident"
+        on_cpu, is_moved = self.machine.on_cpu, tier != "resident"
         movable = block.movable_bytes if on_cpu else block.movable_allocated_bytes
         staged = block.buffer_bytes if tier in ("stream", "disk") else 0
         device = (block.row_bytes if on_cpu else allocated_bytes(block.row_bytes)) if tier == "gather" else 0
         host = block.movable_bytes if tier in ("host", "gather") else staged
         request_s, step_s = self._seconds(block, tier, home)
         return Choice(
-            tier, home, device if moved else movable, host if moved and home == "host" else 0,
+            tier, home, device if is_moved else movable, host if is_moved and home == "host" else 0,
             staged if home == "disk" else 0, staged, request_s, step_s, request_s + self.use.answer_tokens * step_s,
         )  # fmt: skip
 

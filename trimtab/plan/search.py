@@ -103,8 +103,8 @@ class _Destinations:
         for rate, freed, number in self.far_order:
             if short <= 0:
                 break
-            taken = min(short, leaving[number] * freed)
-            more_s, short = more_s + max(rate, 0.0) * taken, short - taken
+            moved_bytes = min(short, leaving[number] * freed)
+            more_s, short = more_s + max(rate, 0.0) * moved_bytes, short - moved_bytes
         return more_s
 
     def orders(self) -> Iterator[list[int]]:

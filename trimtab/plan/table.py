@@ -134,8 +134,8 @@ def _execution(plan: Plan) -> list[str]:
 def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
     if towers is None:
         return []
-    taken = gib(sum(towers.bytes.values())) if towers.bytes else "-"
-    return [("towers", towers.mode, taken, f"{time_text(towers.seconds)} for all media", towers.reason)]
+    size = gib(sum(towers.bytes.values())) if towers.bytes else "-"
+    return [("towers", towers.mode, size, f"{time_text(towers.seconds)} for all media", towers.reason)]
 
 
 def rate_text(tokens_per_s: float) -> str:

@@ -93,9 +93,9 @@ def _why_not(plan: Plan, needed: int) -> str:
     """Return why towers are not captured, "" if they are."""
     if plan.execution.prompt.mode not in CAPTURED:
         return "prompts are not captured"
-    moved = [row for row in plan.placements if row.part in PARTS and row.tier != "resident"]
-    if moved:
-        return f"{moved[0].block_path} is in tier {moved[0].tier}"
+    rows_elsewhere = [row for row in plan.placements if row.part in PARTS and row.tier != "resident"]
+    if rows_elsewhere:
+        return f"{rows_elsewhere[0].block_path} is in tier {rows_elsewhere[0].tier}"
     left = int(MOST_SHARE * (plan.gpu_budget_bytes - plan.gpu_needed_bytes))
     if needed > left:
         return (

@@ -115,10 +115,10 @@ def audio_ahead(processor: Any) -> MediaAhead | None:
 
 def _ahead(processor: Any, part: str) -> MediaAhead | None:
     with _installing:
-        found = vars(processor).get(part)
-        if found is None or isinstance(found, MediaAhead):
-            return found
-        ahead = MediaAhead(found, *_PARTS[part])
+        preprocessor = vars(processor).get(part)
+        if preprocessor is None or isinstance(preprocessor, MediaAhead):
+            return preprocessor
+        ahead = MediaAhead(preprocessor, *_PARTS[part])
         setattr(processor, part, ahead)
         return ahead
 

@@ -396,11 +396,11 @@ class _Api:
         return await self._result(request, model, None, [job], beside.TokensShape(body, context_tokens))
 
     async def count_tokens(self, request: Request) -> Response:
-        given, size = await self.reader.read(messages_api.CountRequest, request)
-        chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(given))
-        model, _ = self.pool.resolve(given.model)
+        body, size = await self.reader.read(messages_api.CountRequest, request)
+        chat, request.state.names = await self.reader.run(size, lambda: messages_api.chat_of(body))
+        model, _ = self.pool.resolve(body.model)
         job = await self._chat_tokens(request, chat, size, model)
-        return await self._result(request, model, None, [job], beside.CountShape(given))
+        return await self._result(request, model, None, [job], beside.CountShape(body))
 
     async def _chat_tokens(self, request: Request, chat: wire.ChatRequest, size: int, model: str) -> Job:
         messages = await self._read_messages(request, chat, size, model)

@@ -39,17 +39,17 @@ class Names(Protocol):
 def voice_of(pool: Names, body: Any) -> tuple[str, str | None]:
     """Return (model, adapter or mix) that a request names in `model` and `adapter`. Errors: RequestError, UnknownModelError."""
     model, adapter = pool.resolve(body.model)
-    given = body.adapter
-    if given is None:
+    chosen = body.adapter
+    if chosen is None:
         return model, adapter
     if adapter is not None:
         raise RequestError(
             "the model names an adapter already", field="adapter", hint="Name the model alone, or leave it out"
         )
-    if not isinstance(given, str):
-        check_mix(given, field="adapter")
-        given = mix_name(given)
-    return pool.resolve(f"{model}:{given}", field="adapter")
+    if not isinstance(chosen, str):
+        check_mix(chosen, field="adapter")
+        chosen = mix_name(chosen)
+    return pool.resolve(f"{model}:{chosen}", field="adapter")
 
 
 def jobs_of(
@@ -106,10 +106,10 @@ def fills_context(body: ChatRequest | CompletionRequest) -> bool:
 
 
 def _wanted_tokens(body: ChatRequest | CompletionRequest) -> int | None:
-    given = getattr(body, "max_completion_tokens", None)
-    if given is not None and body.max_tokens is not None:
-        raise RequestError("set this or max_tokens, not both", field="max_completion_tokens", value=given)
-    return given if given is not None else body.max_tokens
+    completion_tokens = getattr(body, "max_completion_tokens", None)
+    if completion_tokens is not None and body.max_tokens is not None:
+        raise RequestError("set this or max_tokens, not both", field="max_completion_tokens", value=completion_tokens)
+    return completion_tokens if completion_tokens is not None else body.max_tokens
 
 
 def generate_request(
@@ -121,15 +121,17 @@ def generate_request(
     Without max_tokens the answer may fill the context, as at OpenAI. The worker knows the length of the prompt and shortens the
     answer.
     """
-    wanted = _wanted_tokens(body)
-    if wanted is not None and wanted > context_tokens:
-        raise RequestError(f"the context has {context_tokens} tokens", field="max_tokens", value=wanted)
-    if wanted is not None and limits.max_tokens is not None and wanted > limits.max_tokens:
-        raise RequestError(f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=wanted)
+    max_tokens = _wanted_tokens(body)
+    if max_tokens is not None and max_tokens > context_tokens:
+        raise RequestError(f"the context has {context_tokens} tokens", field="max_tokens", value=max_tokens)
+    if max_tokens is not None and limits.max_tokens is not None and max_tokens > limits.max_tokens:
+        raise RequestError(
+            f"this server answers at most {limits.max_tokens} tokens", field="max_tokens", value=max_tokens
+        )
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     longest = min(context_tokens, limits.max_tokens or context_tokens)
     common: dict[str, Any] = {
-        "max_new_tokens": wanted if wanted is not None else longest, "stop": stop,
+        "max_new_tokens": max_tokens if max_tokens is not None else longest, "stop": stop,
         "repetition_penalty": body.repetition_penalty, "presence_penalty": body.presence_penalty or 0.0,
         "frequency_penalty": body.frequency_penalty or 0.0,
         "logit_bias": tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items()),
@@ -149,22 +151,22 @@ def generate_request(
 
 def schema_of(body: ChatRequest, limits: Limits) -> Mapping[str, Any] | None:
     """Return the JSON schema that the answer is held to, {} for any object, None for free text. Errors: RequestError."""
-    wanted = body.response_format
-    if wanted is None or wanted.type != "json_schema":
-        if wanted is not None and wanted.json_schema is not None:
-            raise RequestError(f"has no effect with type {wanted.type}", field="response_format.json_schema")
-        return {} if wanted is not None and wanted.type == "json_object" else None
-    if wanted.json_schema is None:
+    response_format = body.response_format
+    if response_format is None or response_format.type != "json_schema":
+        if response_format is not None and response_format.json_schema is not None:
+            raise RequestError(f"has no effect with type {response_format.type}", field="response_format.json_schema")
+        return {} if response_format is not None and response_format.type == "json_object" else None
+    if response_format.json_schema is None:
         raise RequestError("is missing", field="response_format.json_schema")
     field = "response_format.json_schema.schema"
     try:
-        size = len(json.dumps(wanted.json_schema.schema_, allow_nan=False))
+        size = len(json.dumps(response_format.json_schema.schema_, allow_nan=False))
     except ValueError as exc:  # numbers that are none, or longer than Python writes
         raise RequestError("contains a number that JSON does not allow", field=field) from exc
     if size > limits.schema_bytes:
         raise RequestError(f"is larger than {limits.schema_bytes} bytes", field=field)
-    check_ends(wanted.json_schema.schema_, field=field)
-    return wanted.json_schema.schema_
+    check_ends(response_format.json_schema.schema_, field=field)
+    return response_format.json_schema.schema_
 
 
 def chat_logprobs(body: ChatRequest) -> int | None:
@@ -249,21 +251,21 @@ def messages_of(
 
     Errors: RequestError.
     """
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     for place, message in enumerate(body.messages):
         role = "system" if message.role == "developer" else message.role
         head = {"role": role, **calling.beside(message, place, limits)}
         if message.content is None or isinstance(message.content, str):
-            made.append({**head, "content": message.content})
+            messages.append({**head, "content": message.content})
             continue
         parts = [
             _part(part, f"messages[{place}].content[{number}]", limits, fetched, cut or {})
             for number, part in enumerate(message.content)
         ]
-        made.append({**head, "content": parts})
-    if (empty := empty_place(made)) is not None:
+        messages.append({**head, "content": parts})
+    if (empty := empty_place(messages)) is not None:
         raise RequestError("is empty: there is no prompt", field=f"messages[{empty}].content")
-    return calling.with_names(made)
+    return calling.with_names(messages)
 
 
 def _part(part: Any, field: str, limits: Limits, fetched: Mapping[str, bytes], cut: Cut) -> dict[str, Any]:

@@ -223,20 +223,20 @@ class Reader:
 
     async def read(self, kind: type[Asked], request: Request) -> tuple[Asked, int]:
         """Return a body as one of wire's shapes, and how many bytes it had. Errors: as Incoming; RequestError."""
-        held = _Held()
+        buffer = _Held()
         ignored: list[str] | None = [] if self._lenient else None
         request.state.ignored, request.state.cut = ignored, {}
         try:
-            await _receive(request, held)
+            await _receive(request, buffer)
             read = partial(wire.read, kind, ignored=ignored, most=self._most)
-            if held.size <= MEMORY_BYTES:
-                return await self.run(held.size, lambda: read(held.whole())), held.size
-            body, request.state.cut = await self.run(held.size, lambda: cut_media(held.whole()))
+            if buffer.size <= MEMORY_BYTES:
+                return await self.run(buffer.size, lambda: read(buffer.whole())), buffer.size
+            body, request.state.cut = await self.run(buffer.size, lambda: cut_media(buffer.whole()))
             if len(body) > self._parsed_bytes:
                 raise _too_long(self._body_bytes)
-            return await self.run(held.size, lambda: read(body)), held.size
+            return await self.run(buffer.size, lambda: read(body)), buffer.size
         finally:
-            held.close()
+            buffer.close()
 
     async def run(self, size: int, work: Callable[[], Result]) -> Result:
         """Return what work on a body of a size gives, done in a thread."""
@@ -287,12 +287,12 @@ class _Held:
             self._file = None
 
 
-async def _receive(request: Request, held: _Held) -> None:
+async def _receive(request: Request, buffer: _Held) -> None:
     while True:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         if data := message.get("body", b""):
-            await held.add(data)
+            await buffer.add(data)
         if not message.get("more_body", False):
             return

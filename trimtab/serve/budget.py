@@ -47,8 +47,8 @@ class Budget:
 
     def step_s(self, rows: int) -> float | None:
         """Return the median step of as many rows, of the nearest known number of rows, or None if nothing is known."""
-        wanted = _bucket(rows)
-        known = min(self._steps, key=lambda bucket: (abs(bucket - wanted), bucket), default=None)
+        bucket_of_rows = _bucket(rows)
+        known = min(self._steps, key=lambda bucket: (abs(bucket - bucket_of_rows), bucket), default=None)
         return None if known is None else median(self._steps[known])
 
     def chunk_s(self, size: int) -> float | None:

@@ -129,8 +129,8 @@ class _Grammar:
     def _reference(self, pointer: str) -> str:
         if pointer not in self._known:
             self._known[pointer] = name = self._rule("")
-            made = self._value(_target(self._root, pointer))
-            self._rules[int(name[1:])] = f"{name}: {made}"
+            rule = self._value(_target(self._root, pointer))
+            self._rules[int(name[1:])] = f"{name}: {rule}"
         return self._known[pointer]
 
     def _quote(self) -> str:

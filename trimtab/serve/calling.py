@@ -55,12 +55,12 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
 
 
 def _template_kwargs(body: ChatRequest) -> dict[str, Any]:
-    given = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
+    kwargs = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
     if body.reasoning_effort is not None:
-        if "reasoning_effort" in given:
+        if "reasoning_effort" in kwargs:
             raise RequestError("give it once", field="chat_template_kwargs.reasoning_effort")
-        given["reasoning_effort"] = body.reasoning_effort
-    return given
+        kwargs["reasoning_effort"] = body.reasoning_effort
+    return kwargs
 
 
 def beside(message: Any, place: int, limits: Limits) -> dict[str, Any]:
@@ -94,14 +94,14 @@ def arguments_of(text: str, field: str, limits: Limits) -> dict[str, Any]:
     data = text.encode("utf-8", "replace")
     try:
         JsonCounter(BodyLimits(len(data) + 1, len(data) + 1, limits.json_values, limits.json_depth)).feed(data)
-        made = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except RequestError as exc:
         raise RequestError(exc.reason, field=field) from exc
     except ValueError as exc:
         raise RequestError("is not JSON", field=field) from exc
-    if not isinstance(made, dict):
+    if not isinstance(arguments, dict):
         raise RequestError("is not a JSON object", field=field)
-    return made
+    return arguments
 
 
 def with_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -40,9 +40,9 @@ def is_foreign(text: str) -> bool:
     return _FOREIGN.search(text) is not None
 
 
-def for_clients(name: str, message: str, given: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def for_clients(name: str, message: str, error_fields: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return an error's message and fields in words that a client knows. name: its class."""
-    shown, hint = dict(given), str(given.get("hint") or "")
+    shown, hint = dict(error_fields), str(error_fields.get("hint") or "")
     if hint and is_foreign(hint):
         message = message.removesuffix(hint).rstrip().removesuffix(".")
         del shown["hint"]

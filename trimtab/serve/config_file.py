@@ -153,8 +153,8 @@ def _adapters(made: argparse.Namespace, options: argparse.Namespace, table: Any,
 
 def _beside(table: Mapping[str, Any], flags: Sequence[str] | None) -> list[str] | None:
     """Return NAME=VALUE of a table, without the names that a flag has given, and the flags."""
-    given = {flag.partition("=")[0] for flag in flags or ()}
-    return [*(f"{name}={one}" for name, one in table.items() if name not in given), *(flags or ())] or None
+    flag_names = {flag.partition("=")[0] for flag in flags or ()}
+    return [*(f"{name}={one}" for name, one in table.items() if name not in flag_names), *(flags or ())] or None
 
 
 def _is_number(value: Any) -> bool:

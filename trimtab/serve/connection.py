@@ -80,8 +80,8 @@ class Guard:
             self._stages[new][connection] = None
 
     def leave(self, connection: GuardedProtocol) -> None:
-        for held in self._stages.values():
-            held.pop(connection, None)
+        for stage in self._stages.values():
+            stage.pop(connection, None)
 
     def make_room(self) -> bool:
         """Close the connection that has waited longest without a whole request; False if there is none."""

@@ -58,9 +58,9 @@ class Door:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Response | None:
         if self._is_local and not _names_this_machine(headers.get(b"host", b"")):
             return http_error(421, "This server answers requests for this machine's own names only", code="wrong_host")
-        given = headers.get(b"authorization", b"") or _bearer(headers.get(b"x-api-key"))
+        authorization = headers.get(b"authorization", b"") or _bearer(headers.get(b"x-api-key"))
         # An admin key opens every door.
-        if self._keys and not self._is_open(scope) and not _is_one_of(given, [*self._keys, *self._admin_keys]):
+        if self._keys and not self._is_open(scope) and not _is_one_of(authorization, [*self._keys, *self._admin_keys]):
             return http_error(
                 401, "A valid API key is required: Authorization: Bearer KEY", kind="authentication_error",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
@@ -71,7 +71,7 @@ class Door:
                     "This server is not administered over HTTP: it was started with API keys and without --admin-key"
                 )
                 return http_error(403, words, kind="permission_error", code="admin_off")
-            if self._admin_keys and not _is_one_of(given, self._admin_keys):
+            if self._admin_keys and not _is_one_of(authorization, self._admin_keys):
                 words = "An admin key is required: Authorization: Bearer KEY"
                 return http_error(403, words, kind="permission_error", code="admin_key_needed")
         if scope["method"] == "POST" and scope["path"] in POST_PATHS:
@@ -103,9 +103,9 @@ def _bearer(key: bytes | None) -> bytes:
     return b"" if key is None else b"Bearer " + key
 
 
-def _is_one_of(given: bytes, keys: Sequence[bytes]) -> bool:
+def _is_one_of(header: bytes, keys: Sequence[bytes]) -> bool:
     """Whether an Authorization header has one of the keys. keys: digests."""
-    kind, _, key = given.partition(b" ")
+    kind, _, key = header.partition(b" ")
     # Every key is compared, in constant time each; digests are of one length, whatever the keys' are.
     digest = _digest(key.strip())
     matches = [hmac.compare_digest(digest, known) for known in keys]

@@ -305,10 +305,10 @@ class LoadedEngine:
             )
             if through and self.batch.prompts.is_steady:
                 self._times.end(tokens)
-        found = [by_prompt[id(prompt)] for prompt in through]
-        for answer in found:
+        complete = [by_prompt[id(prompt)] for prompt in through]
+        for answer in complete:
             self._chosen.remove(answer)
-        return tokens, found
+        return tokens, complete
 
     def prefill(self, answer: Answer, most_tokens: int) -> tuple[int, bool]:
         """Compute the next chunk of the prompt. A complete prompt has its place among the rows.
@@ -340,9 +340,9 @@ class LoadedEngine:
             self._prefilling = None
         return answer.prompt.chunk_tokens, is_through
 
-    def reload(self, name: str, held: Any) -> bool:
+    def reload(self, name: str, adapter: Any) -> bool:
         """Answer with an adapter's new files from the next answer on; returns whether they differ. Errors: DoesNotFitError."""
-        return self.shelf.replace(name, held, self._in_use())
+        return self.shelf.replace(name, adapter, self._in_use())
 
     def _begin_adapter(self, answer: Answer) -> None:
         """Put an answer's adapter on the model. The answer keeps this adapter, whatever its name means later."""
@@ -359,11 +359,11 @@ class LoadedEngine:
         if answer.prompt is None:  # a vector, which needs no row
             return
         with self._named("reading a prompt"):
-            drawn = self.batch.join(answer.prompt)
+            sampled = self.batch.join(answer.prompt)
         answer.prompt = None
         self._by_row[answer.row] = answer
         answer.first_token = time.monotonic()
-        self._told(answer, drawn)
+        self._told(answer, sampled)
 
     def _score(self, answer: Answer, scores: PromptScores) -> bool:
         """Compute a chunk of a prompt whose token probabilities were requested. The prompt itself follows."""
@@ -433,15 +433,15 @@ class LoadedEngine:
     def step(self, behind: Callable[[], bool] | None = None) -> None:
         with self._named("answering"):
             tokens = self.batch.step(behind)
-        for drawn in tokens:
-            self._told(self._by_row[drawn.row], drawn)
+        for sampled in tokens:
+            self._told(self._by_row[sampled.row], sampled)
         for row, answer in self._by_row.items():
             if row.error is not None and not answer.is_over:
                 self._break(answer, row.error)
 
-    def _told(self, answer: Answer, drawn: Drawn) -> None:
+    def _told(self, answer: Answer, sampled: Drawn) -> None:
         try:
-            self._take(answer, drawn)
+            self._take(answer, sampled)
         except Exception as exc:
             self._break(answer, exc)
 
@@ -470,14 +470,14 @@ class LoadedEngine:
 
     # Tokens to text ---------------------------------------------------------------------------------------------------
 
-    def _take(self, answer: Answer, drawn: Drawn) -> None:
+    def _take(self, answer: Answer, sampled: Drawn) -> None:
         if answer.is_over:
             return
         assert answer.detokenizer is not None
         row, job = answer.row, answer.job
-        is_end = drawn.token_id in self.batch.ends
-        text = "" if is_end else answer.detokenizer.push(drawn.token_id)
-        tokens = () if drawn.logprob is None or is_end else (self._token(drawn),)
+        is_end = sampled.token_id in self.batch.ends
+        text = "" if is_end else answer.detokenizer.push(sampled.token_id)
+        tokens = () if sampled.logprob is None or is_end else (self._token(sampled),)
         finish = "stop" if answer.detokenizer.stopped else row.finish
         if finish is not None:
             text += answer.detokenizer.finish()
@@ -491,11 +491,11 @@ class LoadedEngine:
             answer.is_over = True
             answer.pending.append(Event(job.id, "done", finish=finish, usage=self._usage(answer)))
 
-    def _token(self, drawn: Drawn) -> Token:
-        assert drawn.logprob is not None
+    def _token(self, sampled: Drawn) -> Token:
+        assert sampled.logprob is not None
         decode = self._tokenizer.decode
-        top = tuple((token, str(decode([token])), logprob) for token, logprob in drawn.top)
-        return Token(drawn.token_id, str(decode([drawn.token_id])), drawn.logprob, top)
+        top = tuple((token, str(decode([token])), logprob) for token, logprob in sampled.top)
+        return Token(sampled.token_id, str(decode([sampled.token_id])), sampled.logprob, top)
 
     def _usage(self, answer: Answer) -> dict[str, Any]:
         now = time.monotonic()

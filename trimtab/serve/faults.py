@@ -90,10 +90,10 @@ def own_folders(paths: Iterable[str | Path | None]) -> tuple[str, ...]:
     paths: those from the command line; the working directory is added. A path with spaces can only be recognized this way,
     because nothing in a sentence marks its end. Names that do not exist on this machine, such as hub ids, are not paths.
     """
-    given = [Path(path) for path in paths if path is not None and Path(path).exists()]
+    existing = [Path(path) for path in paths if path is not None and Path(path).exists()]
     around = [Path.cwd(), Path(sys.prefix), Path(tempfile.gettempdir()), Path(os.path.expanduser("~"))]
     folders = set()
-    for path in [*given, *around]:
+    for path in [*existing, *around]:
         for one in (Path(os.path.abspath(path)), path.resolve()):
             if one != one.parent:  # the root alone would be every slash
                 folders |= {str(one), one.as_posix(), str(one).replace("\\", "\\\\")}

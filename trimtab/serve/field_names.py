@@ -34,9 +34,9 @@ def client_error(error: Mapping[str, Any], names: Names) -> Mapping[str, Any]:
     if message.startswith(field):
         message = shown + message[len(field) :]
     for part in ("reason", "hint"):
-        if isinstance(given := fields.get(part), str) and given:
-            fields[part] = _renamed(given, names)
-            message = message.replace(given, fields[part])
+        if isinstance(text := fields.get(part), str) and text:
+            fields[part] = _renamed(text, names)
+            message = message.replace(text, fields[part])
     return {**error, "message": message, "fields": fields}
 
 

@@ -310,8 +310,8 @@ def summed(per_copy: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> d
         if name in total:
             total[name] = sorted({names[key] for key in total[name] if key in names})
     if "by_adapter" in total.get("counts", {}):
-        asked = {names[key]: count for key, count in total["counts"]["by_adapter"].items() if key in names}
-        total["counts"] = {**total["counts"], "by_adapter": asked}
+        by_adapter = {names[key]: count for key, count in total["counts"]["by_adapter"].items() if key in names}
+        total["counts"] = {**total["counts"], "by_adapter": by_adapter}
     return total
 
 

@@ -29,8 +29,8 @@ class HeldAdapters:
     @property
     def nbytes(self) -> int:
         """What all of them take on the host."""
-        held = {id(one): one for one in list(self._by_files.values())}
-        return sum(one.host_bytes + HELD_OBJECT_BYTES for one in held.values())
+        adapters = {id(one): one for one in list(self._by_files.values())}
+        return sum(one.host_bytes + HELD_OBJECT_BYTES for one in adapters.values())
 
     @property
     def room_bytes(self) -> int:

@@ -102,10 +102,10 @@ def idle_tuning(model: LoadedModel, batch: Batch) -> IdleTuning | None:
     counts = [count for count in PRODUCT_ROWS if count <= batch.rows]
     groups = hf_gemma4.product_groups(model.hf_model)
     measured = (launch_configs.MEASURED, launch_configs.SHIPPED)
-    wanted = [
+    products = [
         one for one in running.products(groups, model.dtype, counts) if running.configs.get(one.key) not in measured
     ]
-    if not wanted:
+    if not products:
         return None
     loaded: list[Kernels] = []
 
@@ -127,7 +127,7 @@ def idle_tuning(model: LoadedModel, batch: Batch) -> IdleTuning | None:
         )
 
     def compile_one(number: int, cut: Any) -> None:
-        one = wanted[number]
+        one = products[number]
         tuning.compile_cuts([(one.groups[0], one.gate is not None, cut)], own().matvec, model.dtype)
 
     def close() -> None:
@@ -136,6 +136,6 @@ def idle_tuning(model: LoadedModel, batch: Batch) -> IdleTuning | None:
         loaded.clear()
 
     return IdleTuning(
-        [partial(trial, one) for one in wanted], compile=compile_one, keep=lambda: tuning.keep_tuned(own().matvec),
+        [partial(trial, one) for one in products], compile=compile_one, keep=lambda: tuning.keep_tuned(own().matvec),
         close=close,
     )  # fmt: skip

@@ -134,13 +134,13 @@ class JsonLines(logging.Formatter):
     """{"time": ..., "level": "info", "message": ..., "request_id": ..., "traceback": ...}, one object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        made: dict[str, Any] = {
+        entry: dict[str, Any] = {
             "time": _time(record), "level": record.levelname.lower(), "logger": record.name,
             "message": record.getMessage(), **_fields(record),
         }  # fmt: skip
         if record.exc_info:
-            made["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(made, default=str)
+            entry["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(entry, default=str)
 
 
 def _word(value: Any) -> str:
@@ -168,8 +168,8 @@ class Journal:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = dict(scope["headers"]).get(HEADER.encode(), b"")
-        known = given.decode("ascii") if _GIVEN.fullmatch(given) else uuid.uuid4().hex
+        header = dict(scope["headers"]).get(HEADER.encode(), b"")
+        known = header.decode("ascii") if _GIVEN.fullmatch(header) else uuid.uuid4().hex
         # Not reset at the end: what answers an exception outside of here still belongs to this request.
         _id.set(known)
         _notes.set({})
@@ -204,11 +204,11 @@ class Journal:
         if self._spans is not None and level != logging.DEBUG:
             end_ns = time.time_ns()
             ago_ns = None if arrived is None else end_ns - int((time.monotonic() - arrived) * 1e9)
-            given = {"request_id": request_id(), **fields}
+            values = {"request_id": request_id(), **fields}
             fields["trace_id"] = self._spans.request(
                 scope["headers"],
                 self._name(path),
-                given,
+                values,
                 start_ns=end_ns - int(seconds * 1e9),
                 end_ns=end_ns,
                 arrived_ns=ago_ns,

@@ -69,9 +69,9 @@ class Reloader:
         Errors: RequestError, CheckpointError as at the start of the server.
         """
         async with self._lock:
-            models, wanted, waiting = await asyncio.to_thread(self._reread)
+            models, requested, waiting = await asyncio.to_thread(self._reread)
             before = self._live.settings
-            settings, needs = _allowed(before, wanted)
+            settings, needs = _allowed(before, requested)
             gone = [f"models.{name}" for name in self._pool.names if name not in {served.name for served in models}]
             needs = [*needs, *waiting, *gone]
             report: dict[str, list[str]] = {"loaded": [], "unloaded": [], "needs_restart": needs, "problems": []}
@@ -105,12 +105,12 @@ class Reloader:
         return [Route(RELOAD, answer, methods=["POST"])]
 
 
-def _allowed(before: Settings, wanted: Settings) -> tuple[Settings, list[str]]:
+def _allowed(before: Settings, requested: Settings) -> tuple[Settings, list[str]]:
     """Return the settings that a reload may put in place, and the names of what waits for a restart."""
-    needs = [name for name in FIXED if getattr(before, name) != getattr(wanted, name)]
-    fixed = [name for name in FIXED_LIMITS if getattr(before.limits, name) != getattr(wanted.limits, name)]
-    limits = replace(wanted.limits, **{name: getattr(before.limits, name) for name in FIXED_LIMITS})
-    settings = replace(wanted, limits=limits, **{name: getattr(before, name) for name in FIXED})
+    needs = [name for name in FIXED if getattr(before, name) != getattr(requested, name)]
+    fixed = [name for name in FIXED_LIMITS if getattr(before.limits, name) != getattr(requested.limits, name)]
+    limits = replace(requested.limits, **{name: getattr(before.limits, name) for name in FIXED_LIMITS})
+    settings = replace(requested, limits=limits, **{name: getattr(before, name) for name in FIXED})
     return settings, [*needs, *(f"limits.{name}" for name in fixed)]
 
 

@@ -192,27 +192,27 @@ def chat_of(body: MessagesRequest | CountRequest, *, longest: int = 2**31 - 1) -
     for place, _ in enumerate(body.tools or ()):
         names[f"tools[{place}].function"] = f"tools[{place}]"
         names[f"tools[{place}].function.parameters"] = f"tools[{place}].input_schema"
-    made: dict[str, Any] = {"model": body.model, "adapter": body.adapter, "messages": messages}
+    fields: dict[str, Any] = {"model": body.model, "adapter": body.adapter, "messages": messages}
     if body.tools:
-        made["tools"] = [_tool(tool) for tool in body.tools]
+        fields["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
-        made |= _choice(body.tool_choice)
+        fields |= _choice(body.tool_choice)
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls"):
         # As Anthropic's API does: the answer goes on where the last message ends.
-        made["continue_final_message"] = True
+        fields["continue_final_message"] = True
     if body.thinking is not None:
         is_on = body.thinking.type != "disabled"
-        made |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
+        fields |= {"chat_template_kwargs": {"enable_thinking": True}} if is_on else {"reasoning_effort": "none"}
     if isinstance(body, MessagesRequest):
-        made |= {
+        fields |= {
             "max_tokens": min(body.max_tokens, longest),
             "stream": body.stream,
             "temperature": body.temperature,
             "top_p": body.top_p,
         }
-        made |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
-    return wire.chat_of(made, names), names
+        fields |= {"top_k": body.top_k, "stop": body.stop_sequences or None}
+    return wire.chat_of(fields, names), names
 
 
 def _tool(tool: ToolDefinition) -> dict[str, Any]:
@@ -229,18 +229,20 @@ def _choice(choice: Choice) -> dict[str, Any]:
     if (choice.type == "tool") != (choice.name is not None):
         raise RequestError("is allowed with the type tool only", field="tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
-    made: dict[str, Any] = {"tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)}
-    return made | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
+    fields: dict[str, Any] = {
+        "tool_choice": named if choice.name else {"any": "required"}.get(choice.type, choice.type)
+    }
+    return fields | ({"parallel_tool_calls": False} if choice.disable_parallel_tool_use else {})
 
 
 def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the messages of the chat, and where each and its parts stand in the request."""
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     if body.system:
         text = body.system if isinstance(body.system, str) else "\n".join(block.text for block in body.system)
         names |= {"messages[0]": "system", "messages[0].content": "system"}
-        made.append({"role": "system", "content": text})
+        messages.append({"role": "system", "content": text})
     for place, turn in enumerate(body.messages):
         field = f"messages[{place}]"
         if isinstance(turn.content, str):
@@ -251,11 +253,11 @@ def _messages(body: MessagesRequest | CountRequest) -> tuple[list[dict[str, Any]
             turn_messages = _user(turn.content, f"{field}.content")
         else:
             turn_messages = [_assistant(turn.content, f"{field}.content")]
-        for number, (_, places) in enumerate(turn_messages, start=len(made)):
+        for number, (_, places) in enumerate(turn_messages, start=len(messages)):
             names[f"messages[{number}]"] = field
             names |= {f"messages[{number}].{part}": name for part, name in places.items()}
-        made += [message for message, _ in turn_messages]
-    return made, names
+        messages += [message for message, _ in turn_messages]
+    return messages, names
 
 
 def _user(blocks: Sequence[Any], field: str) -> list[tuple[dict[str, Any], dict[str, str]]]:
@@ -317,9 +319,9 @@ def _assistant(blocks: Sequence[Any], field: str) -> tuple[dict[str, Any], dict[
                 calls.append({"id": block.id, "type": "function", "function": call})
             case _:
                 raise RequestError(f"an assistant's message has no {block.type}", field=own)
-    made: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
-    made |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
-    return made | ({"tool_calls": calls} if calls else {}), places
+    fields: dict[str, Any] = {"role": "assistant", "content": "".join(texts) if texts or not calls else None}
+    fields |= {"reasoning_content": "\n".join(thoughts)} if thoughts else {}
+    return fields | ({"tool_calls": calls} if calls else {}), places
 
 
 def _written(value: dict[str, Any], field: str) -> str:

@@ -115,8 +115,8 @@ class MessagesShape(Shape):
     def whole(self) -> dict[str, Any]:
         content = []
         for block in self._blocks:
-            made = {name: value for name, value in block.items() if name != "written"}
-            content.append({**made, "input": _arguments(block["written"])} if "written" in block else made)
+            fields = {name: value for name, value in block.items() if name != "written"}
+            content.append({**fields, "input": _arguments(block["written"])} if "written" in block else fields)
         ended = {"stop_reason": self._finish, "stop_sequence": self._stop_text}
         return {**self._message(), "content": content, **ended, "usage": self._usage()}
 
@@ -124,7 +124,7 @@ class MessagesShape(Shape):
 def _arguments(text: str) -> Any:
     """Return a call's arguments. Incomplete arguments are returned as text, under a name that says so."""
     try:
-        made = json.loads(text or "{}")
+        arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        made = None
-    return made if isinstance(made, dict) else {"not_json": text}
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"not_json": text}

@@ -54,47 +54,51 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         labels = ["model", "adapter"]
-        made: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("trimtab_requests", "Requests, by how they ended", [*labels, "ended"], **made)
-        self.tokens = Counter("trimtab_tokens", "Tokens of prompts and answers", [*labels, "kind"], **made)
+        options: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("trimtab_requests", "Requests, by how they ended", [*labels, "ended"], **options)
+        self.tokens = Counter("trimtab_tokens", "Tokens of prompts and answers", [*labels, "kind"], **options)
         self.ttft = Histogram(
             "trimtab_time_to_first_token_seconds", "From arrival to the first token", labels,
-            buckets=TTFT_BUCKETS, **made,
+            buckets=TTFT_BUCKETS, **options,
         )  # fmt: skip
         self.between = Histogram(
             "trimtab_time_between_pieces_seconds",
             "Time between two deltas of one answer",
             labels,
             buckets=BETWEEN_BUCKETS,
-            **made,
+            **options,
         )
         self.queued = Histogram(
             "trimtab_queue_seconds", "From arrival until the prompt starts to run", labels,
-            buckets=QUEUE_BUCKETS, **made,
+            buckets=QUEUE_BUCKETS, **options,
         )  # fmt: skip
         self.whole = Histogram(
-            "trimtab_request_seconds", "From arrival to the end of the answer", labels, buckets=REQUEST_BUCKETS, **made
+            "trimtab_request_seconds",
+            "From arrival to the end of the answer",
+            labels,
+            buckets=REQUEST_BUCKETS,
+            **options,
         )
-        self.key_requests = Counter("trimtab_key_requests", "Requests of each named key", ["key", "ended"], **made)
+        self.key_requests = Counter("trimtab_key_requests", "Requests of each named key", ["key", "ended"], **options)
         self.key_tokens = Counter(
-            "trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **made
+            "trimtab_key_tokens", "Tokens of prompts and answers of each named key", ["key"], **options
         )
         self.responses = Counter(
-            "trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **made
+            "trimtab_http_responses", "HTTP responses, by route and status", ["path", "status"], **options
         )
         self.grown = {
-            name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **made))
+            name: _Grown(Counter(f"trimtab_{name}", text, ["model"], **options))
             for name, text in (
                 ("worker_restarts", "How often the worker was restarted"), ("adapter_swaps", "Adapters put on the model"),
                 ("adapter_reloads", "Adapters reloaded because their files changed"),
                 *((f"prefix_cache_{key}", PREFIX_CACHE[key]) for key in PREFIX_COUNTS),
             )
         }  # fmt: skip
-        build = Gauge("trimtab_build_info", "1, with the versions of what runs", ["version", *_BUILT_OF], **made)
+        build = Gauge("trimtab_build_info", "1, with the versions of what runs", ["version", *_BUILT_OF], **options)
         build.labels(trimtab.__version__, *_versions()).set(1)
         ProcessCollector(registry=self.registry)
         self.gauges: dict[str, Any] = {
-            name: Gauge(f"trimtab_{name}", text, ["model"], **made)
+            name: Gauge(f"trimtab_{name}", text, ["model"], **options)
             for name, text in (
                 ("queue_length", "Requests that wait for a row"), ("running", "Requests that are decoding or in prefill"),
                 ("resident_adapters", "Adapters on the model"), ("worker_ready", "1 while the worker answers"),
@@ -112,9 +116,12 @@ class Metrics:
             )
         }  # fmt: skip
         self.share_bytes = Gauge(
-            "trimtab_gpu_share_bytes", "Bytes of each share of the device's memory", ["model", "share", "kind"], **made
+            "trimtab_gpu_share_bytes",
+            "Bytes of each share of the device's memory",
+            ["model", "share", "kind"],
+            **options,
         )
-        self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **made)
+        self.tier_bytes = Gauge("trimtab_tier_bytes", "Planned bytes of each tier", ["model", "tier"], **options)
         # Which endings each adapter has been counted with: what `forget` has to find again.
         self._endings: dict[tuple[str, str], set[str]] = {}
         self._recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -130,13 +137,13 @@ class Metrics:
         """Drop an adapter's series, so that the number of series stays limited. Their counts are added to UNLOADED's. model:
         None for every model with an adapter of this name."""
         for labels in [labels for labels in self._endings if labels[1] == adapter and model in (None, labels[0])]:
-            gone = (labels[0], UNLOADED)
+            unloaded = (labels[0], UNLOADED)
             for how in self._endings.pop(labels):
-                _fold(self.requests, (*labels, how), (*gone, how))
+                _fold(self.requests, (*labels, how), (*unloaded, how))
             for kind in ("prompt", "cached", "completion"):
-                _fold(self.tokens, (*labels, kind), (*gone, kind))
+                _fold(self.tokens, (*labels, kind), (*unloaded, kind))
             for histogram in (self.ttft, self.between, self.queued, self.whole):
-                _fold(histogram, labels, gone)
+                _fold(histogram, labels, unloaded)
 
     def responded(self, path: str, status: int) -> None:
         """Count one HTTP response. path: of its route, as `journal.named` gives it."""

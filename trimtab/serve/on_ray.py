@@ -175,19 +175,19 @@ def _shares(ray: Any, arguments: Mapping[str, Any], *, is_ours: bool, say: Calla
     A cluster may grow, so there it is only said.
     """
     total, devices = ray.cluster_resources(), [table["request"].get("device") for table in arguments["models"]]
-    given = {**arguments, "gpus": (1 if total.get("GPU") else 0) if arguments["gpus"] is None else arguments["gpus"]}
+    filled = {**arguments, "gpus": (1 if total.get("GPU") else 0) if arguments["gpus"] is None else arguments["gpus"]}
     low = arguments["replicas"][0]
-    wanted = {
+    shares = {
         "CPU": ("--cpus-per-replica", low * len(devices) * arguments["cpus"]),
-        "GPU": ("--gpus-per-replica", low * sum(gpus_of(given, device or "auto") for device in devices)),
+        "GPU": ("--gpus-per-replica", low * sum(gpus_of(filled, device or "auto") for device in devices)),
     }
-    for kind, (flag, count) in wanted.items():
+    for kind, (flag, count) in shares.items():
         if count > total.get(kind, 0):
             text = f"the copies request {count:g} {kind}s together, and Ray has {total.get(kind, 0):g}"
             if is_ours:
                 raise RequestError(text, field=flag, hint=f"Fewer --replicas, or less {flag}")
             say(f"Ray waits until it has more nodes: {text}")
-    return given
+    return filled
 
 
 def _serve(

@@ -392,9 +392,9 @@ class Pool:
             return report
         member.served = replace(member.served, weights=served.weights)
         named = dict(member.served.adapters)
-        gone = [name for name, path in named.items() if served.adapters.get(name) != path]
+        removed = [name for name, path in named.items() if served.adapters.get(name) != path]
         new = [name for name, path in served.adapters.items() if named.get(name) != path]
-        for what, names in (("unload_adapter", gone), ("load_adapter", new)):
+        for what, names in (("unload_adapter", removed), ("load_adapter", new)):
             for name in names:
                 shown = f"{served.name}{SEPARATOR}{name}"
                 try:
@@ -470,8 +470,8 @@ def _fixed(served: ServedModel) -> ServedModel:
 
 def folders_of(models: Sequence[ServedModel], settings: Settings) -> tuple[str, ...]:
     """Return every folder of a server, in every spelling."""
-    given = [path for one in models for path in (one.request.model, one.request.offload_dir, *one.adapters.values())]
-    return own_folders([*given, settings.adapter_root])
+    paths = [path for one in models for path in (one.request.model, one.request.offload_dir, *one.adapters.values())]
+    return own_folders([*paths, settings.adapter_root])
 
 
 def _retry_after_s(member: _Member) -> float:
@@ -497,9 +497,9 @@ def shown_plan(plan: Mapping[str, Any] | None) -> dict[str, Any] | None:
     placed: dict[tuple[str, str], dict[str, Any]] = {}
     for block in plan["placements"]:
         key = (block["part"], block["tier"])
-        held = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
+        counted = placed.setdefault(key, {"part": key[0], "tier": key[1], **dict.fromkeys(COUNTED, 0)})
         for name in COUNTED:
-            held[name] += block[name]
+            counted[name] += block[name]
     request = {
         name: plan["request"][name]
         for name in ("quant", "context_tokens", "batch", "images")

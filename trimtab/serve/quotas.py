@@ -76,10 +76,10 @@ class Quotas:
 
     def of(self, authorization: str) -> KeyLimits | None:
         """Return the limits of a request's key, None for a key without limits. authorization: its header."""
-        given = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
+        key_bytes = authorization.partition(" ")[2].strip().encode("latin-1", "replace")
         best = None
         for key, limits in self._limits.items():  # every one is compared, in constant time each
-            if hmac.compare_digest(given, key.encode()):
+            if hmac.compare_digest(key_bytes, key.encode()):
                 best = limits
         return best
 

@@ -34,9 +34,9 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
 
     Errors: RequestError for tools and arguments that the template does not support.
     """
-    given = dict(job.template_kwargs)
+    kwargs = dict(job.template_kwargs)
     if not is_chat(job):
-        return given
+        return kwargs
     form = chat.answer_form(processor, with_tools=bool(job.tools))
     if job.tools and "tools" not in form.reads:
         raise RequestError("not supported: tools (the checkpoint's chat template has no tools)", field="tools")
@@ -45,17 +45,17 @@ def template_kwargs(job: Job, processor: Any) -> dict[str, Any]:
             "not supported: tools (the checkpoint writes calls in a form that is not known)", field="tools"
         )
     if (
-        "reasoning_effort" in given
-        and not {"reasoning_effort", *given} & {*form.reads}
+        "reasoning_effort" in kwargs
+        and not {"reasoning_effort", *kwargs} & {*form.reads}
         and "enable_thinking" in form.reads
     ):
-        given["enable_thinking"] = given.pop("reasoning_effort") not in NO_EFFORT
-    for name in given:
+        kwargs["enable_thinking"] = kwargs.pop("reasoning_effort") not in NO_EFFORT
+    for name in kwargs:
         if name not in form.reads:
             raise RequestError(
                 f"not supported: {name} (the checkpoint's chat template does not read it)", field="chat_template_kwargs"
             )
-    return given
+    return kwargs
 
 
 class Reading:
@@ -94,14 +94,16 @@ class Reading:
                 self._form, functions, several=job.several_calls, in_thought=self._is_in_thought
             )
         if job.must_call is None:
-            held = grammar.constraint(job.schema or {})
+            constraint = grammar.constraint(job.schema or {})
         else:
             functions = [tool["function"] for tool in job.tools if job.must_call in ("", tool["function"]["name"])]
-            held = grammar.calls(self._form.calls or "", functions, several=job.several_calls and not job.must_call)
+            constraint = grammar.calls(
+                self._form.calls or "", functions, several=job.several_calls and not job.must_call
+            )
         if not self._is_in_thought:
-            return held
+            return constraint
         assert self._form.thoughts is not None
-        return AfterThought(held, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
+        return AfterThought(constraint, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
 
     def events(self, text: str, tokens: tuple[Token, ...], *, is_last: bool) -> list[Event]:
         """Return the events of one chunk of the answer. tokens: the tokens of that chunk with their logprobs; reasoning and

@@ -211,44 +211,47 @@ def chat_of(body: ResponsesRequest) -> tuple[ChatRequest, Names]:
     names = {**_NAMES, **places}
     for place, _ in enumerate(body.tools or ()):
         names[f"tools[{place}].function"] = f"tools[{place}]"
-    made: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "model": body.model, "adapter": body.adapter, "messages": messages,
         "temperature": body.temperature, "top_p": body.top_p,
         "max_completion_tokens": body.max_output_tokens, "stream": bool(body.stream), "user": body.user,
         "parallel_tool_calls": body.parallel_tool_calls,
     }  # fmt: skip
     if body.tools:
-        made["tools"] = [
+        fields["tools"] = [
             {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
             for tool in body.tools
         ]
     if isinstance(body.tool_choice, ChosenTool):
-        made["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
+        fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
     else:
-        made["tool_choice"] = body.tool_choice
+        fields["tool_choice"] = body.tool_choice
     if body.reasoning is not None and body.reasoning.effort is not None:
-        made["reasoning_effort"] = body.reasoning.effort
+        fields["reasoning_effort"] = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
-        made["response_format"] = _format(body.text.format)
-    return wire.chat_of(made, names), names
+        fields["response_format"] = _format(body.text.format)
+    return wire.chat_of(fields, names), names
 
 
-def _format(given: TextFormat) -> dict[str, Any]:
-    if given.type != "json_schema":
-        return {"type": given.type}
-    if given.name is None or given.schema_ is None:
+def _format(text_format: TextFormat) -> dict[str, Any]:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
+    if text_format.name is None or text_format.schema_ is None:
         raise RequestError("needs a name and a schema", field="text.format")
-    return {"type": "json_schema", "json_schema": {"name": given.name, "schema": given.schema_, "strict": given.strict}}
+    return {
+        "type": "json_schema",
+        "json_schema": {"name": text_format.name, "schema": text_format.schema_, "strict": text_format.strict},
+    }
 
 
 def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the messages of the chat, and where each and its parts stand in the request."""
-    made: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     # Of each message: where it stands, and where its parts do.
     places: list[dict[str, str]] = []
 
     def add(message: dict[str, Any], field: str, **parts: str) -> dict[str, Any]:
-        made.append(message)
+        messages.append(message)
         places.append({"": field, **parts})
         return message
 
@@ -299,14 +302,14 @@ def _messages(body: ResponsesRequest) -> tuple[list[dict[str, Any]], dict[str, s
             turn["reasoning_content"] = "".join(thoughts)
     # Thoughts of which nothing came are no message.
     kept = [
-        at for at, m in enumerate(made) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
+        at for at, m in enumerate(messages) if m["role"] != "assistant" or m["content"] is not None or "tool_calls" in m
     ]
     names = {
         f"messages[{number}]{'.' if part else ''}{part}": field
         for number, at in enumerate(kept)
         for part, field in places[at].items()
     }
-    return [made[at] for at in kept], names
+    return [messages[at] for at in kept], names
 
 
 def _part_places(parts: Sequence[Any], field: str) -> dict[str, str]:

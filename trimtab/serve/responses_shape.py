@@ -92,18 +92,18 @@ class ResponsesShape(Shape):
             return []
         item = self._item
         item["status"] = status
-        made = []
+        events = []
         if kind == "message":
             part = item["content"][0]
-            made = [
+            events = [
                 self._of_part("output_text.done", text=part["text"], logprobs=[]), self._of_part("content_part.done", part=part)
             ]  # fmt: skip
         elif kind == "reasoning":
-            made = [self._of_part("reasoning_text.done", text=item["content"][0]["text"])]
+            events = [self._of_part("reasoning_text.done", text=item["content"][0]["text"])]
         else:
             fields = {"name": item["name"], "arguments": item["arguments"]}
-            made = [self._event("function_call_arguments.done", **self._place(), **fields)]
-        return [*made, self._event("output_item.done", output_index=len(self._output) - 1, item=item)]
+            events = [self._event("function_call_arguments.done", **self._place(), **fields)]
+        return [*events, self._event("output_item.done", output_index=len(self._output) - 1, item=item)]
 
     def _call(self, piece: Mapping[str, Any]) -> list[dict[str, Any]]:
         if "name" in piece:
@@ -128,17 +128,17 @@ class ResponsesShape(Shape):
     # The whole --------------------------------------------------------------------------------------------------------
 
     def _response(self, status: str) -> dict[str, Any]:
-        given, is_over = self._given, status != "in_progress"
+        fields, is_over = self._given, status != "in_progress"
         return {
             "id": self.head["id"], "object": "response", "created_at": self.head["created"], "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": given.get("instructions"), "max_output_tokens": given.get("max_output_tokens"),
+            "instructions": fields.get("instructions"), "max_output_tokens": fields.get("max_output_tokens"),
             "model": self.body.model, "output": list(self._output),
             "parallel_tool_calls": self.body.parallel_tool_calls is not False, "previous_response_id": None,
             "reasoning": {"effort": self.body.reasoning_effort, "summary": None}, "store": False,
             "temperature": 1.0 if self.body.temperature is None else self.body.temperature,
-            "text": given.get("text") or {"format": {"type": "text"}}, "tool_choice": given.get("tool_choice", "auto"),
-            "tools": given.get("tools", []), "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
+            "text": fields.get("text") or {"format": {"type": "text"}}, "tool_choice": fields.get("tool_choice", "auto"),
+            "tools": fields.get("tools", []), "top_p": 1.0 if self.body.top_p is None else self.body.top_p,
             "truncation": "disabled", "usage": self.usage() if is_over else None, "user": self.body.user, "metadata": {},
         }  # fmt: skip
 

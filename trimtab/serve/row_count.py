@@ -35,19 +35,19 @@ def plan_rows(request: LoadRequest, rows: int | None, make: Callable[[LoadReques
         return least
     for count in PLANNED[:-1]:
         try:
-            made = make(replace(request, batch=count))
+            plan = make(replace(request, batch=count))
         except DoesNotFitError:
             continue
-        if _is_as_good(made, least):
-            return made
+        if _is_as_good(plan, least):
+            return plan
     return least
 
 
-def _is_as_good(made: Plan, least: Plan) -> bool:
+def _is_as_good(candidate: Plan, least: Plan) -> bool:
     """Whether more rows leave every block in its tier, and prompts and steps as they run."""
-    placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (made, least)]
+    placements = [[(one.block_path, one.tier, one.home) for one in plan.placements] for plan in (candidate, least)]
     phases = [
         (plan.execution.step.mode, plan.execution.prompt.chunks, plan.execution.head, plan.staging_slots)
-        for plan in (made, least)
+        for plan in (candidate, least)
     ]  # fmt: skip
     return placements[0] == placements[1] and phases[0] == phases[1]

@@ -84,32 +84,32 @@ def serve(
     return server.was_interrupted
 
 
-def room_for_connections(wanted: int, say: Callable[[str], None]) -> int:
+def room_for_connections(requested: int, say: Callable[[str], None]) -> int:
     """Return how many connections may be open: as many as wanted, or as the limit of open files leaves.
 
     The soft limit is raised where the hard one allows it. Errors: RequestError if it leaves room for none.
     """
     if os.name != "posix":
-        return wanted
+        return requested
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + RESERVE + OTHER_FILES
+    needed = requested + RESERVE + OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return requested
     if hard == resource.RLIM_INFINITY or hard > soft:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    room = min(wanted, soft - RESERVE - OTHER_FILES)
+    room = min(requested, soft - RESERVE - OTHER_FILES)
     if room < 1:
         raise RequestError(
-            f"the system allows {soft} open files, and {needed} are needed", field="limit connections", value=wanted,
+            f"the system allows {soft} open files, and {needed} are needed", field="limit connections", value=requested,
             hint="Raise it (ulimit -n, LimitNOFILE)",
         )  # fmt: skip
-    if room < wanted:
+    if room < requested:
         say(
-            f"{room} connections at once instead of {wanted}: the system allows {soft} open files (ulimit -n, LimitNOFILE)"
+            f"{room} connections at once instead of {requested}: the system allows {soft} open files (ulimit -n, LimitNOFILE)"
         )
     return room
 

@@ -102,9 +102,9 @@ def _table(model: ServedModel) -> dict[str, Any]:
     return {**table, "request": _plain(request.to_json()), "adapters": adapters}
 
 
-def _path(given: str | Path) -> str:
+def _path(path: str | Path) -> str:
     """Return a path as other processes find it; what is none here, such as a hub id, as it is."""
-    return str(Path(given).resolve()) if Path(given).exists() else str(given)
+    return str(Path(path).resolve()) if Path(path).exists() else str(path)
 
 
 def _plain(value: Any) -> Any:
@@ -120,14 +120,14 @@ def read_arguments(arguments: Mapping[str, Any]) -> tuple[list[ServedModel], Set
         values = {**table, "request": LoadRequest.from_json(table["request"])}
         values |= {"kept": tuple(table["kept"]), "supports": tuple(table["supports"])}
         models.append(ServedModel(**values))
-    given = {**arguments["settings"], "limits": Limits(**arguments["settings"]["limits"])}
-    given["adapter_root"] = None if given["adapter_root"] is None else Path(given["adapter_root"])
-    given |= {name: tuple(given.get(name, ())) for name in _TUPLES}
+    settings = {**arguments["settings"], "limits": Limits(**arguments["settings"]["limits"])}
+    settings["adapter_root"] = None if settings["adapter_root"] is None else Path(settings["adapter_root"])
+    settings |= {name: tuple(settings.get(name, ())) for name in _TUPLES}
     for name, variable in _KEYS.items():
         key = os.environ.get(variable)
-        if key and key not in given[name]:
-            given[name] = (*given[name], key)
-    return models, Settings(**given)
+        if key and key not in settings[name]:
+            settings[name] = (*settings[name], key)
+    return models, Settings(**settings)
 
 
 def gpus_of(arguments: Mapping[str, Any], device: str) -> float:

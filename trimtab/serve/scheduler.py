@@ -256,13 +256,13 @@ class Scheduler:
         while (size := self.budget.size(left_s, is_first=not count)) is not None:
             if count and self._needs_towers() and not self.budget.fits_towers(left_s):
                 break
-            taken = self._prefill(size)
-            if taken is None:
+            size_done = self._prefill(size)
+            if size_done is None:
                 break
             count += 1
             if left_s is None:  # nobody waits for a token: others may have arrived
                 break
-            left_s -= self.budget.chunk_s(taken) or 0.0
+            left_s -= self.budget.chunk_s(size_done) or 0.0
         return count > 0
 
     def _needs_towers(self) -> bool:
@@ -295,8 +295,8 @@ class Scheduler:
         for entry in [entry for entry in self._arrived if entry.is_prepared]:
             try:
                 # What cannot fit is refused before it queues.
-                made = None if entry.inputs is None else entry.inputs.result()
-                entry.answer = self.engine.begin(entry.job, made)
+                inputs = None if entry.inputs is None else entry.inputs.result()
+                entry.answer = self.engine.begin(entry.job, inputs)
             except TrimtabError as exc:
                 self.counts.refused += 1
                 self._forget(entry)

@@ -166,7 +166,7 @@ class Settings:
         """Whether this server is administered over HTTP: with a key of its own, or on this machine alone without any keys."""
         return bool(self.admin_keys) or not self.api_keys
 
-    def adapter_path(self, given: str) -> Path:
+    def adapter_path(self, requested: str) -> Path:
         """Return the folder that a client's path names, below adapter_root. Errors: RequestError for anything outside it.
 
         Links are followed before the check, and what the caller reads is the resolved path: a link that is swapped later
@@ -178,9 +178,9 @@ class Settings:
             )
         root = self.adapter_root.resolve()
         try:
-            if "\0" in given:
+            if "\0" in requested:
                 raise ValueError("NUL")
-            folder = (root / given).resolve()
+            folder = (root / requested).resolve()
             inside = [folder, *(entry.resolve() for entry in (folder.iterdir() if folder.is_relative_to(root) else ()))]
         except (OSError, ValueError, RuntimeError) as exc:
             raise RequestError("is not a folder below the server's adapter folder", field="lora_path") from exc

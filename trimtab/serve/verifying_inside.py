@@ -80,13 +80,13 @@ def _compared(plan: Plan, request: Mapping[str, Any], say: Callable[[str], None]
 
     checkpoint = read_checkpoint(plan.request.model)
     with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:
-        given = prompts.built_in(checkpoint.folder, checkpoint.config, Path(folder))
+        chosen = prompts.built_in(checkpoint.folder, checkpoint.config, Path(folder))
         if not plan.request.images:
-            given = tuple(prompt for prompt in given if not prompt.image)
+            chosen = tuple(prompt for prompt in chosen if not prompt.image)
         if not plan.request.audio_s:
-            given = tuple(prompt for prompt in given if not prompt.audio)
+            chosen = tuple(prompt for prompt in chosen if not prompt.audio)
         try:
-            report = verify(plan, adapter=request["adapter"], against=request["against"], prompts=given, say=say)
+            report = verify(plan, adapter=request["adapter"], against=request["against"], prompts=chosen, say=say)
         except DoesNotFitError as exc:
             exc.hint = HINT
             exc.args = (f"{exc}. {HINT}",)

@@ -80,7 +80,7 @@ class Watcher:
 
     def _take(self, name: str, folder: _Folder, stamp: Hashable) -> None:
         try:
-            held = self._read(folder.path, name)
+            adapter = self._read(folder.path, name)
         except Exception as exc:  # files can be wrong in ways that nobody thought of
             if files_stamp(folder.path) == stamp:  # else they changed while they were read
                 log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
@@ -88,7 +88,7 @@ class Watcher:
             return
         if files_stamp(folder.path) == stamp:
             folder.used, folder.seen = stamp, None
-            self.read_again.put((name, held))
+            self.read_again.put((name, adapter))
 
 
 def files_stamp(path: str | Path) -> Hashable | None:

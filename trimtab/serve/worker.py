@@ -269,24 +269,24 @@ class _Worker:
     def _take_read(self) -> None:
         with suppress(queue.Empty):
             while self._reading:
-                call_id, held = self._read.get_nowait()
+                call_id, result = self._read.get_nowait()
                 name, path, stamp = self._reading.pop(call_id)
-                if isinstance(held, Exception):
-                    self._reply(call_id, partial(_throw, held))
+                if isinstance(result, Exception):
+                    self._reply(call_id, partial(_throw, result))
                 else:
-                    self._reply(call_id, partial(self._put, name, path, stamp, held))
+                    self._reply(call_id, partial(self._put, name, path, stamp, result))
 
-    def _put(self, name: str, path: str, stamp: Any, held: Any) -> None:
-        self.engine.shelf.put(name, held)
+    def _put(self, name: str, path: str, stamp: Any, adapter: Any) -> None:
+        self.engine.shelf.put(name, adapter)
         self.watcher.watch(name, path, stamp)
 
     def _take_changed(self) -> None:
         """Use the new files of adapters that changed. Running answers finish with the old ones."""
         with suppress(queue.Empty):
             while True:
-                name, held = self.watcher.read_again.get_nowait()
+                name, adapter = self.watcher.read_again.get_nowait()
                 try:
-                    if self.engine.reload(name, held):
+                    if self.engine.reload(name, adapter):
                         log.info("adapter %s was reloaded: its files changed", name)
                 except TrimtabError as exc:
                     log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
