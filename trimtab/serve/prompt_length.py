@@ -40,9 +40,11 @@ def check_first_tokens(job: Job, tokenizer: Any, context_tokens: int) -> None:
 
 
 def _texts(job: Job) -> Iterator[str]:
-    """Yield the texts of a prompt: of its tools, then of its messages."""
+    """Yield the texts of a prompt: of its tools, then of its messages. Token ids have none."""
     if isinstance(job.prompt, dict):
         yield job.prompt["text"]
+        return
+    if any(isinstance(one, int) for one in job.prompt[:1]):
         return
     if job.tools:
         yield json.dumps(job.tools, ensure_ascii=False)
