@@ -118,21 +118,21 @@ def _refuse(checkpoint: Checkpoint, problems: list[tuple[str, str]]) -> None:
 def _groups(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, TensorEntry], dict[str, _Group]]:
     """Return the tensors that are in no group, and the groups by their weight's name."""
     groups: dict[str, _Group] = {}
-    taken: set[str] = set()
+    used: set[str] = set()
     for name, entry in tensors.items():
         weight, part, kind = _place(name, tensors)
         if not part:
             continue
-        taken.add(name)
+        used.add(name)
         group = groups.setdefault(weight, _Group(weight))
         if part == "quant_state":
             group.kinds.append(kind)
         group.parts[part] = entry
     for weight, group in groups.items():
         if weight in tensors:
-            taken.add(weight)
+            used.add(weight)
             group.parts["weight"] = tensors[weight]
-    return {name: entry for name, entry in tensors.items() if name not in taken}, groups
+    return {name: entry for name, entry in tensors.items() if name not in used}, groups
 
 
 def _place(name: str, tensors: Mapping[str, TensorEntry]) -> tuple[str, str, str]:
@@ -218,15 +218,15 @@ def _check_state(group: _Group, state: Mapping[str, Any], kind: str, nested: boo
 def _check_parts(group: _Group, numel: int, state: Mapping[str, Any], nested: bool) -> None:
     """Add a problem for each part with another type or size than the state needs."""
     blocks = -(-numel // state["blocksize"])
-    wanted: dict[str, tuple[str, int]] = {
+    expected: dict[str, tuple[str, int]] = {
         "absmax": ("uint8" if nested else "float32", blocks), "quant_map": ("float32", 16),
     }  # fmt: skip
     if nested:
         nested_blocks = -(-blocks // state["nested_blocksize"])
-        wanted |= {"nested_absmax": ("float32", nested_blocks), "nested_quant_map": ("float32", 256)}
+        expected |= {"nested_absmax": ("float32", nested_blocks), "nested_quant_map": ("float32", 256)}
         missing = [part for part in ("nested_absmax", "nested_quant_map") if part not in group.parts]
         group.want(not missing, f"has no {', '.join(missing)}")
-    for part, (dtype, count) in wanted.items():
+    for part, (dtype, count) in expected.items():
         if (entry := group.parts.get(part)) is not None:
             stored = f"{part} is {entry.dtype} {list(entry.shape)}"
             is_right = entry.dtype == dtype and entry.shape == (count,)

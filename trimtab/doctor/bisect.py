@@ -104,20 +104,22 @@ def parse_range(text: str) -> Range:
     return check_range(Range(package.strip(), low.strip(), high.strip()))
 
 
-def check_range(wanted: Range) -> Range:
+def check_range(package_range: Range) -> Range:
     """Return the range with the package's name as it is known. Errors: as of `parse_range`."""
-    name = wanted.package.lower().replace("-", "_")
+    name = package_range.package.lower().replace("-", "_")
     if name not in PACKAGES:
         near = difflib.get_close_matches(name, PACKAGES) or PACKAGES
         raise RequestError(
-            "is not a package that can be bisected", field="bisect", value=wanted.package, allowed=tuple(near)
+            "is not a package that can be bisected", field="bisect", value=package_range.package, allowed=tuple(near)
         )
-    low, high = (_version(text) for text in (wanted.low, wanted.high))
+    low, high = (_version(text) for text in (package_range.low, package_range.high))
     if low >= high:
         raise RequestError(
-            "the range is empty: LOW must be the older release", field="bisect", value=f"{wanted.low}..{wanted.high}"
+            "the range is empty: LOW must be the older release",
+            field="bisect",
+            value=f"{package_range.low}..{package_range.high}",
         )
-    return Range(name, wanted.low, wanted.high)
+    return Range(name, package_range.low, package_range.high)
 
 
 def _version(text: str) -> Version:
@@ -127,17 +129,17 @@ def _version(text: str) -> Version:
         raise RequestError("is no version", field="bisect", value=text) from exc
 
 
-def releases_between(wanted: Range, known: Sequence[str]) -> tuple[str, ...]:
+def releases_between(package_range: Range, known: Sequence[str]) -> tuple[str, ...]:
     """Return the known releases of a range. Errors: RequestError if an end of it is not known, with the nearest ones."""
     versions = [Version(text) for text in known]
-    for end in (wanted.low, wanted.high):
+    for end in (package_range.low, package_range.high):
         if Version(end) not in versions:
             nearest = sorted(known, key=lambda text: _distance(Version(text), Version(end)))[:4]
             raise RequestError(
-                f"the package index has no such release of {wanted.package}", field="bisect", value=end,
+                f"the package index has no such release of {package_range.package}", field="bisect", value=end,
                 allowed=sorted_versions(nearest),
             )  # fmt: skip
-    low, high = Version(wanted.low), Version(wanted.high)
+    low, high = Version(package_range.low), Version(package_range.high)
     return tuple(text for text, version in zip(known, versions, strict=True) if low <= version <= high)
 
 
@@ -167,7 +169,7 @@ def bisect(
     Errors: RequestError for an unknown package, release or case, an empty range, and an index that cannot be asked while
     no environment is kept from before. CheckpointError, AdapterError for folders that are not a model or an adapter.
     """
-    wanted = check_range(Range(package, low, high))
+    checked = check_range(Range(package, low, high))
     # What is wrong with the folders themselves is said before anything is made.
     if model is not None:
         read_checkpoint(model)
@@ -179,7 +181,7 @@ def bisect(
         environments = Environments(
             Base.read(python), dict(others or {}), index, folder or bisect_folder(), keep, say or (lambda text: None)
         )
-    return _Bisecting(wanted, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
+    return _Bisecting(checked, case, environments, run_case, say or (lambda text: None), on_row).run(confirm)
 
 
 def bisect_each(ranges: Sequence[Range], *, case: str, **options: Any) -> tuple[Bisection, ...]:

@@ -161,9 +161,9 @@ class Environments:
 
     def download(self, package: str, versions: Iterable[str]) -> None:
         """Fetch the wheels of several versions side by side; a failure shows when the version is installed."""
-        wanted = [version for version in versions if not (self._home(package, version) / READY).is_file()]
+        missing = [version for version in versions if not (self._home(package, version) / READY).is_file()]
         with ThreadPoolExecutor(DOWNLOADS) as pool:
-            list(pool.map(lambda version: self._download(package, version), wanted))
+            list(pool.map(lambda version: self._download(package, version), missing))
 
     def drop(self, package: str, version: str) -> None:
         """Delete one environment unless they are kept."""
@@ -178,9 +178,9 @@ class Environments:
         self._run([str(self.base.python), "-m", "venv", "--without-pip", str(home)], "venv")
         self._link(python)
         wheels = ["--find-links", str(self._wheels())] if self._wheels().is_dir() else []
-        wanted = [f"{name}=={pinned}" for name, pinned in pins.items()]
+        requirements = [f"{name}=={pinned}" for name, pinned in pins.items()]
         self._run(
-            [*self._pip(), "--python", str(python), "install", *self._options(), *wheels, *wanted, *self._index()], "pip"
+            [*self._pip(), "--python", str(python), "install", *self._options(), *wheels, *requirements, *self._index()], "pip"
         )  # fmt: skip
         installed = self._installed(python, pins)
         wrong = [f"{name} is {installed.get(name, 'missing')}" for name in pins if installed.get(name) != pins[name]]
@@ -206,8 +206,8 @@ class Environments:
 
     def _download(self, package: str, version: str) -> None:
         self._wheels().mkdir(parents=True, exist_ok=True)
-        wanted = ["download", "--no-deps", "--dest", str(self._wheels()), f"{package}=={version}"]
-        self.runner([*self._pip(), *wanted, *self._options(), *self._index()], TIMEOUT_S)
+        arguments = ["download", "--no-deps", "--dest", str(self._wheels()), f"{package}=={version}"]
+        self.runner([*self._pip(), *arguments, *self._options(), *self._index()], TIMEOUT_S)
 
     def _run(self, command: Sequence[str], what: str) -> None:
         code, output = self.runner(command, TIMEOUT_S)
@@ -242,10 +242,10 @@ def _read_json(file: Path) -> dict[str, Any]:
 def run_command(command: Sequence[str], timeout_s: float) -> tuple[int, str]:
     """Return (exit code, output and errors together) of a command; 124 if it ran past its time."""
     # pip of an environment must not look at packages that the caller's path adds.
-    given = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:
         done = subprocess.run(
-            list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=given,
+            list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=environment,
             timeout=timeout_s, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -95,6 +95,6 @@ class _Search:
         return next((at for at in inside if self.label(at) is not None), None)
 
     def _announce(self, places: list[int]) -> None:
-        wanted = [self.versions[at] for at in dict.fromkeys(places) if at not in self.labels]
-        if wanted:
-            self.upcoming(wanted)
+        upcoming = [self.versions[at] for at in dict.fromkeys(places) if at not in self.labels]
+        if upcoming:
+            self.upcoming(upcoming)

@@ -30,8 +30,8 @@ def make_inputs(folder: Path) -> tuple[Inputs, str]:
     if processor is not None:
         inputs = {mode: _asked(processor, mode) for mode in modes}
         return {mode: _half(tensors) for mode, tensors in inputs.items()}, "processor"
-    drawn = {mode: _drawn(config, mode) for mode in modes}
-    return {mode: _half(tensors) for mode, tensors in drawn.items() if tensors is not None}, "drawn"
+    by_mode = {mode: _drawn(config, mode) for mode in modes}
+    return {mode: _half(tensors) for mode, tensors in by_mode.items() if tensors is not None}, "drawn"
 
 
 def save_inputs(inputs: Inputs, path: Path) -> None:

@@ -69,10 +69,10 @@ class Card:
 
         self.load_peak_bytes = torch.cuda.max_memory_allocated(0)
         torch.cuda.empty_cache()
-        taken = (torch.cuda.mem_get_info(0)[0] - free) // GRAIN_BYTES * GRAIN_BYTES
-        self.ballast = torch.empty(max(taken, 0), dtype=torch.uint8, device="cuda:0")
+        ballast_bytes = (torch.cuda.mem_get_info(0)[0] - free) // GRAIN_BYTES * GRAIN_BYTES
+        self.ballast = torch.empty(max(ballast_bytes, 0), dtype=torch.uint8, device="cuda:0")
         torch.cuda.reset_peak_memory_stats(0)
-        return f"ballast of {taken} bytes, {torch.cuda.mem_get_info(0)[0]} free after it"
+        return f"ballast of {ballast_bytes} bytes, {torch.cuda.mem_get_info(0)[0]} free after it"
 
     def memory(self) -> dict[str, int | None]:
         """Return the GPU's numbers; nothing but None on the CPU. The ballast is not counted."""
@@ -198,15 +198,15 @@ def load_base(folder: Path, arguments: Mapping[str, Any], card: Card) -> Any:
     import torch
     from transformers import BitsAndBytesConfig
 
-    given = dict(arguments)
-    given["device_map"] = card.place(given["device_map"])
-    if "quantization_config" in given:
-        fields = dict(given["quantization_config"])
+    options = dict(arguments)
+    options["device_map"] = card.place(options["device_map"])
+    if "quantization_config" in options:
+        fields = dict(options["quantization_config"])
         if "bnb_4bit_compute_dtype" in fields:
             fields["bnb_4bit_compute_dtype"] = torch.bfloat16
-        given["quantization_config"] = BitsAndBytesConfig(**fields)
+        options["quantization_config"] = BitsAndBytesConfig(**fields)
     kind, _ = model_class(folder)
-    return steady(kind.from_pretrained(folder, dtype=torch.bfloat16, **given).eval())
+    return steady(kind.from_pretrained(folder, dtype=torch.bfloat16, **options).eval())
 
 
 def steady(model: Any) -> Any:

@@ -24,9 +24,9 @@ class Cleaner:
     """Replaces the machine's own paths in a text by what they are."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
-        given = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
+        replacements = {**names, str(Path.home()): "~", tempfile.gettempdir(): "<tmp>"}
         self.names = sorted(
-            ((path, name) for path, name in given.items() if len(path) > 1), key=lambda item: -len(item[0])
+            ((path, name) for path, name in replacements.items() if len(path) > 1), key=lambda item: -len(item[0])
         )
 
     def __call__(self, text: str) -> str:

@@ -193,10 +193,10 @@ def _adapt(case: Case) -> list[str]:
         return [*lines, 'model.load_adapter(str(work / "adapter"))']
     if case.call == "dequantize, peft":
         lines.append("model = model.dequantize()")
-    given = [f"    {name}={_argument(name, value)}," for name, value in case.peft.items()]
+    arguments = [f"    {name}={_argument(name, value)}," for name, value in case.peft.items()]
     if case.peft_map:
-        given.append(f"    device_map={_map(device_map(case.peft_map, GEMMA4))},")
-    return [*lines, "model = PeftModel.from_pretrained(", '    model, work / "adapter",', *given, ").eval()"]
+        arguments.append(f"    device_map={_map(device_map(case.peft_map, GEMMA4))},")
+    return [*lines, "model = PeftModel.from_pretrained(", '    model, work / "adapter",', *arguments, ").eval()"]
 
 
 def _argument(name: str, value: Any) -> str:

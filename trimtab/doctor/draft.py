@@ -137,7 +137,7 @@ def write_drafts(
     """
     target = Path(folder)
     check_folder(target, overwrite=overwrite)
-    made = make_drafts(
+    new = make_drafts(
         runs,
         environment,
         verdicts=verdicts,
@@ -146,9 +146,9 @@ def write_drafts(
         run_script=run_script,
         say=say,
     )
-    texts = {draft.file_name: draft.markdown() for draft in made.drafts} | {NOT_TO_FILE: made.not_to_file}
+    texts = {draft.file_name: draft.markdown() for draft in new.drafts} | {NOT_TO_FILE: new.not_to_file}
     _write_folder(target, texts, overwrite=overwrite)
-    return replace(made, folder=target)
+    return replace(new, folder=target)
 
 
 def make_drafts(
@@ -216,9 +216,9 @@ class _Maker:
         for run in self.runs:
             if run.is_stock and run.passed and str(run.record.get("lane") or "").endswith("_DIVERGES"):
                 self._withhold(str(run.record["lane"]).lower().replace("_", "-"), LANE_WITHHELD, (run,))
-        made = [draft for draft in drafts if draft is not None]
+        kept = [draft for draft in drafts if draft is not None]
         order = {state: place for place, state in enumerate(STATES)}
-        return tuple(sorted(made, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
+        return tuple(sorted(kept, key=lambda draft: (order[draft.state], draft.file_name))), tuple(self.withheld)
 
     def _buckets(self) -> list[tuple[Bucket, tuple[Run, ...]]]:
         failing = [run for run in self.runs if run.is_stock and not run.passed and run.label not in NO_FAILURE]
@@ -392,13 +392,13 @@ def _refused(target: Path, exc: OSError) -> RequestError:
     return RequestError(f"cannot be written ({exc.strerror or exc})", field="drafts", value=str(target))
 
 
-def drafts_text(made: Drafts) -> str:
+def drafts_text(drafts: Drafts) -> str:
     """Return what was written, for people."""
-    lines = [f"{len(made.drafts)} drafts" + (f" in {made.folder}" if made.folder else "")]
-    wide = max((len(draft.file_name) for draft in made.drafts), default=0)
-    lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in made.drafts]
-    lines.append(f"{NOT_TO_FILE}: {len(made.withheld)} failures without a draft, {len(made.decisions)} claims")
+    lines = [f"{len(drafts.drafts)} drafts" + (f" in {drafts.folder}" if drafts.folder else "")]
+    wide = max((len(draft.file_name) for draft in drafts.drafts), default=0)
+    lines += [f"  {draft.file_name:{wide}}  {draft.state:13}  {draft.bucket.title}" for draft in drafts.drafts]
+    lines.append(f"{NOT_TO_FILE}: {len(drafts.withheld)} failures without a draft, {len(drafts.decisions)} claims")
     lines += [
-        f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in made.withheld
+        f"  {one.name}: {one.reason} ({', '.join(sorted({run.case for run in one.runs}))})" for one in drafts.withheld
     ]
     return "\n".join(lines)

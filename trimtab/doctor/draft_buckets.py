@@ -64,8 +64,8 @@ def map_given(run: Run) -> bool:
 
 def map_prefixed(run: Run) -> bool:
     """Whether the map that PEFT was given has the names of the wrapped model."""
-    given = (run.configuration.get("adapter") or {}).get("device_map") or {}
-    return bool(given) and all(key.startswith("base_model.model.") for key in given if key)
+    device_map = (run.configuration.get("adapter") or {}).get("device_map") or {}
+    return bool(device_map) and all(key.startswith("base_model.model.") for key in device_map if key)
 
 
 SPLIT_ALONE = Point(

@@ -74,11 +74,11 @@ def _then(run: Run) -> list[str]:
 
 
 def _call(run: Run) -> str:
-    given = run.configuration.get("adapter") or {}
-    arguments = f" with {', '.join(inline(name) for name in given)}" if given else ""
+    options = run.configuration.get("adapter") or {}
+    arguments = f" with {', '.join(inline(name) for name in options)}" if options else ""
     words = {
         "": "", "none": "no adapter", "native": "`model.load_adapter()`", "peft": f"`PeftModel.from_pretrained()`{arguments}",
-        "dispatch": f"`dispatch_model()`, {_placed(given.get('device_map'))}",
+        "dispatch": f"`dispatch_model()`, {_placed(options.get('device_map'))}",
         "dequantize, peft": f"`base.dequantize()`, `PeftModel.from_pretrained()`{arguments}",
     }  # fmt: skip
     pressed = f", GPU {run.record['pressure']:.0%} full" if isinstance(run.record.get("pressure"), int | float) else ""

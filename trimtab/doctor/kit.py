@@ -98,8 +98,8 @@ class Kit:
         from peft import LoraConfig, get_peft_model
 
         with quiet(), torch.no_grad():
-            wanted = targets if isinstance(targets, str) else list(targets)
-            lora_config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=wanted, **config)
+            target_modules = targets if isinstance(targets, str) else list(targets)
+            lora_config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=target_modules, **config)
             model = get_peft_model(self.load(path), lora_config)
             generator = torch.Generator().manual_seed(3)
             for name, parameter in model.named_parameters():

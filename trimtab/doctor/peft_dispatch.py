@@ -74,17 +74,17 @@ def plan_of(request: Mapping[str, Any]) -> dict[str, Any]:
 def empty_base(folder: str, dtype: str) -> Any:
     """Return transformers' model of a checkpoint on the meta device, with tied parameters."""
     model = hf.probe(read_checkpoint(folder), dtype).model
-    made: dict[int, Any] = {}
+    by_id: dict[int, Any] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             for name, value in held.items():
                 if value is None:
                     continue
-                if id(value) not in made:
+                if id(value) not in by_id:
                     empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
                     is_parameter = held is module._parameters
-                    made[id(value)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-                held[name] = made[id(value)]
+                    by_id[id(value)] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+                held[name] = by_id[id(value)]
     model.tie_weights()
     return model
 

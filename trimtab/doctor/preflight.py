@@ -149,8 +149,8 @@ def _free(machine: Machine, environment: Environment) -> dict[Device, int]:
 
 
 def _given(gpu_memory: int | str | None, host_memory: int | str | None) -> dict[str, str]:
-    given = {"gpu-memory": gpu_memory, "host-memory": host_memory}
-    return {flag: str(value) for flag, value in given.items() if value is not None}
+    budgets = {"gpu-memory": gpu_memory, "host-memory": host_memory}
+    return {flag: str(value) for flag, value in budgets.items() if value is not None}
 
 
 def _towers_dense(shape: ModelShape, environment: Environment) -> bool:

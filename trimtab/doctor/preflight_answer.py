@@ -316,9 +316,9 @@ def adapter_name(path: str | os.PathLike[str]) -> str:
 
 
 def _with_calls(asking: Asking, kind: str, reason: str, plan: Plan, stock: str) -> Answer:
-    request, given = asking.request, asking.given
+    request, budgets = asking.request, asking.given
     names = list(request.adapters.items())
-    options = [f"quant={request.quant!r}", *(f"{flag.replace('-', '_')}={text!r}" for flag, text in given.items())]
+    options = [f"quant={request.quant!r}", *(f"{flag.replace('-', '_')}={text!r}" for flag, text in budgets.items())]
     if names:
         options.insert(0, "adapters={" + ", ".join(f"{name!r}: {path!r}" for name, path in names) + "}")
     use = f", adapter={names[0][0]!r}" if names else ""
@@ -331,7 +331,7 @@ def _with_calls(asking: Asking, kind: str, reason: str, plan: Plan, stock: str) 
         words += ["--adapter", f"{name}={path}"]
     words += ["--use", names[0][0]] if names else []
     words += ["--quant", request.quant]
-    for flag, text in given.items():
+    for flag, text in budgets.items():
         words += [f"--{flag}", text]
     words.append("What is trim?")
     command = subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)

@@ -106,8 +106,8 @@ def device_text(value: Any) -> str:
 
 def read_map(shape: ModelShape, device_map: Mapping[str, Any]) -> MapReading:
     """Return what the stock stack does with the map (empty: everything on GPU 0)."""
-    given = dict(device_map) or {"": 0}
-    devices = {key: device_text(value) for key, value in given.items()}
+    entries = dict(device_map) or {"": 0}
+    devices = {key: device_text(value) for key, value in entries.items()}
     kept = stock_kept(shape, takes_map=bool(device_map))
     quantized = quantized_paths(shape, kept)
     sizes = stock_bytes(shape, quantized)
@@ -126,7 +126,7 @@ def read_map(shape: ModelShape, device_map: Mapping[str, Any]) -> MapReading:
         ),
         quantized=quantized, unknown=_unknown(shape, devices), collisions=_collisions(shape, devices),
         uncovered=tuple(tensor for tensor, device in tensors.items() if device is None),
-        object_keys=tuple(key for key, value in given.items() if not isinstance(value, (int, str))),
+        object_keys=tuple(key for key, value in entries.items() if not isinstance(value, (int, str))),
         bytes_on=dict(counts), tensor_devices={tensor: device or main for tensor, device in tensors.items()},
     )  # fmt: skip
 

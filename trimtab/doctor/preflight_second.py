@@ -130,9 +130,9 @@ def config_changes(adapter: AdapterReading) -> dict[str, Any]:
     """Return what PEFT's configuration needs so that it takes the adapter: no wrapper as a target. {} for one that does not fit."""
     if adapter.spec is None:
         return {}
-    given = adapter.spec.file.config
-    wanted = patched_config(adapter.spec, adapter.plain_targets)
-    return {name: value for name, value in wanted.items() if value != given.get(name)}
+    config = adapter.spec.file.config
+    patched = patched_config(adapter.spec, adapter.plain_targets)
+    return {name: value for name, value in patched.items() if value != config.get(name)}
 
 
 def run_peft(request: Mapping[str, Any], python: str | os.PathLike[str] | None) -> dict[str, Any]:

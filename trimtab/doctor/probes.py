@@ -96,13 +96,13 @@ def _absolute(python: str | os.PathLike[str] | None) -> str | None:
 
 def _chosen(entries: tuple[Entry, ...], ids: Sequence[str]) -> tuple[Entry, ...]:
     known = [entry.bug.id for entry in entries]
-    for wanted in ids:
-        if wanted.upper() not in known:
-            near = difflib.get_close_matches(wanted.upper(), known, n=5, cutoff=0.4)
+    for bug_id in ids:
+        if bug_id.upper() not in known:
+            near = difflib.get_close_matches(bug_id.upper(), known, n=5, cutoff=0.4)
             raise RequestError(
-                "is not in the catalogue of known bugs", field="ids", value=wanted, allowed=near or known
+                "is not in the catalogue of known bugs", field="ids", value=bug_id, allowed=near or known
             )
-    requested = {wanted.upper() for wanted in ids}
+    requested = {bug_id.upper() for bug_id in ids}
     return tuple(entry for entry in entries if not requested or entry.bug.id in requested)
 
 

@@ -275,8 +275,8 @@ def _bisections(bisections: Any) -> list[Any]:
     return [clean_all(_json(one)) for one in several]
 
 
-def _drafts(made: Any) -> dict[str, Any] | None:
-    if made is None:
+def _drafts(drafts: Any) -> dict[str, Any] | None:
+    if drafts is None:
         return None
-    values = _json(made)
+    values = _json(drafts)
     return {"drafts": list(values.get("drafts") or ()), "not_to_file": str(values.get("not_to_file") or "")}

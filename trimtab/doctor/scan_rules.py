@@ -306,9 +306,9 @@ def _lost_scales(module: Any, *, has_hook: bool) -> Iterator[str]:
     if type(module).__name__ == "Linear8bitLt":
         # An offload hook takes SCB along and brings it back; without one it must be here.
         scales = {"SCB": getattr(module.weight, "SCB", None), "state.SCB": getattr(module.state, "SCB", None)}
-        given = {name: value for name, value in scales.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in scales.items() if isinstance(value, Tensor)}
         if not has_hook:
-            yield from (name for name, value in given.items() if value.device.type == "meta")
+            yield from (name for name, value in tensors.items() if value.device.type == "meta")
         return
     state = getattr(module.weight, "quant_state", None)
     nested = getattr(state, "state2", None)

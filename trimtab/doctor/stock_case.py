@@ -100,14 +100,14 @@ class _Run:
 
     def _adapter_arguments(self) -> dict[str, Any]:
         case = self.case
-        given: dict[str, Any] = dict(case.peft)
-        if given.get("torch_device") == 0:
-            given["torch_device"] = "cuda:0" if self.card.is_gpu else "cpu"
-        if "offload_dir" in given:
-            given["offload_dir"] = str(self.work / "peft-offload")
+        arguments: dict[str, Any] = dict(case.peft)
+        if arguments.get("torch_device") == 0:
+            arguments["torch_device"] = "cuda:0" if self.card.is_gpu else "cpu"
+        if "offload_dir" in arguments:
+            arguments["offload_dir"] = str(self.work / "peft-offload")
         if case.peft_map:
-            given["device_map"] = device_map(case.peft_map, self.parts)
-        return given
+            arguments["device_map"] = device_map(case.peft_map, self.parts)
+        return arguments
 
     def adapt(self, model: Any) -> Any:
         """Return the model with the adapter on it, by the case's call."""
@@ -117,13 +117,13 @@ class _Run:
         if call == "none":
             return model
         self.enter("adapter")
-        given = self._adapter_arguments()
-        if "device_map" in given:
-            given["device_map"] = self.card.place(given["device_map"])
+        arguments = self._adapter_arguments()
+        if "device_map" in arguments:
+            arguments["device_map"] = self.card.place(arguments["device_map"])
         if call == "dispatch":
             from accelerate import dispatch_model
 
-            return dispatch_model(model, device_map=given["device_map"], offload_dir=str(self.work / "offload"))
+            return dispatch_model(model, device_map=arguments["device_map"], offload_dir=str(self.work / "offload"))
         adapter = self.request["adapters"][self.case.adapter]
         if call == "native":
             model.load_adapter(adapter)
@@ -136,7 +136,7 @@ class _Run:
             model = model.dequantize()
         from peft import PeftModel
 
-        return steady(PeftModel.from_pretrained(model, adapter, **given).eval())
+        return steady(PeftModel.from_pretrained(model, adapter, **arguments).eval())
 
     def look(self, model: Any) -> None:
         """Report the current placement."""

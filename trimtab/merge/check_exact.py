@@ -68,10 +68,10 @@ class Exact:
     def __call__(self, start: int, stop: int) -> ExactRows:
         base = self.base(start, stop).double()
         if self.whole is not None:
-            wanted, slack = self.whole[0][start:stop], self.whole[1][start:stop].double()
-            return ExactRows(wanted, slack, base, base.abs())
-        wanted, slack, size = _total(self.changes, self.factors, base, start, stop)
-        return ExactRows(wanted, slack, base, size)
+            exact, slack = self.whole[0][start:stop], self.whole[1][start:stop].double()
+            return ExactRows(exact, slack, base, base.abs())
+        exact, slack, size = _total(self.changes, self.factors, base, start, stop)
+        return ExactRows(exact, slack, base, size)
 
 
 class PackedBase:

@@ -177,10 +177,10 @@ def _stack_pair(
     experts = shape[0] if len(shape) == 3 else 1
     is_swapped = len(shape) == 3 and bool(getattr(module, "is_transposed", False))
     out_size, in_size = (shape[-1], shape[-2]) if is_swapped else (shape[-2], shape[-1])
-    wanted = ((rank * experts, in_size), (out_size, rank * experts))
-    if (A.shape, B.shape) != wanted:
+    shapes = ((rank * experts, in_size), (out_size, rank * experts))
+    if (A.shape, B.shape) != shapes:
         return None, (
-            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(wanted[0])} and {list(wanted[1])} "
+            f"{key} has pairs of {list(A.shape)} and {list(B.shape)}, expected {list(shapes[0])} and {list(shapes[1])} "
             f"(rank {rank}, the model's is {list(shape)})"
         )
     return StackPair(A, B, experts, scale, is_swapped), ""

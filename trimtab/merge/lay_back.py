@@ -106,8 +106,8 @@ def _part(expression: Expression, leaf: str, parameter: Tensor, shapes: Mapping[
 
 
 def _shape(expression: Expression, shapes: Mapping[str, Any]) -> tuple[int, ...]:
-    made = expression.replay(lambda leaf: torch.empty(shapes[leaf], device="meta"))
-    return tuple(made.shape)
+    result = expression.replay(lambda leaf: torch.empty(shapes[leaf], device="meta"))
+    return tuple(result.shape)
 
 
 def _write_over(expression: Expression, leaf: str, parameter: Tensor, into: Tensor) -> None:

@@ -130,8 +130,8 @@ def plan_shards(
 
 def _shard(folder: Path, file: Path, outs: list[Out], entries: list[TensorEntry], metadata: Mapping[str, str]) -> Shard:
     name = file.relative_to(folder).as_posix()
-    wanted = [(tensor.tensor_name, tensor.dtype, tensor.shape) for out in outs for tensor in out.tensors()]
-    if wanted == [(entry.tensor_name, entry.dtype, entry.shape) for entry in entries]:
+    expected = [(tensor.tensor_name, tensor.dtype, tensor.shape) for out in outs for tensor in out.tensors()]
+    if expected == [(entry.tensor_name, entry.dtype, entry.shape) for entry in entries]:
         with open(file, "rb") as handle:
             head = handle.read(8)
             head += handle.read(int.from_bytes(head, "little"))

@@ -174,9 +174,9 @@ def _largest(pairs: Sequence[Noise]) -> list[dict[str, Any]]:
 
 def worst(verdicts: Iterable[str]) -> Verdict:
     """Return the verdict of several: the worst of them, `same` for none."""
-    given = set(verdicts)
+    present = set(verdicts)
     order: tuple[Verdict, ...] = ("differs", "cannot tell", "same within noise")
-    return next((verdict for verdict in order if verdict in given), "same")
+    return next((verdict for verdict in order if verdict in present), "same")
 
 
 def difference(first: Tensor, second: Tensor) -> Difference:

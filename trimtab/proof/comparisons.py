@@ -83,17 +83,17 @@ def _adapter(request: LoadRequest, adapter: str | None) -> str | None:
     return adapter or (names[0] if names else None)
 
 
-def _sized(request: LoadRequest, given: Sequence[Prompt]) -> LoadRequest:
+def _sized(request: LoadRequest, prompts: Sequence[Prompt]) -> LoadRequest:
     """Return the request with room for what the prompts hold."""
     return replace(
-        request, images=max(int(any(prompt.image for prompt in given)), 0),
-        audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in given) else 0.0,
+        request, images=max(int(any(prompt.image for prompt in prompts)), 0),
+        audio_s=PLANNED_AUDIO_S if any(prompt.audio for prompt in prompts) else 0.0,
     )  # fmt: skip
 
 
-def _check_planned(request: LoadRequest, given: Sequence[Prompt]) -> None:
+def _check_planned(request: LoadRequest, prompts: Sequence[Prompt]) -> None:
     for name, unplanned in (("image", not request.images), ("audio", not request.audio_s)):
-        ids = [prompt.id for prompt in given if getattr(prompt, name)]
+        ids = [prompt.id for prompt in prompts if getattr(prompt, name)]
         if unplanned and ids:
             raise RequestError(
                 f"the plan counted no memory for the {name} of {', '.join(ids)}", field="prompts",

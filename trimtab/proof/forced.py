@@ -197,8 +197,8 @@ def measure_noise(
     Memory: the logits of all runs on the host; two of them at a time on the device.
     """
     device, runs, skipped = once.device, {ONCE: once.cpu()}, []
-    drawn: dict[str, Tensor] = {}
-    for into, which in ((runs, orders), (drawn, draws or iter(()))):
+    randomized: dict[str, Tensor] = {}
+    for into, which in ((runs, orders), (randomized, draws or iter(()))):
         for name, run in which:
             try:
                 into[name] = run().cpu()
@@ -207,7 +207,7 @@ def measure_noise(
                 skipped.append(f"{prompt_id}, {name}: {type(exc).__name__}: {words[0][:160]}")
 
     def pairs(where: torch.device) -> tuple[Noise, ...]:
-        return noise_between(prompt_id, runs, where) + drawn_noise(prompt_id, ONCE, runs[ONCE], drawn, where)
+        return noise_between(prompt_id, runs, where) + drawn_noise(prompt_id, ONCE, runs[ONCE], randomized, where)
 
     try:
         return pairs(device), tuple(skipped)

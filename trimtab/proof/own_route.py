@@ -85,8 +85,8 @@ def _run_item(
     inputs = forced.read_inputs(item["file"], model.device)
     ids = tuple(int(token) for token in inputs["input_ids"][0])
     prepared = Inputs(inputs, item["prompt_tokens"], ids, item["has_media"])
-    wanted = GenerateRequest(max_new_tokens=request["new_tokens"])
-    answer = model.answer_inputs(prepared, wanted, adapter=item["adapter"])
+    greedy = GenerateRequest(max_new_tokens=request["new_tokens"])
+    answer = model.answer_inputs(prepared, greedy, adapter=item["adapter"])
     continuation = list(answer.token_ids) if given is None else list(given)
     whole = forced.extended(inputs, continuation)
     if request["route"].get("decode"):

@@ -64,9 +64,9 @@ def _answers(
     continuations: Sequence[Sequence[int] | None], emit: Emit, *, plain: bool = False,
 ) -> list[list[int]]:  # fmt: skip
     answers = []
-    for place, (item, given) in enumerate(zip(request["items"], continuations, strict=True)):
+    for place, (item, continuation) in enumerate(zip(request["items"], continuations, strict=True)):
         with stock_route.using(model, adapter, not plain):
-            line = stock_route.run_item(model, tokenizer, place, item, given, request, name=who)
+            line = stock_route.run_item(model, tokenizer, place, item, continuation, request, name=who)
         answers.append(line["continuation"])
         emit({"event": "said", "who": who, "place": place, **line})
     return answers

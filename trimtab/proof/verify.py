@@ -100,10 +100,10 @@ def _request(
     )  # fmt: skip
 
 
-def _prompts(given: Any) -> tuple[Prompt, ...] | None:
-    if given is None:
+def _prompts(prompts: Any) -> tuple[Prompt, ...] | None:
+    if prompts is None:
         return None
-    return asked.read_prompts(given) if isinstance(given, (str, Path)) else asked.checked(given)
+    return asked.read_prompts(prompts) if isinstance(prompts, (str, Path)) else asked.checked(prompts)
 
 
 def check_adapters(checkpoint: Checkpoint, adapters: Mapping[str, str]) -> None:

@@ -102,7 +102,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     trace, exception = finding.trace, ""
     if trace is not None:
         exception = f"{trace.kind}: {trace.message.splitlines()[0] if trace.message else ''}".strip(": ")
-    given: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "exception": exception,
         "line": trace.line if trace else 0,
         "times": trace.times if trace else 1,
@@ -110,7 +110,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
     if finding.match is None:
         return Answer(
             label=UNKNOWN, meaning="no known signature matches", confidence=finding.confidence, rests_on=(), bug=None, bucket="",
-            owner="", trackers=(), fix="not known", way_round="", ask=(*finding.asks, *ASK_UNKNOWN), **given,
+            owner="", trackers=(), fix="not known", way_round="", ask=(*finding.asks, *ASK_UNKNOWN), **facts,
         )  # fmt: skip
     signature = finding.match.signature
     bug = _bugs().get(signature.catalogue)
@@ -119,7 +119,7 @@ def _answer(finding: Finding, paste: Paste) -> Answer:
         bucket=_bucket(signature.label), owner=", ".join(bug.owner) if bug else signature.owner,
         trackers=tuple(sorted(known_trackers(bug), key=lambda one: not one.may_be_open)), fix=_fix(bug, paste.versions),
         way_round=bug.way_round if bug else _OOM_WAY_ROUND if signature.label == "OOM_GPU" else "",
-        ask=_ask(finding, bug, paste.versions), **given,
+        ask=_ask(finding, bug, paste.versions), **facts,
     )  # fmt: skip
 
 

@@ -37,9 +37,9 @@ def probe(kit: Kit) -> Seen:
     errors = {}
     for quant in ("none", "nf4"):
         base, beside, merged = (kit.load(path, quant=quant, device_map={"": 0}) for _ in range(3))
-        wanted = kit.forward(kit.peft(beside, adapter))
+        expected = kit.forward(kit.peft(beside, adapter))
         logits = kit.forward(without_repacking(kit.peft(merged, adapter).merge_and_unload()))
-        errors[quant] = float((logits - wanted).abs().max() / (wanted - kit.forward(base)).abs().max())
+        errors[quant] = float((logits - expected).abs().max() / (expected - kit.forward(base)).abs().max())
     # bfloat16 rounds each sum once; 4-bit must lose at least several times that to count.
     state = PRESENT if errors["nf4"] > 4 * errors["none"] else FIXED
     return Seen(

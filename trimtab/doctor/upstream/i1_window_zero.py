@@ -34,7 +34,7 @@ def probe(kit: Kit) -> Seen:
     config = transformers.AutoConfig.from_pretrained(path).get_text_config()
     layers = transformers.DynamicCache(config=config).layers
     windows = sum(bool(getattr(layer, "is_sliding", False)) for layer in layers)
-    wanted = list(config.layer_types).count("sliding_attention")
+    sliding = list(config.layer_types).count("sliding_attention")
     shared = config.num_kv_shared_layers
-    text = f"{windows} of {wanted} sliding layers have a window in the cache (num_kv_shared_layers is {shared})"
-    return Seen(FIXED if windows == wanted else PRESENT, text)
+    text = f"{windows} of {sliding} sliding layers have a window in the cache (num_kv_shared_layers is {shared})"
+    return Seen(FIXED if windows == sliding else PRESENT, text)

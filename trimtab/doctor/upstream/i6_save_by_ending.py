@@ -30,8 +30,8 @@ def probe(kit: Kit) -> Seen:
 
     config = LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"])
     model = get_peft_model(kit.load(kit.checkpoint("llama")), config)
-    taken = [name for name, module in model.named_modules() if type(module).__name__ == "ModulesToSaveWrapper"]
-    others = [name for name in taken if not name.endswith(".norm")]
+    wrapped = [name for name, module in model.named_modules() if type(module).__name__ == "ModulesToSaveWrapper"]
+    others = [name for name in wrapped if not name.endswith(".norm")]
     if others:
-        return Seen(PRESENT, f"modules_to_save=['norm'] takes {len(taken)} modules, such as {others[0]}")
-    return Seen(FIXED, f"modules_to_save=['norm'] takes {', '.join(taken)}")
+        return Seen(PRESENT, f"modules_to_save=['norm'] takes {len(wrapped)} modules, such as {others[0]}")
+    return Seen(FIXED, f"modules_to_save=['norm'] takes {', '.join(wrapped)}")

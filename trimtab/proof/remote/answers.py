@@ -129,15 +129,15 @@ def _completion_positions(logprobs: Any) -> tuple[Position, ...] | None:
     tokens, values, tops = (logprobs.get(name) for name in ("tokens", "token_logprobs", "top_logprobs"))
     if not (isinstance(tokens, list) and isinstance(values, list) and isinstance(tops, list)):
         return None
-    made = []
+    positions = []
     for text, value, top in zip(tokens[:MAX_TOKENS], values, tops, strict=False):
         if not isinstance(top, Mapping):
             return None
         position = _position(_token(text, value), [_token(name, number) for name, number in _some(top)])
         if position is None:
             return None
-        made.append(position)
-    return tuple(made)
+        positions.append(position)
+    return tuple(positions)
 
 
 def _some(top: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
@@ -147,7 +147,7 @@ def _some(top: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
 def _listed_positions(content: Any) -> tuple[Position, ...] | None:
     if not isinstance(content, list):
         return None
-    made = []
+    positions = []
     for entry in content[:MAX_TOKENS]:
         if not isinstance(entry, Mapping):
             return None
@@ -156,8 +156,8 @@ def _listed_positions(content: Any) -> tuple[Position, ...] | None:
         position = _position(_listed(entry), listed)
         if position is None:
             return None
-        made.append(position)
-    return tuple(made)
+        positions.append(position)
+    return tuple(positions)
 
 
 def _listed(entry: Any) -> SaidToken | None:

@@ -97,15 +97,15 @@ def _raw_without_start(start: str) -> Make:
 
 def openai_channels(start: str) -> list[Channel]:
     """Return the ways to ask an OpenAI-compatible server, the most telling first. start: text of the token that begins a prompt."""
-    made = []
+    channels = []
     forms: list[tuple[str, Make]] = [("completions, token ids", _ids), ("completions, text", _with_start)]
     if start:
         forms.insert(1, ("completions, text, start token left to the server", _without_start(start)))
     for top in (TOP, TOP_SMALL):
-        made += [Channel(name, "/completions", top, make, read_completion) for name, make in forms]
-    made += [chat_channel(top) for top in (TOP, TOP_SMALL)]
-    made += [Channel(name, "/completions", 0, make, read_completion) for name, make in forms]
-    return [*made, chat_channel(0)]
+        channels += [Channel(name, "/completions", top, make, read_completion) for name, make in forms]
+    channels += [chat_channel(top) for top in (TOP, TOP_SMALL)]
+    channels += [Channel(name, "/completions", 0, make, read_completion) for name, make in forms]
+    return [*channels, chat_channel(0)]
 
 
 def chat_channel(top: int) -> Channel:

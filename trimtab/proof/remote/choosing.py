@@ -65,14 +65,14 @@ def candidates(
 
 
 def _demo_prompts() -> list[Prompt]:
-    made = []
+    prompts = []
     for line in (asked.DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
         media: dict[str, Any] = {name: str(asked.DEMO / row[name]) for name in ("image", "audio") if name in row}
         texts = [row["prompt"], *(LOOKED if "image" in media else HEARD if "audio" in media else ())]
         for place, text in enumerate(dict.fromkeys(texts)):
-            made.append(Prompt(f"{row['id']}{f'-{place}' if place else ''}", text, **media))
-    return made
+            prompts.append(Prompt(f"{row['id']}{f'-{place}' if place else ''}", text, **media))
+    return prompts
 
 
 def _general(reference: Reference) -> list[Prompt]:
@@ -90,7 +90,7 @@ def _generated(reference: Reference) -> list[Question]:
     special = set(tokenizer.all_special_ids)
     start = [token for token in (tokenizer.bos_token_id,) if token is not None] or [0]
     before = _before_a_turn(reference)
-    made = []
+    questions = []
     for seed in range(GENERATED):
         is_turn = before is not None and seed % 4 != 0
         name = reference.adapter if seed % 8 == 0 else None
@@ -99,10 +99,10 @@ def _generated(reference: Reference) -> list[Question]:
         if len(kept) < 4:
             continue
         if is_turn:
-            made.append(reference.question(Prompt(f"generated_{seed + 1}", tokenizer.decode(kept).strip())))
+            questions.append(reference.question(Prompt(f"generated_{seed + 1}", tokenizer.decode(kept).strip())))
         else:
-            made.append(reference.raw_question(f"generated_{seed + 1}", [*start, *kept[: len(kept) // 2]]))
-    return made
+            questions.append(reference.raw_question(f"generated_{seed + 1}", [*start, *kept[: len(kept) // 2]]))
+    return questions
 
 
 def _before_a_turn(reference: Reference) -> list[int] | None:

@@ -108,26 +108,26 @@ class Client:
     def requests_left(self) -> int:
         return self._max_requests - self.requests
 
-    def _all(self, wanted: Sequence[tuple[str, str, dict[str, Any] | None]]) -> list[Reply]:
-        if len(wanted) > self.requests_left:
+    def _all(self, requests: Sequence[tuple[str, str, dict[str, Any] | None]]) -> list[Reply]:
+        if len(requests) > self.requests_left:
             raise RequestError(
                 f"needs more than {self._max_requests} requests to the server", field=self._field, value=self.url,
                 hint="Give fewer prompts",
             )  # fmt: skip
         started = time.monotonic()
         try:
-            return anyio.run(self._send_all, wanted)
+            return anyio.run(self._send_all, requests)
         finally:
             self.waited_s += time.monotonic() - started
 
-    async def _send_all(self, wanted: Sequence[tuple[str, str, dict[str, Any] | None]]) -> list[Reply]:
+    async def _send_all(self, requests: Sequence[tuple[str, str, dict[str, Any] | None]]) -> list[Reply]:
         replies = []
         async with httpx2.AsyncClient(
             transport=self._transport, timeout=httpx2.Timeout(REQUEST_S, connect=CONNECT_S), follow_redirects=False,
             trust_env=False,
         ) as client:  # fmt: skip
             started = time.monotonic()
-            for method, path, body in wanted:
+            for method, path, body in requests:
                 left_s = self._deadline_s - self.waited_s - (time.monotonic() - started)
                 try:
                     # One clock over the whole request: a server that drips bytes does not get past it.

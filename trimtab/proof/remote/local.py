@@ -75,12 +75,12 @@ class Reference:
             sound = {"data": _base64(Path(prompt.audio)), "format": Path(prompt.audio).suffix.lstrip(".").lower()}
             parts.append({"type": "input_audio", "input_audio": sound})
         messages = [{"role": "user", "content": parts if media else prompt.text}]
-        made = Question(
+        question = Question(
             prompt.id, prompt.kind, prepared.token_ids, None if media else self._text(prepared.token_ids), messages,
             prompt.text, prompt.image, prompt.audio,
         )  # fmt: skip
         self._prepared[prompt.id] = prepared
-        return made
+        return question
 
     def raw_question(self, name: str, ids: Sequence[int]) -> Question:
         """Return a question of bare tokens, which no chat carries."""
@@ -119,8 +119,8 @@ class Reference:
 
     def greedy(self, question: Question, name: str | None, new_tokens: int) -> tuple[int, ...]:
         """Return the tokens that the most likely answer begins with."""
-        wanted = GenerateRequest(max_new_tokens=new_tokens)
-        return tuple(self.model.answer_inputs(self.inputs(question), wanted, adapter=name).token_ids)
+        request = GenerateRequest(max_new_tokens=new_tokens)
+        return tuple(self.model.answer_inputs(self.inputs(question), request, adapter=name).token_ids)
 
     def logprobs(self, question: Question, tokens: Sequence[int], name: str | None) -> Tensor:
         """Return [len(tokens), V] in float32 on the host: of each token, given those before it."""
@@ -133,7 +133,7 @@ class Reference:
 
     def rows(self, rows: Sequence[Row], name: str | None) -> list[Tensor]:
         """Return the logprobs of every row, as `logprobs` does."""
-        made: dict[int, Tensor] = {}
+        logprobs: dict[int, Tensor] = {}
         for batch in self._batches(rows):
             inputs = self.inputs(rows[batch[0]].question)
             whole = [
@@ -144,8 +144,8 @@ class Reference:
             with self.using(name):
                 logits, _ = forced.forward(self.model.hf_model, together)
             last = logits[:, inputs.prompt_tokens - 1 :].float().cpu()
-            made |= dict(zip(batch, torch.log_softmax(last, dim=-1), strict=True))
-        return [made[place] for place in range(len(rows))]
+            logprobs |= dict(zip(batch, torch.log_softmax(last, dim=-1), strict=True))
+        return [logprobs[place] for place in range(len(rows))]
 
     def _batches(self, rows: Sequence[Row]) -> list[list[int]]:
         """Return the indices of rows that are computed together.
@@ -170,8 +170,8 @@ class Reference:
     def sample(self, ids: Sequence[int], name: str | None, *, seed: int) -> tuple[int, ...]:
         """Return random tokens that the model itself generates: text that it knows."""
         prepared = self.model.prepare(list(ids))
-        wanted = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
-        return tuple(self.model.answer_inputs(prepared, wanted, adapter=name).token_ids)
+        request = GenerateRequest(max_new_tokens=SAMPLE_TOKENS, temperature=1.0, seed=seed)
+        return tuple(self.model.answer_inputs(prepared, request, adapter=name).token_ids)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def verify_remote(
     started = time.monotonic()
     speak = say or (lambda text: None)
     url, remote_model, is_ollama = _server(against, remote_model)
-    given = _own_prompts(prompts, send_prompts)
+    own_prompts = _own_prompts(prompts, send_prompts)
     name = _adapter_name(adapters, adapter)
     others = {other: Path(folder) for other, folder in adapters.items() if other != name}
     client = Client(url, key=read_key(api_key_env), deadline_s=deadline_s, transport=transport)
@@ -124,7 +124,7 @@ def verify_remote(
             return open_reference(own, precision, name, adapters[name], others=others)
 
         verdict, precision = _examine(
-            work, opened, precisions, checkpoint, given, others, folder, new_tokens, is_ollama
+            work, opened, precisions, checkpoint, own_prompts, others, folder, new_tokens, is_ollama
         )
     return _report(
         work, verdict, precision, model=checkpoint.folder, adapter=name, path=adapters[name], started=started
@@ -200,9 +200,9 @@ def notes_of_server(work: _Work, is_ollama: bool) -> None:
         return
     names = [entry.get("name" if is_ollama else "id") for entry in listed[:1000] if isinstance(entry, dict)]
     names = [one for one in names if isinstance(one, str)]
-    for wanted in (work.remote_model, work.remote_base):
-        if wanted is not None and names and wanted not in names and f"{wanted}:latest" not in names:
-            work.notes.append(f"the server does not list a model {wanted!r}: it may answer with another one")
+    for name in (work.remote_model, work.remote_base):
+        if name is not None and names and name not in names and f"{name}:latest" not in names:
+            work.notes.append(f"the server does not list a model {name!r}: it may answer with another one")
 
 
 # The examination ------------------------------------------------------------------------------------------------------
