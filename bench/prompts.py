@@ -53,9 +53,9 @@ def prepare(size: str, work: Path) -> None:
 
 def give_eyes(folder: Path) -> None:
     """Give a random checkpoint of Gemma 4 a tokenizer and the family's processor: pictures of 280 tokens."""
-    from bench.load import give_voice
+    from bench import voices
 
-    give_voice(folder)
+    voices.give(folder)
     path = folder / "processor_config.json"
     values = json.loads(path.read_text())
     values["image_seq_length"] = values["image_processor"]["max_soft_tokens"] = PICTURE_TOKENS

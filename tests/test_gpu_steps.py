@@ -97,6 +97,29 @@ def test_checkpoints_that_are_gone_with_their_machine_are_made_again(run, tmp_pa
         assert [words[0] for words in run("gpu_all.sh", out, 1000, steps="make")[1]] == ["-c"]
 
 
+def test_checkpoints_share_weights_and_nothing_that_is_written_anew(run, tmp_path, monkeypatch):
+    from bench import cards, load, prompts
+    from bench.checkpoints import config_of
+
+    def prepare(name, work):
+        (work / name).mkdir()
+        config_of(name).to_json_file(work / name / "config.json")
+        (work / name / "model.safetensors").write_bytes(b"weights")
+
+    made = []
+    monkeypatch.setattr(cards, "prepare", prepare)
+    monkeypatch.setattr(load, "sized", lambda name, work, count, **options: made.append((name, count)))
+    ((_, program, *names),) = run("gpu_all.sh", tmp_path / "out", 1000, steps="make")[1]
+    monkeypatch.setattr(sys, "argv", ["-c", *names])
+    exec(compile(program, "make", "exec"), {})
+    assert names == ["e4b", "e2b"] and made == [("e4b", 32)]
+    folder, talking = tmp_path / "work" / "e4b", tmp_path / "work" / "e4b-talking"
+    assert (folder / "model.safetensors").samefile(talking / "model.safetensors")
+    lengths = [json.loads((one / "processor_config.json").read_text())["image_seq_length"] for one in (folder, talking)]
+    assert lengths[0] == prompts.PICTURE_TOKENS != lengths[1]
+    assert not (tmp_path / "work" / "e2b-talking").exists()
+
+
 def test_a_step_is_cut_at_its_limit_or_at_the_end_of_all(run, tmp_path):
     begun = time.monotonic()
     done, asked = run("gpu_all.sh", tmp_path / "out", 13, steps="turns kv-pages", fails={"bench.kv_pages": 124})

@@ -61,18 +61,21 @@ plan make tests-new tests-kernels tests-steps tests-memory tests-rest
 make_models="
 import os, shutil, sys
 from pathlib import Path
+from bench import voices
 from bench.cards import prepare
-from bench.load import give_voice, sized
+from bench.load import sized
 from bench.prompts import give_eyes
 work = Path('$work')
+def linked(source, target):  # weights are shared, what is written anew is not
+    return os.link(source, target) if source.endswith('.safetensors') else shutil.copy2(source, target)
 for name in sys.argv[1:]:
     prepare(name, work)
     if name.startswith('e') and not (work / name / 'processor_config.json').exists():
         give_eyes(work / name)
     talking = work / f'{name}-talking'
     if name != 'e2b' and not (talking / 'tokenizer.json').exists():
-        shutil.copytree(work / name, talking, copy_function=os.link, dirs_exist_ok=True)
-        give_voice(talking)
+        shutil.copytree(work / name, talking, copy_function=linked, dirs_exist_ok=True)
+        voices.give(talking)
     if name != 'e2b':
         sized(name, work, 32 if name == '$size' else 8, device='cuda', context=1024, audio_s=5.0)
 print('made:', *sys.argv[1:])
