@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from trimtab.cli import parser
+from trimtab.commands.serve import DEFAULTS
 from trimtab.serve.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ def test_the_unit_starts_a_command_that_there_is():
     options = parser().parse_args(command.split())
     assert options.config == "/etc/trimtab/serve.toml"
     stop_s = int(re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.M)[0])
-    assert stop_s > options.grace
+    assert stop_s > DEFAULTS["grace"]
     for limit in ("MemoryMax", "TasksMax", "LimitNOFILE", "LimitMEMLOCK", "ExecReload"):
         assert f"\n{limit}=" in UNIT
 
@@ -77,4 +78,4 @@ def test_compose_builds_both_images_and_its_yaml_is_read():
     for one in found["services"].values():
         assert (ROOT / one["build"]["dockerfile"]).is_file()
         assert one["read_only"] and one["cap_drop"] == ["ALL"] and one["ports"] == ["127.0.0.1:8000:8000"]
-        assert int(one["stop_grace_period"].removesuffix("s")) > parser().parse_args(["serve", "m"]).grace
+        assert int(one["stop_grace_period"].removesuffix("s")) > DEFAULTS["grace"]
