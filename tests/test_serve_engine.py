@@ -229,7 +229,8 @@ TEXT = {"type": "text", "text": "What is it?"}
         ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
         ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
         ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of audio, the model was loaded for 1"),
-        ([{"type": "text", "text": "long " * 5000}], "messages", "tokens and the answer may have 40, together"),
+        ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
+        ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
     ],
 )  # fmt: skip
 def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engine, parts, field, words):
