@@ -1,8 +1,9 @@
 """Downloads from a hub, on request only: config, tokenizer and safetensors of one revision, into the hub's cache.
 
 Nothing else is ever fetched: no pickle, no Python file, no file in a sub-folder. The weight files are those that the config and
-index name, as `checkpoint/folder.py` reads them. A download that stopped goes on where it was. The revision is the commit that
-the hub named when it began; the snapshot's folder is called after it.
+index name, as `checkpoint/folder.py` reads them. A lost connection is resumed inside a file. After a kill the next pull keeps whole
+files, and huggingface_hub 2 begins the file that was cut again: its temporary files belong to one process. The revision is the
+commit that the hub named when the pull began; the snapshot's folder is called after it.
 """
 
 from __future__ import annotations
