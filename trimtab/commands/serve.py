@@ -38,7 +38,7 @@ RAY_FLAGS = {
 }  # fmt: skip
 # Not argparse's own defaults: a flag that says the same as one of these still overrides the file of --config.
 DEFAULTS = {
-    "host": "127.0.0.1", "port": 8000, "queue": 64, "grace": 30.0, "log_format": "text", "log_level": "info", "together": 1,
+    "host": "127.0.0.1", "port": 8000, "queue": 64, "grace": 30.0, "log_format": "text", "log_level": "info",
 }  # fmt: skip
 # What is read once, at the start: a reload names those of them that the file has changed.
 READ_ONCE = ("together", "log_format", "log_level", "threads", "color", "pull", "revision", "ray")
@@ -186,7 +186,13 @@ def run_serve(options: argparse.Namespace) -> int:
         return served_models(now), settings_of(now), waiting
 
     settings = settings_of(options)  # keys and limits are read before the models' files
-    if serve(served_models(options), settings, together=options.together, say=say, reread=reread):
+    if serve(
+        served_models(options),
+        settings,
+        together=1 if options.together is None else options.together,
+        say=say,
+        reread=reread,
+    ):
         raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
 
@@ -211,7 +217,7 @@ def _run_ray(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     from trimtab.serve.scale import arguments_of, config, read_replicas
 
     check_ray()
-    if options.together != DEFAULTS["together"]:
+    if options.together is not None:
         raise RequestError("has no effect with --ray: every model has copies of its own", field="--together")
     replicas = read_replicas("1" if options.replicas is None else options.replicas)
     cpus = 1.0 if options.cpus_per_replica is None else options.cpus_per_replica
