@@ -3,13 +3,22 @@
     OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/bench_cpu.json [--runs 3] [--new-tokens 32]
 
 The Llama is made on the first call; its weights mean nothing. What else the machine does meanwhile is in the spread.
+
+    OMP_NUM_THREADS=1 python -m bench.cpu --work FOLDER --save bench/results/cpu_first_token.json --first-tokens 15
+
+measures first tokens and the tokens after them with both models in one process, a prompt of each in turn, so that what else the
+machine does meanwhile slows both alike. Elapsed times and the CPU time of all threads; ratios of medians, trimtab's over stock's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import tempfile
+import time
+from contextlib import closing
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -81,11 +90,115 @@ def cases(work: Path) -> dict[str, Any]:
         "llama-300m, nf4-dq": LoadRequest(model=str(llama), adapters=random, device="cpu"),
         "llama-300m, nf4-dq, repacked": LoadRequest(model=str(llama), adapters=random, device="cpu"),
         "demo, nf4-dq, repacked": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
+        "llama-300m, nf4-dq, float32": LoadRequest(model=str(llama), adapters=random, device="cpu", dtype="float32"),
         "llama-300m, none": LoadRequest(model=str(llama), adapters=random, device="cpu", quant="none"),
         # What bitsandbytes' fast path for some CPUs is worth to the stock side.
         "demo, nf4-dq, without AVX512-BF16": LoadRequest(model=str(DEMO / "base"), adapters=style, device="cpu"),
         "llama-300m, nf4-dq, without AVX512-BF16": LoadRequest(model=str(llama), adapters=random, device="cpu"),
     }
+
+
+STEPS = 4
+
+
+def first_tokens(load: Any, *, repeats: int, prompt_tokens: int, own_path: bool) -> dict[str, Any]:
+    """Return medians over `repeats` prompts of each model, after one that does not count, and their ratios.
+
+    own_path: whether stock computes with bitsandbytes' fast path for some CPUs. Times in ms, of the first token and of each of
+    STEPS - 1 that follow; elapsed, and of all threads on the CPU.
+    """
+    import torch
+
+    import trimtab
+    from trimtab.plan.unpacked import ITEM
+    from trimtab.proof import stock_route
+    from trimtab.request import GenerateRequest
+    from trimtab.runtime.chat import Inputs
+    from trimtab.runtime.generate import Generation
+    from trimtab.speed.ours_inside import answer_to_the_end
+    from trimtab.speed.stock_inside import ready, with_own_cpu_path
+
+    ids = 3 + torch.arange(prompt_tokens)[None] * 7 % 400
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plan = trimtab.plan(load.model, adapters=load.adapters, device="cpu", quant=load.quant, dtype=load.dtype)
+    with trimtab.load(plan) as model, tempfile.TemporaryDirectory() as work:
+        answer_to_the_end(model.hf_model)
+        model.route.set("adapter")
+        folder = str(model.processor_folder)
+        stock = stock_route.load_base(folder, plan.request.quant, plan.request.dtype, "cpu")
+        stock, notes = stock_route.with_adapters(stock, dict(load.adapters), Path(work))
+        notes += with_own_cpu_path(stock) if own_path else []
+
+        prepared = Inputs(dict(inputs), prompt_tokens, tuple(ids[0].tolist()), False)
+
+        def ours() -> _Ticks:
+            clock = _Ticks()
+            with closing(iter(Generation(model, prepared, GenerateRequest(max_new_tokens=STEPS)))) as pieces:  # type: ignore[type-var]
+                for piece in pieces:
+                    clock.tick(piece.token_ids)
+            return clock
+
+        def theirs() -> _Ticks:
+            with ready(stock, STEPS) as generate:
+                clock = _Ticks()
+                generate(inputs, clock.tick)
+            return clock
+
+        rows: dict[str, list[dict[str, Any]]] = {"trimtab": [], "stock": []}
+        for repeat in range(repeats + 1):
+            for name, answer in (("trimtab", ours), ("stock", theirs)):
+                row = answer().row()
+                rows[name] += [row] if repeat else []
+    values = ("first_ms", "first_cpu_ms", "step_ms", "step_cpu_ms")
+    medians = {name: {value: median(row[value] for row in made) for value in values} for name, made in rows.items()}
+    return {
+        "repeats": repeats, "prompt_tokens": prompt_tokens, "dtype": plan.request.dtype, "threads": torch.get_num_threads(),
+        "unpacked_bytes": plan.gpu.get(ITEM, 0), "notes": notes, "medians": medians,
+        "ratios": {value: round(medians["trimtab"][value] / medians["stock"][value], 4) for value in values},
+        "same_tokens": all(row["tokens"] == rows["stock"][0]["tokens"] for made in rows.values() for row in made),
+        "rows": rows,
+    }  # fmt: skip
+
+
+class _Ticks:
+    """Elapsed and CPU time of each token, from now on."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._times = [(time.perf_counter(), time.process_time())]
+
+    def tick(self, tokens: Any) -> None:
+        self._tokens += [int(token) for token in tokens]
+        self._times.append((time.perf_counter(), time.process_time()))
+
+    def row(self) -> dict[str, Any]:
+        def ms(of: int, start: int, end: int, count: int = 1) -> float:
+            return round(1000 * (self._times[end][of] - self._times[start][of]) / count, 3)
+
+        steps = len(self._times) - 2
+        return {
+            "first_ms": ms(0, 0, 1), "first_cpu_ms": ms(1, 0, 1), "step_ms": ms(0, 1, -1, steps),
+            "step_cpu_ms": ms(1, 1, -1, steps), "tokens": self._tokens,
+        }  # fmt: skip
+
+
+def save_first_tokens(given: argparse.Namespace) -> None:
+    """Measure first tokens of the chosen cases and write each to the file as it is there."""
+    from trimtab.doctor.environment import read_environment
+
+    found: dict[str, Any] = {"note": given.note, "environment": read_environment().to_json(), "cases": {}}
+    if given.only and given.save.exists():
+        found["cases"] = json.loads(given.save.read_text(encoding="utf-8"))["cases"]
+    for name, load in cases(given.work).items():
+        if name.endswith("repacked") or (given.only and name not in given.only):
+            continue
+        row = first_tokens(
+            load, repeats=given.first_tokens, prompt_tokens=given.prompt_tokens,
+            own_path=not name.endswith("without AVX512-BF16"),
+        )  # fmt: skip
+        print(name, row["medians"], row["ratios"], row["same_tokens"], flush=True)
+        found["cases"][name] = row
+        given.save.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -99,7 +212,11 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--note", default="", help="what else the machine did, for the file")
     parser.add_argument("--only", action="append", help="this case alone; may be repeated")
+    parser.add_argument("--first-tokens", type=int, default=0, help="first tokens only, so many of each model")
     given = parser.parse_args()
+    if given.first_tokens:
+        save_first_tokens(given)
+        return
     found: dict[str, Any] = {"note": given.note, "reports": {}}
     if given.only and given.save.exists():  # the other cases stay as they were measured
         found = json.loads(given.save.read_text(encoding="utf-8"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import trimtab
+from tests import pico
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import rows as rows_module
 from tests.test_execution import E4B, plan
@@ -15,9 +14,11 @@ from tests.test_fused_kernels import on_cpu  # noqa: F401
 from tests.test_graphs import joined, replayed  # noqa: F401
 from tests.test_many_step import STEP_TOLERANCE, wide
 from tests.test_prefill import answered, differ, eager, ids, in_chunks
+from trimtab.plan import Machine, Plan, Rates, make_plan
 from trimtab.plan.unpacked import ITEM, unpacked_bytes
+from trimtab.request import LoadRequest
 from trimtab.runtime import prompt_kernels
-from trimtab.runtime.quant import dequantize
+from trimtab.runtime.quant import dequantize, shell
 from trimtab.runtime.unpacked_weights import UnpackedWeights
 
 needs_sources = pytest.mark.skipif(run.why_not() is not None, reason=str(run.why_not()))
@@ -50,6 +51,32 @@ def test_a_plan_with_unpacked_weights_comes_back_from_its_file():
     assert made.from_json(made.to_json()) == made
 
 
+def on_cpu_plan(gib: float, **asked) -> Plan:
+    machine = Machine(execution_device="cpu", host_available_bytes=int(gib * 2**30))
+    request = LoadRequest(model="m", **{"quant": "nf4-dq", "images": 0, "audio_s": 0.0, **asked})
+    return make_plan(request, E4B, adapters={}, machine=machine, rates=Rates())
+
+
+def test_on_a_cpu_one_row_keeps_them_too_where_half_of_the_memory_that_device_and_host_share_is_left():
+    count = unpacked_bytes(E4B)
+    large, small = on_cpu_plan(40), on_cpu_plan(18)
+    assert large.gpu[ITEM] == count and ITEM not in small.gpu
+    assert large.gpu_needed_bytes - small.gpu_needed_bytes >= count
+    # A budget for the device bounds them as well, and so does what the host needs of the same memory.
+    assert ITEM not in on_cpu_plan(40, gpu_memory_bytes=14 * 2**30).gpu
+    assert ITEM in on_cpu_plan(40, gpu_memory_bytes=36 * 2**30).gpu
+    assert ITEM not in on_cpu_plan(18, gpu_memory_bytes=100 * 2**30).gpu
+    cached = on_cpu_plan(40, prefix_cache_bytes=17 * 2**30)
+    assert ITEM not in cached.gpu
+
+
+@pytest.mark.parametrize(
+    "changed", [{"decode": "repacked"}, {"quant": "none"}, {"quant": "int8"}, {"place": {"language": "stream"}}]
+)
+def test_a_cpu_that_unpacks_no_weight_of_one_row_keeps_none(changed):
+    assert ITEM not in on_cpu_plan(60, **changed).gpu
+
+
 # What is kept --------------------------------------------------------------------------------------------------------
 
 
@@ -61,8 +88,7 @@ def loaded(family, folder, monkeypatch):
 
 def test_they_are_the_bits_that_bitsandbytes_unpacks(monkeypatch, tmp_path):
     with loaded("gemma4", tmp_path, monkeypatch) as model:
-        assert model.unpacked is None
-        model.plan = replace(model.plan, gpu={**model.plan.gpu, ITEM: 1})
+        assert model.unpacked is None  # on a CPU the layers have them
         kept = UnpackedWeights.of(model)
         leaves = prompt_kernels.four_bit(model.hf_model)
         for leaf in leaves:
@@ -108,6 +134,29 @@ def test_a_prompt_over_unpacked_weights_is_the_prompt(monkeypatch, tmp_path):
         weights.mul_(-1)  # and a wrong weight is seen
         with kept.covering(least=1):
             assert differ(answered(in_chunks(model, (16,)), model.prepare(ids(40))), expected) > 2**-5
+
+
+@pytest.mark.parametrize("quant", ["nf4-dq", "nf4", "fp4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_on_a_cpu_every_layer_gives_the_bits_of_bitsandbytes(dtype, quant, tmp_path):
+    base = pico.build("llama", tmp_path / "base", dtype=dtype)
+    made = trimtab.plan(base, quant=quant, dtype=dtype, context=64, device="cpu")
+    assert ITEM in made.gpu
+    with trimtab.load(made) as model:
+        leaves = prompt_kernels.four_bit(model.hf_model)
+        values = sum(leaf.in_features * leaf.out_features for leaf in leaves)
+        assert leaves and model.unpacked_bytes == made.gpu[ITEM] == values * model.dtype.itemsize
+        for leaf in leaves:
+            theirs = shell(leaf.packed(), leaf.bias, leaf.dtype)
+            for rows in (1, 3, 20):
+                x = torch.randn(2, rows, leaf.in_features, dtype=model.dtype)
+                assert torch.equal(leaf(x), theirs(x))
+        x = torch.randn(1, 3, leaves[0].in_features, dtype=model.dtype)
+        before = leaves[0](x)
+        leaves[0].packed().parts["weight"].zero_()
+        assert torch.equal(leaves[0](x), before)  # nothing reads the packed weight
+        shares = {one.name: one for one in model.memory_shares()}
+        assert shares["unpacked weights"].measured_bytes == shares["unpacked weights"].planned_bytes == made.gpu[ITEM]
 
 
 def test_closing_gives_them_back(monkeypatch, tmp_path):

@@ -128,7 +128,8 @@ def make_plan(
         if not is_advised:
             raise
         raise _advised(exc, request, adapters, make, head8) from None
-    plan = with_unpacked(with_towers(plan, anatomy), anatomy)
+    shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
+    plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 
@@ -228,8 +229,7 @@ class _Planner:
             is_kept=bool(request.prefix_cache_bytes) and not machine.on_cpu,
         )  # fmt: skip
         kept = *key, self.use, self.is_captured
-        items = None if self.asked else known.items.get(kept)
-        self.items = items or [self._item(block) for block in self.blocks]
+        self.items = (not self.asked and known.items.get(kept)) or [self._item(block) for block in self.blocks]
         if not self.asked:
             known.items[kept] = self.items
         self.limits = self._limits()

@@ -5,6 +5,9 @@ matrix-vector kernels take, multiply with weights in the model's own type, which
 of the 16.5 ms of a prompt of 512 tokens, and most of a step of 32 rows (bench/results/many_rows.json). Where several rows are
 planned and the budget leaves room, the plan keeps that form, the same bits, for good.
 
+On a CPU the packed weights are never faster: bitsandbytes unpacks a weight in every pass, a step of one row included, writes it
+to memory and reads it again. There the plan keeps that form for one row too, unless `decode="repacked"`, which unpacks nothing.
+
 Pure: sizes of the model and of the plan.
 """
 
@@ -25,22 +28,37 @@ MOST_SHARE = 0.5
 def unpacked_bytes(anatomy: Anatomy) -> int:
     """Return the bytes of all 4-bit linear layers of the decoder in the model's own type."""
     weights = [row.weight for row in anatomy.rows if row.part == "language" and row.kind == "linear" and row.quantized]
-    return sum(prod(weight.shape) for weight in weights if weight is not None) * DTYPE_BYTES[anatomy.dtype]
+    return sum(aligned(prod(weight.shape)) for weight in weights if weight is not None) * DTYPE_BYTES[anatomy.dtype]
 
 
-def with_unpacked(plan: Plan, anatomy: Anatomy) -> Plan:
-    """Return the plan with unpacked weights counted where they pay and fit, else as it is."""
-    request = plan.request
+def aligned(count: int) -> int:
+    """Return the values of a weight's place in the memory that all share: whole 64, so that each place starts on 64 bytes."""
+    return -(-count // 64) * 64
+
+
+def with_unpacked(plan: Plan, anatomy: Anatomy, *, shared_bytes: int | None = None) -> Plan:
+    """Return the plan with unpacked weights counted where they pay and fit, else as it is.
+
+    shared_bytes: of the memory that device and host share on a CPU, None on a GPU."""
+    pays = _pays_on_gpu(plan) if shared_bytes is None else plan.request.decode != "repacked"
     if (
-        request.batch <= KERNEL_ROWS or plan.execution.step.mode not in CAPTURED or request.quant not in FUSED_QUANTS
-        or request.dtype not in FUSED_DTYPES or plan.execution_device == "cpu"
+        not pays or plan.request.quant not in FUSED_QUANTS
         or any(row.part in ("language", "head") and row.tier != "resident" for row in plan.placements)
     ):  # fmt: skip
         return plan
+    left = plan.gpu_budget_bytes - plan.gpu_needed_bytes
+    if shared_bytes is not None:
+        left = min(left, shared_bytes - plan.gpu_needed_bytes - plan.host_peak_bytes)
     count = unpacked_bytes(anatomy)
-    if not count or count > MOST_SHARE * (plan.gpu_budget_bytes - plan.gpu_needed_bytes):
+    if not count or count > MOST_SHARE * left:
         return plan
     return replace(
         plan, gpu={**plan.gpu, ITEM: count}, gpu_peak_bytes=plan.gpu_peak_bytes + count,
         gpu_load_peak_bytes=plan.gpu_load_peak_bytes + count,
     )  # fmt: skip
+
+
+def _pays_on_gpu(plan: Plan) -> bool:
+    request = plan.request
+    is_captured = plan.execution.step.mode in CAPTURED
+    return is_captured and request.batch > KERNEL_ROWS and request.dtype in FUSED_DTYPES

@@ -22,6 +22,7 @@ from trimtab.runtime.quant import (
     repack,
     repacked_shell,
     shell,
+    unpacked_shell,
     why_not_repacked,
 )  # fmt: skip
 from trimtab.runtime.tiers import Staged
@@ -145,6 +146,10 @@ class ResidentLeaf(StillLeaf):
 
     def packed(self) -> Packed:
         return self.stored
+
+    def keep_unpacked(self, weight: Tensor) -> None:
+        """Compute with this copy of the weight, unpacked, [D_out, D_in]: the same bits on a CPU."""
+        self.__dict__["shell"] = unpacked_shell(weight, self._own_bias)
 
 
 class StagedLeaf(Leaf):

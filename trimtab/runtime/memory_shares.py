@@ -62,7 +62,7 @@ def shares_of(model: LoadedModel, batch: Batch | None = None) -> tuple[Share, ..
 
     pairs = {
         "weights": (planned("weights", "fixed"), model.weight_bytes),
-        "unpacked weights": (planned(ITEM), 0 if model.unpacked is None else model.unpacked.nbytes),
+        "unpacked weights": (planned(ITEM), model.unpacked_bytes if model.unpacked is None else model.unpacked.nbytes),
         "adapters": (planned("adapters"), _adapter_bytes(model)),
         "adapter copies": (planned("adapter_copy"), 0 if batch is None else batch.prompts.copies_bytes),
         "kv cache": (planned("kv_cache"), 0 if batch is None else batch.cache.nbytes()),

@@ -86,7 +86,9 @@ class LoadedModel(Asking):
         self._preparing = threading.Lock()
         self._single: Batch | None = None
         self.prefix_cache: PrefixCache | None = None
+        # For the kernels of steps and chunks; on a CPU each layer has its own share of them instead.
         self.unpacked: UnpackedWeights | None = None
+        self.unpacked_bytes = 0
         self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
         self._baseline_bytes = 0
@@ -100,7 +102,8 @@ class LoadedModel(Asking):
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 guard_towers(self._loaded.hf_model)
-                self.unpacked = UnpackedWeights.of(self)
+                if decode != "repacked":
+                    self._keep_unpacked()
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
@@ -128,6 +131,14 @@ class LoadedModel(Asking):
                 hint="Make the plan again",
             )  # fmt: skip
         self._attach(name, held)
+
+    def _keep_unpacked(self) -> None:
+        kept = UnpackedWeights.of(self)
+        if kept is not None and self.device.type == "cpu":
+            kept.replace_products()
+            self.unpacked_bytes = kept.nbytes
+        else:
+            self.unpacked = kept
 
     def forget_batch(self) -> None:
         """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
@@ -220,7 +231,7 @@ class LoadedModel(Asking):
         """Free all memory on every device, and the disk tier's file. A second call does nothing."""
         wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
         loaded, self._loaded = self._loaded, None
-        self._single = self.unpacked = None
+        self._single, self.unpacked, self.unpacked_bytes = None, None, 0
         if loaded is not None:
             loaded.close()
         self._attached.clear()

@@ -246,6 +246,18 @@ def shell(packed: Packed, bias: Tensor | None, compute_dtype: torch.dtype) -> Sh
     return layer.eval()
 
 
+def unpacked_shell(weight: Tensor, bias: Tensor | None) -> Shell:
+    """Return a callable layer over a 4-bit weight that is kept unpacked, [D_out, D_in]: bitsandbytes' own operations on a CPU
+    after it has unpacked the weight, so the same bits. Source: bitsandbytes 0.49.2 and 0.50.2, nn.Linear4bit.forward."""
+    if bias is not None:
+        bias = bias.to(weight.dtype)
+
+    def product(x: Tensor) -> Tensor:
+        return nn.functional.linear(x.to(weight.dtype), weight, bias).to(x.dtype)
+
+    return product
+
+
 # Repacked for a CPU ---------------------------------------------------------------------------------------------------
 
 # Rows of a weight that bitsandbytes' AVX512-BF16 product reads side by side: 16 in the low halves of its bytes, 16 in the high.

@@ -4,8 +4,9 @@
     unpacked.joined([q, k, v])                   # [sum of outputs, inputs]: layers over one input as one product
     with unpacked.covering(least=9): ...         # these layers multiply 9 rows and more by cuBLAS, no weight is unpacked
 
-They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. All lie in one piece of memory,
-in the order of the modules: layers that read the same input and follow one another are one matrix.
+They are the bits that bitsandbytes unpacks, so a product equals its own up to the order of a sum. On a CPU bitsandbytes unpacks a
+weight and multiplies as torch does: there every product of the layers reads the kept weight, and its bits are the same. All lie
+in one piece of memory, in the order of the modules: layers that read the same input and follow one another are one matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trimtab.plan.unpacked import ITEM
+from trimtab.plan.unpacked import ITEM, aligned
 from trimtab.runtime.leaves import Leaf, ResidentLeaf, with_products
 from trimtab.runtime.quant import dequantize
 
@@ -28,7 +29,8 @@ class UnpackedWeights:
     """The weights of some layers, of one type. Shapes: each [D_out, D_in]."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
-        sizes = [leaf.out_features * leaf.in_features for leaf in leaves]
+        # Each starts where torch would start a tensor: a product's sums may depend on the alignment of its operands.
+        sizes = [aligned(leaf.out_features * leaf.in_features) for leaf in leaves]
         self._flat = torch.empty(sum(sizes), dtype=leaves[0].dtype, device=leaves[0].device)
         self._starts: dict[Leaf, int] = {}
         start = 0
@@ -45,6 +47,7 @@ class UnpackedWeights:
         leaves = [
             one for one in model.hf_model.get_decoder().modules()
             if isinstance(one, ResidentLeaf) and one.quant_kind in ("nf4", "fp4") and one.dtype == model.dtype
+            and one.packed().dtype == one.dtype  # of another type, releases of bitsandbytes round in different places
         ]  # fmt: skip
         with torch.no_grad():
             return cls(leaves) if leaves else None
@@ -69,6 +72,12 @@ class UnpackedWeights:
                 return None
             end += leaf.out_features * wide
         return self._flat[start:end].view(-1, wide)
+
+    def replace_products(self) -> None:
+        """Let every product of the layers read these weights from now on, on a CPU: the same bits, and nothing is unpacked."""
+        for leaf in self._starts:
+            if isinstance(leaf, ResidentLeaf):
+                leaf.keep_unpacked(self.weight(leaf))
 
     @contextmanager
     def covering(self, *, least: int) -> Iterator[None]:

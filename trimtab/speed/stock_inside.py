@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +85,14 @@ def with_own_cpu_path(model: Any) -> list[str]:
 
 
 class _Streamer:
-    """Tells a clock each token as transformers hands it out. The first call is the prompt's."""
+    """Tells each token as transformers hands it out. The first call is the prompt's."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock, self._prompt_seen = clock, False
+    def __init__(self, tick: Callable[[list[int]], None]) -> None:
+        self._tick, self._prompt_seen = tick, False
 
     def put(self, value: torch.Tensor) -> None:
         if self._prompt_seen:
-            self._clock.tick(value.reshape(-1).tolist())
+            self._tick(value.reshape(-1).tolist())
         self._prompt_seen = True
 
     def end(self) -> None:
@@ -99,10 +100,23 @@ class _Streamer:
 
 
 def _answer(model: Any, item: Mapping[str, Any], new_tokens: int) -> dict[str, Any]:
-    import transformers
-
     device = next(model.parameters()).device
     inputs = forced.read_inputs(item["file"], device)
+    with ready(model, new_tokens) as generate:
+        wait(device)
+        clock = Clock()
+        generate(inputs, clock.tick)
+    return clock.told(item["id"])
+
+
+Tick = Callable[[list[int]], None]
+
+
+@contextmanager
+def ready(model: Any, new_tokens: int) -> Iterator[Callable[[Mapping[str, Any], Tick], None]]:
+    """Yield what answers inputs greedily with exactly so many tokens, and tells each as it is there."""
+    import transformers
+
     # No end token: every run decodes the same number of tokens.
     config = transformers.GenerationConfig(
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, pad_token_id=0
@@ -110,11 +124,12 @@ def _answer(model: Any, item: Mapping[str, Any], new_tokens: int) -> dict[str, A
     holder = model.get_base_model() if hasattr(model, "get_base_model") else model
     forced.forget_request(model)
     kept, holder.generation_config = holder.generation_config, transformers.GenerationConfig()
-    wait(device)
-    clock = Clock()
+
+    def generate(inputs: Mapping[str, Any], tick: Tick) -> None:
+        holder.generate(**inputs, generation_config=config, streamer=_Streamer(tick))
+
     try:
         with torch.no_grad():
-            holder.generate(**inputs, generation_config=config, streamer=_Streamer(clock))
+            yield generate
     finally:
         holder.generation_config = kept
-    return clock.told(item["id"])
