@@ -44,7 +44,7 @@ from trimtab.runtime.repacking import repack
 from trimtab.runtime.step_memory import extra_bytes
 from trimtab.runtime.tower_check import guard_towers
 from trimtab.runtime.turns import Turns
-from trimtab.runtime.unpacked_weights import UnpackedWeights
+from trimtab.runtime.unpacked_weights import UnpackedWeights, keep_unpacked
 
 if TYPE_CHECKING:
     from trimtab.runtime import chat
@@ -103,7 +103,7 @@ class LoadedModel(Asking):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 guard_towers(self._loaded.hf_model)
                 if decode != "repacked":
-                    self._keep_unpacked()
+                    self.unpacked, self.unpacked_bytes = keep_unpacked(self)
                 if plan.request.prefix_cache_bytes:
                     self.keep_prefixes(plan.request.prefix_cache_bytes)
                 if decode == "repacked":
@@ -131,14 +131,6 @@ class LoadedModel(Asking):
                 hint="Make the plan again",
             )  # fmt: skip
         self._attach(name, held)
-
-    def _keep_unpacked(self) -> None:
-        kept = UnpackedWeights.of(self)
-        if kept is not None and self.device.type == "cpu":
-            kept.replace_products()
-            self.unpacked_bytes = kept.nbytes
-        else:
-            self.unpacked = kept
 
     def forget_batch(self) -> None:
         """Give back the batch of one row that answers use, for a caller that makes its own: the plan counts one of them."""
