@@ -239,6 +239,7 @@ def _ask_machine(request: LoadRequest, bytes_before: int | None) -> tuple[Machin
     this process before torch; None if torch was loaded already."""
     import torch
 
+    import trimtab.runtime.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.machine import known
     from trimtab.runtime import devices
 

@@ -128,6 +128,7 @@ def preflight(
 
 def _machine(gpu_bytes: int | None, host_bytes: int | None, device: str = "auto") -> Machine:
     """Return this machine, or one like it with other memory; the driver's context comes out of what is free."""
+    import trimtab.runtime.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.runtime import devices
 
     machine = devices.read_machine()

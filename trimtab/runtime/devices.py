@@ -64,10 +64,11 @@ def resolve_device(device: str) -> str:
 
 
 def read_machine(device: str = "auto", *, budget_bytes: int | None = None) -> Machine:
-    """Return the machine's memory as a plan needs it. budget_bytes: of the GPU, None for what is free."""
-    # Loading takes these libraries' memory too; a plan that counts the process without them counts too little.
-    import trimtab.runtime.model  # noqa: F401
+    """Return the machine's memory as a plan needs it. budget_bytes: of the GPU, None for what is free.
 
+    Loading takes the memory of the libraries that `runtime.model` imports too: who plans imports it before this call, since a plan
+    that counts the process without them counts too little.
+    """
     resolved = resolve_device(device)
     if resolved == "cpu":
         return known.cpu_machine(process_bytes())

@@ -57,6 +57,7 @@ def _plan(request: Mapping[str, Any]) -> Plan:
 
 def check_room(plan: Plan) -> None:
     """Raise DoesNotFitError if the plan cannot be loaded a second time beside what runs."""
+    import trimtab.runtime.model  # noqa: F401  # so that the process has what loading imports (`read_machine`)
     from trimtab.runtime import devices
 
     machine = devices.read_machine(plan.request.device)
