@@ -97,7 +97,7 @@ class UnpackedWeights:
 
 
 def keep_unpacked(model: Any) -> tuple[UnpackedWeights | None, int]:
-    """Return what a model's kernels multiply with, None if its plan keeps nothing, and the bytes of what the layers of a CPU keep."""
+    """Return what a model's kernels multiply with, None for nothing, and the bytes of what the layers of a CPU keep."""
     kept = UnpackedWeights.of(model)
     if kept is None or model.device.type != "cpu":
         return kept, 0
