@@ -68,6 +68,13 @@ def test_a_schema_decides_keys_and_values(grammar, tokenizer):
     assert not is_allowed(grammar, tokenizer, "{}", schema)
 
 
+def test_a_token_that_the_grammar_refuses_is_an_error_and_no_short_answer(grammar, tokenizer):
+    constraint, token_ids = grammar.constraint({"type": "object"}), [2, 3]
+    constraint(token_ids, torch.zeros(len(tokenizer)))
+    with pytest.raises(RuntimeError, match="the grammar refused token"):
+        constraint([*token_ids, tokenizer("x", add_special_tokens=False)["input_ids"][0]], torch.zeros(len(tokenizer)))
+
+
 # What no finite value satisfies, and what looks like it and has one.
 ENDLESS = [
     {"$ref": "#"}, {"allOf": [{"$ref": "#"}]}, {"anyOf": [{"$ref": "#"}, {"$ref": "#/anyOf/0"}]},

@@ -154,7 +154,9 @@ class SchemaConstraint:
         if self._seen is None:
             self._seen = len(token_ids)  # the prompt is free
         for token in token_ids[self._seen :]:
-            self._matcher.consume_token(token)
+            # Only tokens of the mask are sampled: a refusal is a mistake of the grammar, which then allows the end alone.
+            if not self._matcher.consume_token(token):
+                raise RuntimeError(f"the grammar refused token {token}: {self._matcher.get_error()}")
         self._seen = len(token_ids)
         if not self._matcher.is_stopped():
             return _masked(self._matcher, scores)
