@@ -79,7 +79,7 @@ def merge_request(request: MergeRequest, *, progress: Progress | None = None) ->
     check_place(out, checkpoint.folder, folders, overwrite=request.overwrite)
     if not request.adapters and request.dtype is None and request.requantize is None:
         raise RequestError(
-            "none is given, and without dtype or requantize the merge would be a copy", field="adapters",
+            "none is given, and without dtype= or requantize= the merge would be a copy", field="adapters",
             hint="Give an adapter with adapters=, or set the format of the new checkpoint with dtype= or requantize=",
         )  # fmt: skip
     with ExitStack() as stack:
