@@ -4,8 +4,8 @@
 
 attacked: one server of the demo model, with 1,024 file descriptors. Two clients ask a short question over and over, and a
     probe asks /health twenty times a second, in turns: quiet, attacked, quiet, ... The attackers run in a process of their own:
-    bodies made to cost, half-open and dripping connections, requests that smuggle, small hostile images and sounds, values that
-    no answer survives, unloading of the operator's adapters, one adapter under 120 names, streams that are left at once.
+    bodies made to cost, long texts, half-open and dripping connections, requests that smuggle, small hostile images and sounds,
+    values that no answer survives, unloading of the operator's adapters, one adapter under 120 names, streams that are left at once.
 together: the fault run, and the same with the attackers beside it, in turns. In each turn 32 more clients ask, adapters are loaded
     and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
     with a killed worker are counted apart, under "ended".
@@ -102,6 +102,8 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "1,000,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 1_000_000)),
     "5,000 messages": lambda: _chat(b",".join([b'{"role":"user","content":"a"}'] * 5_000)),
     "a 20 MiB image that is none": lambda: _image(b"\0" * 20 * 2**20),
+    "a text of 60 MiB": lambda: _chat(b'{"role":"user","content":"%s"}' % (b"a" * 60 * 2**20)),
+    "900,000 quotes": lambda: _chat(b'{"role":"user","content":"%s"}' % (b'\\"' * 900_000)),
 }
 MEDIA: dict[str, Callable[[], bytes]] = {
     "PNG 31,000,000 x 1": lambda: _image(_png(31_000_000, 1)), "PNG 1 x 65": lambda: _image(_png(1, 65)),

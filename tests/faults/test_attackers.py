@@ -28,7 +28,7 @@ def test_normal_clients_are_answered_while_others_attack():
     # The largest hostile body has 57 MiB, the largest that is parsed 27.
     assert found["api_peak_mib"][1] - found["api_peak_mib"][0] < 400
     refused = {name.split(": ")[-1] for name in found["attackers"] if ": " in name and "120 names" not in name}
-    assert refused <= {"400", "431", "closed"}, found["attackers"]
+    assert refused <= {"400", "413", "431", "closed"}, found["attackers"]
     # Loading one adapter under many names is allowed here, and takes the bytes of one.
     assert found["adapter_host_bytes"][0] == found["adapter_host_bytes"][1]
 
