@@ -5,7 +5,7 @@
 attacked: one server of the demo model, with 1,024 file descriptors. Two clients ask a short question over and over, and a
     probe asks /health twenty times a second, in turns: quiet, attacked, quiet, ... The attackers run in a process of their own:
     bodies made to cost, long texts, half-open and dripping connections, requests that smuggle, small hostile images and sounds,
-    values that no answer survives, unloading of the operator's adapters, one adapter under 120 names, streams that are left at once.
+    values that no answer survives, unloading of the operator's adapters, one adapter under 120 names, streams left at once.
 together: the fault run, and the same with the attackers beside it, in turns. In each turn 32 more clients ask, adapters are loaded
     and unloaded over HTTP, and SIGKILL ends the worker several times. Times are those of complete answers; requests that ended
     with a killed worker are counted apart, under "ended".
