@@ -212,6 +212,51 @@ def test_a_conversation_is_saved_to_be_read(model, tmp_path, capsys):
     assert caught.value.field == "/save"
 
 
+def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, capsys):
+    path = tmp_path / "talk.json"
+    assert (
+        talked(
+            model,
+            f"/image {demo.IMAGES[0]}",
+            f"/audio {demo.SOUNDS[0]}",
+            QUESTION,
+            f"/save {path}",
+            "And now?",
+            system="Be brief.",
+        )
+        == 0
+    )
+    whole = capsys.readouterr().out
+    saved = json.loads(path.read_text())
+    assert saved["messages"][0] == {
+        "role": "user", "content": QUESTION, "images": [str(demo.IMAGES[0])], "audios": [str(demo.SOUNDS[0])]
+    }  # fmt: skip
+    assert talked(model, f"/load {path}", "And now?") == 0
+    out, err = capsys.readouterr()
+    assert whole == f"{saved['messages'][1]['content']}\n{out}" and "read: 2 messages" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("# talk", "is not JSON"), ("{}", "is not a conversation"), ('{"messages": [], "x": 1}', "is not a conversation"),
+     ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
+     ('{"messages": [{"role": "user", "content": "a"}]}', "has no answer"),
+     ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
+     ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
+     ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
+     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text")],
+)  # fmt: skip
+def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, text, words):
+    path, chat = tmp_path / "talk.json", model.chat(max_new_tokens=2)
+    path.write_text(text)
+    chat.send(QUESTION)
+    before = list(chat.turns)
+    session = Session(chat, model, as_json=False, is_terminal=False)
+    with pytest.raises(RequestError, match=re.escape(words)):
+        session.run(chat_input.line_reader(io.StringIO(f"/load {path}\n")))
+    assert chat.turns == before
+
+
 @pytest.mark.parametrize(
     ("line", "field"),
     [("/compare base", "/compare"), ("/adapter none-such", "adapter"), ("/image", "/image"), ("/image no.png", "image"),

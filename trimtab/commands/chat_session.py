@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from trimtab import interrupts
 from trimtab.adapter_names import MIX_FORM, is_mix, parse_mix
+from trimtab.commands import chat_file
 from trimtab.commands.chat_input import Reader
 from trimtab.commands.opening import ended_at_once
 from trimtab.commands.saying import has_color
 from trimtab.commands.weights import BASE, mix_text
 from trimtab.commands.words_apart import Style, marked
 from trimtab.errors import RequestError, TrimtabError, gib
-from trimtab.plan.plan import write_whole
 
 if TYPE_CHECKING:
     from trimtab.runtime.conversation import Conversation
@@ -36,7 +36,8 @@ HELP = (
     ("/audio FILE", "send this audio file with the next message"),
     ("/system [TEXT]", "set the system message; alone, show it; `/system off` removes it"),
     ("/memory", "memory planned and in use, tokens of the context, speed of the last answer"),
-    ("/save FILE", "write the conversation: .json, or .md to read"),
+    ("/save FILE", "write the conversation: .json for /load, or .md to read"),
+    ("/load FILE", "go on with a conversation that /save wrote; adapters stay as they are"),
     ("/clear", "forget all turns"),
     ("/help", "this list"),
     ("/quit", "leave; also Ctrl-D"),
@@ -59,7 +60,7 @@ class Session:
         self._commands: dict[str, Callable[[str], None]] = {
             "adapter": self._adapter, "again": self._again, "audio": self._audio, "clear": self._clear,
             "compare": self._compare, "help": self._help, "image": self._image, "memory": self._memory,
-            "reload": self._reload, "save": self._save, "system": self._system,
+            "load": self._load, "reload": self._reload, "save": self._save, "system": self._system,
         }  # fmt: skip
 
     def run(self, read: Reader) -> int:
@@ -100,7 +101,7 @@ class Session:
         names = [*self.model.adapters, BASE_NAMES[0]]
         known = {"/adapter": 2, "/again": 2, "/compare": 3, "/reload": 2}
         has_names = len(words) <= known.get(words[0], 0)
-        is_path = words[0] in ("/image", "/audio", "/save") or (words[0] == "/adapter" and "=" in words[-1])
+        is_path = words[0] in ("/image", "/audio", "/save", "/load") or (words[0] == "/adapter" and "=" in words[-1])
         return (names if has_names else []), is_path and len(words) == 2
 
     def _prompt(self) -> str:
@@ -269,31 +270,14 @@ class Session:
 
     def _save(self, rest: str) -> None:
         path = Path(_path(rest, "/save"))
-        text = self._as_markdown() if path.suffix.lower() == ".md" else json.dumps(self._as_json(), indent=1) + "\n"
-        write_whole(path, lambda file: file.write_text(text, encoding="utf-8"), field="/save")
+        chat_file.save(self.chat, self.model.plan.request, path)
         self._say(f"written: {path}, {len(self.chat.turns)} messages")
 
-    def _as_json(self) -> dict[str, Any]:
-        request = self.model.plan.request
-        return {
-            "model": request.model, "adapters": dict(request.adapters), "system": self.chat.system,
-            "options": self.chat.options,
-            "messages": [
-                {"role": turn.role, "content": turn.text, **({"media": list(turn.sources)} if turn.sources else {}),
-                 **({"adapter": turn.adapter} if turn.role == "assistant" else {})}
-                for turn in self.chat.turns
-            ],
-        }  # fmt: skip
-
-    def _as_markdown(self) -> str:
-        parts = [f"# {self.model.plan.request.model}"]
-        if self.chat.system:
-            parts.append(f"*System:* {self.chat.system}")
-        for turn in self.chat.turns:
-            who = "You" if turn.role == "user" else mix_text(turn.adapter)
-            media = "".join(f"\n\n`{source}`" for source in turn.sources)
-            parts.append(f"**{who}**{media}\n\n{turn.text}")
-        return "\n\n".join(parts) + "\n"
+    def _load(self, rest: str) -> None:
+        chat_file.load(self.chat, _path(rest, "/load"))
+        self._images, self._audios = [], []
+        last = f"; the last answer:\n{self.style.printable(self.chat.turns[-1].text)}" if self.chat.turns else ""
+        self._say(f"read: {len(self.chat.turns)} messages{last}")
 
 
 def _path(rest: str, command: str) -> str:

@@ -116,6 +116,43 @@ class Conversation:
         turns = self._up_to_last_question() if text is None else [*self.turns, self._read(text, (), ())]
         return self._answer(turns, adapter, options, keep=False)
 
+    def resume(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Replace all turns by those of an earlier conversation: questions and answers in turn.
+
+        messages: {"role": "user", "content": TEXT, "images": [SOURCE], "audios": [SOURCE]} and {"role": "assistant",
+        "content": TEXT, "adapter": NAME}; sources as in `send`. Images and audio are read now.
+        Errors: RequestError with the message's number; then the conversation does not change.
+        """
+        turns: list[Turn] = []
+        for number, message in enumerate(messages):
+            role = ("user", "assistant")[number % 2]
+            try:
+                turns.append(self._turn(message, role))
+            except RequestError as exc:
+                raise RequestError(f"{exc.field}: {exc.reason}", field=f"messages[{number}]", value=exc.value) from exc
+        if len(turns) % 2:
+            raise RequestError("the last question has no answer", field="messages")
+        self.turns, self.left_out, self.prompt_tokens = turns, 0, 0
+
+    def _turn(self, message: Mapping[str, Any], role: str) -> Turn:
+        """Return one saved message as a turn. Errors: RequestError."""
+        if not isinstance(message, Mapping):
+            raise RequestError("must be an object", field="message", value=type(message).__name__)
+        known = ("role", "content", "images", "audios") if role == "user" else ("role", "content", "adapter")
+        for key in message:
+            if key not in known:
+                raise RequestError("unknown key", field=str(key), allowed=known)
+        if message.get("role") != role:
+            raise RequestError(
+                "questions and answers take turns", field="role", value=message.get("role"), allowed=(role,)
+            )
+        text = message.get("content")
+        if role == "user":
+            return self._read(text, several(message.get("images")), several(message.get("audios")))  # type: ignore[arg-type]
+        if not isinstance(text, str) or not text.strip():
+            raise RequestError("an answer has text", field="content", value=text)
+        return Turn("assistant", text, adapter=message.get("adapter"))
+
     def clear(self) -> None:
         """Remove all turns; system message, adapter and options stay."""
         self.turns, self.left_out, self.prompt_tokens = [], 0, 0
