@@ -408,7 +408,7 @@ def test_run_answers_with_the_only_adapter_or_the_one_named(asks, world):
 def test_run_with_several_adapters_asks_which_one(asks, world):
     code, out, _ = asks("run", "--json", *adapters_of(world, "specialist", "style"), "Hello")
     fields = json.loads(out)["error"]["fields"]
-    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["specialist", "style"])
+    assert (code, fields["field"], fields["allowed"]) == (2, "--use", ["specialist", "style", "base"])
 
 
 def test_run_refuses_an_adapter_that_was_not_given(asks, world):

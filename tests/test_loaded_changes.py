@@ -35,7 +35,7 @@ def test_a_scale_off_by_one_percent_is_named_in_every_module(dtype, factor):
     found = compare_changes(loaded(), loaded(2.0 * factor, dtype))
     assert len(found.wrong) == 3
     assert all(row.share == pytest.approx(factor, abs=0.002) and row.rest < 0.05 for row in found.wrong)
-    assert f"{100 * found.wrong[0].share:.4g} % of the change of a is there" in str(found.wrong[0])
+    assert f"{100 * found.wrong[0].share:.4g} % of the change of a is present" in str(found.wrong[0])
 
 
 FAULTS = {

@@ -15,6 +15,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
 from trimtab.runtime import head8, kernels, step_capture, step_memory
+from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
@@ -183,7 +184,7 @@ def test_an_adapter_larger_than_the_planned_ones_counts_its_copy_too(model, monk
     monkeypatch.setattr(
         model, "plan", replace(model.plan, execution=replace(model.plan.execution, prompt=prompt))
     )  # fmt: skip
-    monkeypatch.setattr(model, "_adapter_bytes", {"a": 100})
+    monkeypatch.setattr(model, "_attached", {"a": AttachedAdapter(None, 100)})
     held = model.read_adapter(DEMO / "adapters" / next(iter(ADAPTERS)))
     own = held.device_bytes
     assert model.adapter_bytes(held) == 2 * own  # the copies of both, less what was counted for the first

@@ -225,7 +225,7 @@ def test_a_mix_with_dora_has_its_adapters_beside_it(loaded):
     engine.shelf.bring("a1", [])
     engine.shelf.bring("a2", [])
     assert engine.shelf.mixes == () and name not in loaded.route.names
-    with pytest.raises(RequestError, match="needs 3 places"):
+    with pytest.raises(RequestError, match="needs 3 adapter slots"):
         engine_of(loaded, 2).shelf.check(name)
 
 

@@ -48,13 +48,13 @@ def outcome(*lines, ended=DONE, exit_code=0):
 @pytest.fixture
 def inside(monkeypatch):
     """Replace the process: calls are kept, and what `says` returns comes of each."""
-    kept = SimpleNamespace(calls=[], says=lambda what, heard: outcome())
+    kept = SimpleNamespace(calls=[], says=lambda what, on_event: outcome())
 
-    def run_inside(module, request, *, timeout_s, heard):
+    def run_inside(module, request, *, timeout_s, on_event):
         assert module == "trimtab.proof.isolated"
         assert request["module"] == verifying.INSIDE
         kept.calls.append(request["request"])
-        return kept.says(request["request"]["what"], heard)
+        return kept.says(request["request"]["what"], on_event)
 
     monkeypatch.setattr(verifying, "run_inside", run_inside)
     return kept
@@ -65,11 +65,11 @@ def told(answer):
 
 
 def test_a_comparison_looks_for_room_then_tells_what_it_finds(inside):
-    def says(what, heard):
+    def says(what, on_event):
         if what == "compare":
-            heard({"event": "say", "value": "comparing"})
-            heard({"event": "alive", "value": None})
-            heard({"event": "report", "value": REPORT})
+            on_event({"event": "say", "value": "comparing"})
+            on_event({"event": "alive", "value": None})
+            on_event({"event": "report", "value": REPORT})
         return outcome()
 
     inside.says = says
@@ -90,7 +90,7 @@ def test_the_base_is_compared_without_adapters(inside):
 def test_want_of_room_is_told_with_its_numbers_and_nothing_is_compared(inside):
     fields = {"block": None, "device": "cuda:0", "needed_bytes": 2, "budget_bytes": 1, "hint": verifying_inside.HINT}
     error = {"event": "error", "kind": "DoesNotFitError", "message": "no room", "fields": fields}
-    inside.says = lambda what, heard: outcome(error)
+    inside.says = lambda what, on_event: outcome(error)
     answer = client().post("/api/verify", json={})
     found = json.loads(told(answer)[-1])["error"]
     assert found["class"] == "DoesNotFitError"
@@ -103,7 +103,7 @@ def test_want_of_room_is_told_with_its_numbers_and_nothing_is_compared(inside):
     "ended,words", [(OOM_HOST, "host memory"), (CRASHED, "exit code 139"), (verifying.TIMEOUT, "longer than 3600 s")]
 )
 def test_a_process_that_died_is_told(inside, ended, words):
-    inside.says = lambda what, heard: outcome(ended=ended, exit_code=139)
+    inside.says = lambda what, on_event: outcome(ended=ended, exit_code=139)
     found = json.loads(told(client().post("/api/verify", json={}))[-1])["error"]
     assert found["class"] == "DeviceError"
     assert words in found["message"]
@@ -138,7 +138,7 @@ def test_what_another_site_could_send_unasked_is_refused(inside):
 def test_one_comparison_at_a_time(inside):
     begun, go_on = threading.Event(), threading.Event()
 
-    def says(what, heard):
+    def says(what, on_event):
         begun.set()
         assert go_on.wait(20)
         return outcome()
@@ -159,10 +159,10 @@ def test_a_client_that_leaves_ends_the_process(inside):
 
     ended = threading.Event()
 
-    def says(what, heard):
+    def says(what, on_event):
         try:
             for _ in range(1000):
-                heard({"event": "alive", "value": None})
+                on_event({"event": "alive", "value": None})
                 time.sleep(0.01)
         finally:
             ended.set()
