@@ -39,7 +39,10 @@ def first_of_each_kind():
     return [next(prompt for prompt in PROMPTS if prompt["kind"] == kind) for kind in ("image", "audio", "text")]
 
 
-@pytest.mark.parametrize("quant", QUANTS)
+# The other formats answer one prompt of each kind below.
+@pytest.mark.parametrize(
+    "quant", [pytest.param(quant, marks=() if quant == "nf4-dq" else pytest.mark.slow) for quant in QUANTS]
+)
 def test_every_prompt_is_answered_exactly(quant):
     assert len(PROMPTS) == 18 and all(set(prompt["answers"]) == {"base", *ADAPTERS} for prompt in PROMPTS)
     assert wrong_answers(PROMPTS, quant=quant, place={"*": "resident"}) == []
