@@ -244,7 +244,8 @@ def test_a_saved_conversation_goes_on_as_if_it_had_not_ended(model, tmp_path, ca
      ('{"messages": [{"role": "user", "content": ["a"]}]}', "must be text"),
      ('{"messages": [{"role": "user", "content": "a", "zoo": 1}]}', "unknown key"),
      ('{"messages": [{"role": "user", "content": "a", "images": ["/no/such.png"]}]}', "messages[0]"),
-     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text")],
+     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}', "an answer has text"),
+     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "adapter": 1}]}', "adapter")],
 )  # fmt: skip
 def test_a_file_that_is_no_saved_conversation_changes_nothing(model, tmp_path, text, words):
     path, chat = tmp_path / "talk.json", model.chat(max_new_tokens=2)

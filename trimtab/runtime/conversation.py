@@ -151,7 +151,10 @@ class Conversation:
             return self._read(text, several(message.get("images")), several(message.get("audios")))  # type: ignore[arg-type]
         if not isinstance(text, str) or not text.strip():
             raise RequestError("an answer has text", field="content", value=text)
-        return Turn("assistant", text, adapter=message.get("adapter"))
+        adapter = message.get("adapter")
+        if not (adapter is None or isinstance(adapter, (str, Mapping))):
+            raise RequestError("must be a name, a mix or nothing", field="adapter", value=adapter)
+        return Turn("assistant", text, adapter=adapter)
 
     def clear(self) -> None:
         """Remove all turns; system message, adapter and options stay."""
