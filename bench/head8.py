@@ -71,20 +71,20 @@ def parity(quant: str, adapter: str | None) -> dict[str, Any]:
 
 def products(device: torch.device) -> list[dict[str, Any]]:
     """Measure the products of up to 8 rows, each in a CUDA graph."""
-    from trimtab.runtime import head8, tuning
+    from trimtab.runtime import head8, head8_choice, tuning
 
     module, rows = head8.load(device), []
     for model, (vocabulary, width) in SIZES.items():
         q = torch.randint(-127, 128, (vocabulary, width), dtype=torch.int8, device=device)
         head = head8.Head(q, torch.rand(vocabulary, device=device) / 500, None)
         weight = torch.randn(vocabulary, width, dtype=torch.bfloat16, device=device)
-        why = head8.check(module, head)
+        why = head8_choice.check(module, head)
         for n in (1, 2, 4, 8):
 
             def time_us(run: Any) -> float:
                 return tuning.graph_us(lambda: [run() for _ in range(10)], device) / 10  # type: ignore[func-returns-value]
 
-            found = head8.measure(module, head, time_us, weight=weight, n=n)
+            found = head8_choice.measure(module, head, time_us, weight=weight, n=n)
             (ours, torch_us), (_, whole) = found[head8.NAME], found["whole head"]
             rows.append({
                 "model": model, "rows": n, "wrong": why, "us": round(ours, 1), "torch_us": round(torch_us, 1),

@@ -189,6 +189,7 @@ def e_series(name: str = "E2B", *, quantized: bool = True, towers: bool = True) 
         kv_layers=tuple(_kv_layers(size)),
         hidden_size=hidden,
         vocab_size=vocabulary,
+        images_look_ahead=False,
     )
 
 

@@ -1,5 +1,6 @@
 """What every test runs under: one thread, no network, and a cache folder of its own."""
 
+import logging
 import os
 import socket
 import tempfile
@@ -25,3 +26,21 @@ def no_network(monkeypatch):
         return connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.fixture(autouse=True)
+def own_log():
+    """Take back how `trimtab serve` logs if a test calls it in this process: its handler writes to a stream that is closed."""
+    from trimtab.serve.journal import FORMAT_VARIABLE, LEVEL_VARIABLE
+
+    loggers = [logging.getLogger(name) for name in ("trimtab", "uvicorn")]
+    before = [(one, list(one.handlers), one.propagate, one.level) for one in loggers]
+    variables = {name: os.environ.get(name) for name in (FORMAT_VARIABLE, LEVEL_VARIABLE)}
+    yield
+    for one, handlers, propagate, level in before:
+        one.handlers[:], one.propagate = handlers, propagate
+        one.setLevel(level)
+    for name, value in variables.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value

@@ -65,7 +65,7 @@ def check(module, fences, rows, columns, n, quant, dtype):
     for cut in found.values():
         if cut.splits > 1:
             count = cut.splits * n * cut.grid * cut.units * 16
-            module.kept["parts"] = fences.put(torch.full((count,), matvec.EMPTY, dtype=torch.int32))
+            module.scratch["parts"] = fences.put(torch.full((count,), matvec.EMPTY, dtype=torch.int32))
         matvec.matvec4(x, group, out, bias=bias, lora=lora, module=module, cut=cut)
         out.fill_(math.nan)
         matvec.matvec4(x, group, out, module=module, cut=cut)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.adapters import PEFT_HEAD, TEXT, q_proj, refused, write_adapter
 from trimtab.checkpoint.adapter import read_adapter
-from trimtab.errors import CheckpointError
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, rebuilt
 
 
 def test_a_sound_folder_gives_configuration_and_header(tmp_path: Path) -> None:
@@ -77,3 +77,16 @@ def test_a_broken_header_is_a_checkpoint_error(tmp_path: Path) -> None:
 
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     assert refused(write_adapter(tmp_path, {})) == ("adapter_model.safetensors has no tensors",)
+
+
+def test_a_hint_stands_on_a_line_of_its_own(tmp_path: Path) -> None:
+    error = AdapterError(tmp_path, ["no file"], hint="Train it again")
+    assert str(error).splitlines() == [f"{tmp_path}: 1 problem", "  - no file", "Train it again"]
+    assert error.hint == "Train it again"
+
+
+def test_an_error_of_another_process_is_raised_as_it_was() -> None:
+    there = AdapterError("a", ["x", "y"], hint="z")
+    here = rebuilt("AdapterError", str(there), {"path": "a", "problems": ["x", "y"], "hint": "z"})
+    assert type(here) is AdapterError and str(here) == str(there) and vars(here) == vars(there)
+    assert isinstance(rebuilt("WorkerDiedError", "gone", {}), DeviceError)

@@ -129,6 +129,7 @@ def test_types_have_two_spellings(given: str, expected: str) -> None:
 FLAGS = {
     "quant": "--quant", "gpu_memory": "--gpu-memory", "context_tokens": "--context", "context": "--context",
     "place": "--place", "adapter": "--use", "model": "MODEL", "out": "OUT",
+    "overwrite": "--overwrite",
 }  # fmt: skip
 
 
@@ -145,6 +146,9 @@ FLAGS = {
         ("/a/quant=x/gpu_memory/y: no", "path", "/a/quant=x/gpu_memory/y: no"),
         ("adapter: none is given", "adapter", "--use: none is given"),
         ("out: is a file", "out", "OUT: is a file"),
+        ("Give overwrite=True to replace it", "out", "Give --overwrite to replace it"),
+        ("--gpu-memory='4': needs a unit", "--gpu-memory", "--gpu-memory 4: needs a unit"),
+        ("--threads='': must be an integer", "--threads", "--threads='': must be an integer"),
     ],
 )
 def test_arguments_read_as_the_flags_of_the_command(text: str, field: str | None, expected: str) -> None:

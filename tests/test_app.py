@@ -87,6 +87,17 @@ def test_usage_names_the_output_head_where_the_engine_says_it():
         assert shape.usage().get("output_head") == head and shape.usage()["total_tokens"] == 9
 
 
+def test_usage_names_the_form_of_keys_and_values_where_the_engine_says_it():
+    from trimtab.serve.job import Event
+    from trimtab.serve.shapes import ChatShape
+
+    for kv in ("full", "int8", None):
+        shape = ChatShape(SimpleNamespace(model="demo", n=1, logprobs=False))
+        usage = {"prompt_tokens": 7, "completion_tokens": 2} | ({} if kv is None else {"kv": kv})
+        shape.chunk(0, Event("1", "done", finish="stop", usage=usage))
+        assert shape.usage().get("kv") == kv and ("kv" in shape.usage()) == (kv is not None)
+
+
 def test_a_chat_is_answered_in_openais_shape():
     pool = MockPool()
     found = chat(client(pool)).json()

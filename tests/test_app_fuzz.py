@@ -227,20 +227,19 @@ def test_bodies_made_to_hurt_are_refused(body):
 
 
 def test_what_the_description_allows_gets_past_the_first_look():
-    # Otherwise the bodies made from it would all end at the same early refusal.
+    # Otherwise the bodies made from it would all end at the same early refusal. One in twenty is answered.
     seen = set()
+    paths = ("/v1/chat/completions", "/v1/completions")
 
-    @settings(quiet, max_examples=300, database=None, derandomize=True)
-    @given(st.sampled_from(sorted(VALID)).flatmap(lambda path: st.tuples(st.just(path), of_the_description(path))))
+    @settings(quiet, max_examples=300, database=None)
+    @given(st.sampled_from(paths).flatmap(lambda path: st.tuples(st.just(path), of_the_description(path))))
     def look(found):
         path, body = found
         app = make_app(MockPool(), Settings(page=False, adapter_root=DEMO / "adapters"), Metrics())
-        sent = asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))
-        seen.add((path, sent[0]["status"]))
+        seen.add(asyncio.run(drive_raw(app, json.dumps(body).encode(), path=path))[0]["status"])
 
     look()
-    assert {path for path, status in seen if status == 200} & {"/v1/chat/completions", "/v1/completions"}
-    assert {status for _, status in seen} >= {200, 400}
+    assert seen >= {200, 400}
 
 
 def test_the_good_requests_are_answered():

@@ -415,7 +415,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_queues(client):
         client.chat.completions.create(model="demo", messages=user("Hello"), max_tokens=510)
     with pytest.raises(openai.BadRequestError, match=r"the prompt has \d+ tokens, this server takes 400"):
         client.chat.completions.create(model="demo", messages=user("word " * 420))
-    with pytest.raises(openai.BadRequestError, match="has 3 pictures"):
+    with pytest.raises(openai.BadRequestError, match="has 3 images, the limit is 2"):
         client.chat.completions.create(model="demo", messages=user("?", *[image("images/image_1.png")] * 3))
 
 

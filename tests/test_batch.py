@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused_before_any_work(model):
 
 
 def test_a_family_with_another_kind_of_state_is_refused_by_name(model, monkeypatch):
-    def strange_cache(hf_model):
+    def strange_cache(hf_model, kv="full"):
         cache = hf_slots.DynamicCache(config=hf_model.config.get_text_config())
         cache.layers[1].__class__ = type("Strange", (type(cache.layers[1]),), {})
         return cache

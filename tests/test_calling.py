@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import trimtab
-from tests.tool_templates import TEMPLATES
+from tests.tool_templates import NOW, TEMPLATES, WEATHER
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
@@ -19,12 +19,6 @@ from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
 
-WEATHER = {"type": "function", "function": {
-    "name": "get_weather", "description": "The weather of a town",
-    "parameters": {"type": "object", "required": ["city"], "additionalProperties": False,
-                   "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}}}}  # fmt: skip
-NOW = {"type": "function", "function": {
-    "name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip
 ASK = [{"role": "user", "content": "How is the weather in Paris?"}]
 FORMS = ["gemma4", *TEMPLATES]
 

@@ -9,6 +9,8 @@ probability by about 1e-5; a row, adapter or position that is another's moves it
 from __future__ import annotations
 
 import random
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -129,13 +131,39 @@ class Company:
         return self.said
 
 
-def check(found, expected, left):
+def check(found, expected, left, *, tolerance=TOLERANCE):
     for number, whole in enumerate(expected):
         said = found.get(number, [])
         assert len(said) == len(whole) or number in left
         assert [token for token, _ in said] == [token for token, _ in whole][: len(said)]
         for (_, made), (_, wanted) in zip(said, whole):
-            assert abs(made - wanted) < TOLERANCE
+            assert abs(made - wanted) < tolerance
+
+
+def with_pool(model, tokens):  # noqa: F811
+    """Let batches of the model have a pool of so many tokens."""
+    model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=tokens))
+
+
+@contextmanager
+def packed_with_cached_beginnings(model, monkeypatch, *, tolerance=TOLERANCE):  # noqa: F811
+    """Prompts go together, twice, and say what they say alone; the second time the prefix cache has their beginnings."""
+    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
+    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
+    asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
+    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
+    model.keep_prefixes(2**26)
+    try:
+        passes = 0
+        for seed in (1, 2):  # the second time all beginnings are there
+            company = Company(batch_of(model, "eager", (16, 64), 6), asked, seed, together=True)
+            check(company.run(), [by_ask[ask] for ask in asked], company.left, tolerance=tolerance)
+            passes += company.passes
+        assert passes and company.busiest >= 3 and model.prefix_cache.numbers()["hits"]
+        yield
+    finally:
+        model.prefix_cache.close()
+        model.prefix_cache = None
 
 
 @pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])

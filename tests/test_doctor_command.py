@@ -59,6 +59,15 @@ def test_flags_of_the_matrix_reach_it(asked, capsys):
     assert "environment of other" in shown and "R05_ALL_GPU_4BIT" in shown
 
 
+def test_a_second_adapter_is_refused_and_does_not_replace_the_first(asked, tmp_path, capsys):
+    for given in (["a=one", "b=two"], ["one", "other/one"]):
+        flags = [word for text in given for word in ("--adapter", text)]
+        assert cli.main(["doctor", str(tmp_path), *flags]) == 2
+        assert capsys.readouterr().err.startswith("trimtab: --adapter ")
+    assert cli.main(["doctor", "--matrix", "--adapter", "a=one"]) == 2  # of no model
+    assert asked == {}
+
+
 def test_ctrl_c_shows_and_keeps_what_was_done_and_makes_no_drafts(asked, tmp_path, capsys):
     asked["stop"] = True
     file, drafts = tmp_path / "runs.json", tmp_path / "drafts"

@@ -167,7 +167,7 @@ def test_scores_of_the_kernel_are_torchs_whatever_the_width_and_the_rows(n, widt
         assert torch.equal(following[:, 1], tokens) and (following[:, ::2] == -5).all() and room[n].isnan().all()
         aligned = width % 8 == 0 and stride % 8 == 0
         assert module.launches == [f"likeliest_{8 if aligned else 1}"] * 2
-        assert not module.kept["best"].any() and not module.kept["arrived"].any()
+        assert not module.scratch["best"].any() and not module.scratch["arrived"].any()
 
 
 @on_cpu

@@ -151,11 +151,18 @@ def test_captured_prompts_need_no_cache_of_their_own():
     wide, narrow, eager = plan(8), plan(4), plan(8, decode="eager")
     assert wide.execution.prompt.mode == "graph" and wide.execution.prompt.chunks == (16, 64, 128, 256, 512, 1024)
     assert eager.execution.prompt.mode == "eager" and eager.execution.prompt.chunks == ()
-    # Where layers are copied in every step, chunks are not captured, and written straight into the row's buffers too.
-    assert off_device(narrow) and narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks
+    # Where graphs would push layers off the device, chunks are not captured, and written straight into the row's buffers too.
+    assert narrow.execution.prompt.mode == "eager" and narrow.execution.prompt.chunks
     assert "take memory from the decoder, in static chunks of" in narrow.execution.prompt.reason
     one = row_cache_bytes(E4B.kv_layers, "bfloat16", rows=1, context_tokens=4096)
     assert wide.gpu["kv_cache"] == narrow.gpu["kv_cache"] == one < eager.gpu["kv_cache"]
+
+
+def test_images_that_may_be_cut_let_smaller_chunks_be_captured():
+    """An image's 280 tokens need a chunk of 512 where they see each other, and none where each sees earlier ones only."""
+    cut, whole = (plan(3.8, head="auto", anatomy=replace(E4B, images_look_ahead=ahead)) for ahead in (False, True))
+    assert cut.execution.prompt.mode == "graph" and cut.execution.prompt.chunks == (256,) and not off_device(cut)
+    assert max(whole.execution.prompt.chunks) >= 280 and whole.execution.prompt.mode == "eager"
 
 
 def test_chunks_that_are_not_captured_count_what_stays_beside_towers():
@@ -182,9 +189,9 @@ def test_a_weight_that_is_unpacked_into_room_of_its_own_is_counted_once():
     assert uncaptured_bytes(E4B, (), quant="nf4-dq") == {}
 
 
-@pytest.mark.parametrize(("gib", "head", "least"), [(4, "full", 95), (3.2, "auto", 75), (3.7, "auto", 330)])
+@pytest.mark.parametrize(("gib", "head", "least"), [(4, "full", 95), (3.2, "auto", 75), (3.7, "auto", 390)])
 def test_a_small_card_streams_little(gib, head, least):
-    """What was measured with these plans: 97 and 78 tokens per second (bench/results/cards.json, run 4)."""
+    """Measured with plans that captured no prompts: 97 and 78 tokens per second (bench/results/cards.json, run 4)."""
     made = plan(gib, head=head)
     assert made.execution.step.mode == "fused" and least < made.execution.tokens_per_s < 1.15 * least + 40
     assert made.gpu_needed_bytes <= gib * GIB

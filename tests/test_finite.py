@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import shutil
@@ -148,3 +149,18 @@ def test_every_python_entry_names_the_tensor(tmp_path):
         assert caught.value.path == str(folder), entry
     assert trimtab.inspect(folder)["not_finite"][0].startswith(f"{name}: 2 of")
     assert trimtab.inspect(demo.ADAPTERS["style"])["not_finite"] == []
+
+
+def test_no_look_at_values_keeps_the_interpreter_from_other_threads_for_long(tmp_path, monkeypatch):
+    save_file({"a": torch.ones(2**21)}, tmp_path / "a.safetensors")
+    sizes = []
+
+    class File(io.FileIO):
+        def read(self, count=-1):
+            data = super().read(count)
+            sizes.append(len(data))
+            return data
+
+    monkeypatch.setattr(adapter_values, "open", File, raising=False)
+    assert adapter_values.value_problems(read_header(tmp_path / "a.safetensors").tensors) == ()
+    assert sum(sizes) == 2**23 and max(sizes) <= 2**18

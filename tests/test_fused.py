@@ -260,7 +260,7 @@ def test_attention_is_exact_to_one_rounding_at_every_length(heads, kv_heads, dim
             worst = max(worst, fused_check.relative_error(out, exact))
             # Nothing but the rounding of the output is left, whose norm is about 2^-9 / sqrt(3) of it at most.
             assert worst < (2.2e-3 if dtype == torch.bfloat16 else 3e-4), (length, softcap)
-    assert not module.kept["arrived"].any()
+    assert not module.scratch["arrived"].any()
     assert ("attend_combine" in launches(module)) == (combine == "apart")
 
 

@@ -31,9 +31,9 @@ def on_cpu(monkeypatch):
     matvec.prepare(products)
 
     def attention(module, options):
-        if options not in module.kept:
-            module.kept[options] = run.CpuModule(fused.source("attend.cu"), fused.ATTEND_NAMES, options=options)
-        return module.kept[options]
+        if options not in module.attention:
+            module.attention[options] = run.CpuModule(fused.source("attend.cu"), fused.ATTEND_NAMES, options=options)
+        return module.attention[options]
 
     both_ends = run.CpuModule(ends.source(), ends.NAMES)
     ends.prepare(both_ends)

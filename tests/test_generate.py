@@ -121,6 +121,14 @@ def test_values_that_could_leave_the_numbers_of_float32_are_refused(field, value
     assert caught.value.field == field
 
 
+def test_a_temperature_is_refused_with_the_end_of_the_range_that_it_passes():
+    # A server has a lower most temperature: the least one alone holds for everybody.
+    for value, words in ((1e-38, "must be 0 (greedy) or at least 1e-06"), (101, "must be at most 100")):
+        with pytest.raises(RequestError) as caught:
+            GenerateRequest(temperature=value)
+        assert str(caught.value) == f"temperature={value!r}: {words}"
+
+
 def test_a_repetition_penalty_changes_a_repeating_answer(model, stock_model):
     inputs = model.prepare("Hello")
     found = model.answer("Hello", max_new_tokens=16, repetition_penalty=3.0).token_ids

@@ -88,7 +88,9 @@ def test_the_allocator_is_told_that_a_capture_which_fails_is_over(cuda, monkeypa
 def test_a_thread_that_waits_for_the_device_waits_for_a_capture_first(monkeypatch):
     done, begun, may_end = [], threading.Event(), threading.Event()
     stream = SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setattr(capturing, "_streams", {CUDA: stream})
+    streams = capturing.CaptureStreams()
+    monkeypatch.setattr(capturing, "of_this_process", lambda: streams)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
 
@@ -128,7 +130,8 @@ def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(capturing, "_streams", {})
+    streams = capturing.CaptureStreams()
+    monkeypatch.setattr(capturing, "of_this_process", lambda: streams)
     ended = []
 
     class Node:

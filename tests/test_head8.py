@@ -17,7 +17,7 @@ from trimtab.errors import CheckpointError, DeviceError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_CHUNK_VALUES, buffer_bytes, packed_parts
 from trimtab.request import LoadRequest
-from trimtab.runtime import head8, hf, nvrtc
+from trimtab.runtime import head8, head8_choice, hf, nvrtc
 from trimtab.runtime.leaves import HostLeaf, ResidentLeaf, StagedLeaf
 from trimtab.runtime.read import read_small
 from trimtab.runtime.tables import GatheredTable
@@ -101,8 +101,8 @@ def random_head(rows: int, width: int, *, bias: bool = False) -> head8.Head:
 def test_the_kernel_agrees_with_float64_and_torch(rows, width, bias, order):
     head = random_head(rows, width, bias=bias)
     module = kernel(order=order)
-    assert head8.why_not(head, torch.bfloat16, module) is None
-    assert head8.check(module, head, counts=(1, 2, 5, 8)) is None
+    assert head8_choice.why_not(head, torch.bfloat16, module) is None
+    assert head8_choice.check(module, head, counts=(1, 2, 5, 8)) is None
     assert module.launches == ["head8"] * 4
 
 
@@ -143,7 +143,9 @@ def test_the_kernel_writes_its_rows_alone_and_reads_strided_ones():
 def test_a_kernel_that_computes_wrongly_is_left_out(right, wrong):
     source = head8.source()
     assert right in source
-    why = head8.wrong(kernel(source.replace(right, wrong)), random_head(64, 128), torch.bfloat16, lambda run: 1.0, {})
+    why = head8_choice.wrong(
+        kernel(source.replace(right, wrong)), random_head(64, 128), torch.bfloat16, lambda run: 1.0, {}
+    )
     assert why is not None and "relative error" in why
 
 
@@ -152,11 +154,11 @@ def test_a_kernel_that_is_slower_is_left_out_and_what_was_measured_is_kept():
     head, module = random_head(64, 128), kernel()
     measured: dict = {}
     times = iter([3.0, 2.0])
-    why = head8.wrong(module, head, torch.bfloat16, lambda run: next(times), measured)
+    why = head8_choice.wrong(module, head, torch.bfloat16, lambda run: next(times), measured)
     assert why == "slower here: 3 µs against torch's 2" and measured == {head8.NAME: (3.0, 2.0)}
     times = iter([3.0, 20.0])
-    assert head8.wrong(module, head, torch.bfloat16, lambda run: next(times), measured) is None
-    found = head8.measure(module, head, lambda run: (run(), 5.0)[1], weight=torch.randn(64, 128))
+    assert head8_choice.wrong(module, head, torch.bfloat16, lambda run: next(times), measured) is None
+    found = head8_choice.measure(module, head, lambda run: (run(), 5.0)[1], weight=torch.randn(64, 128))
     assert found == {head8.NAME: (5.0, 5.0), "whole head": (5.0, 5.0)}
 
 
@@ -171,8 +173,8 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
         monkeypatch.setattr(head8, "load", lambda device: module)
         times = iter([5.0, 1.0, 1.0, 5.0])
         monkeypatch.setattr("trimtab.runtime.tuning.graph_us", lambda run, device: next(times))
-        assert "slower here" in str(head8.choose(leaf)) and head8.module_of(model.hf_model) is None
-        assert head8.choose(leaf) is None and head8.module_of(model.hf_model) is module
+        assert "slower here" in str(head8_choice.choose(leaf)) and head8.module_of(model.hf_model) is None
+        assert head8_choice.choose(leaf) is None and head8.module_of(model.hf_model) is module
         module.launches.clear()
         torch.testing.assert_close(model.logits(ASKED[1]), wanted, rtol=2**-7, atol=2**-7)
         assert module.launches
@@ -181,15 +183,15 @@ def test_a_loaded_head_uses_the_kernel_that_was_chosen(demo_plan, monkeypatch, t
             raise DeviceError("does not compile", device="cuda")
 
         monkeypatch.setattr(head8, "load", refuses)
-        assert "does not compile" in str(head8.choose(leaf))
+        assert "does not compile" in str(head8_choice.choose(leaf))
 
 
 @needs_compiler
 def test_what_the_kernel_cannot_take_goes_through_torch():
     head, module = random_head(64, 96), kernel()
-    assert "96 values" in str(head8.why_not(head, torch.bfloat16, module))
+    assert "96 values" in str(head8_choice.why_not(head, torch.bfloat16, module))
     head = random_head(64, 128)
-    assert "float32" in str(head8.why_not(head, torch.float32, module))
+    assert "float32" in str(head8_choice.why_not(head, torch.float32, module))
     head.kernel.module = module
     for x in (torch.randn(9, 128).bfloat16(), torch.randn(2, 128)):
         torch.testing.assert_close(head(x), head8.plain(x, head.q, head.scale))

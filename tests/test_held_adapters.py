@@ -15,9 +15,10 @@ from trimtab.api import plan_request
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, DoesNotFitError, RequestError, gib
 from trimtab.plan import Plan
-from trimtab.plan.adapter_room import HELD_OBJECT_BYTES
+from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
+from trimtab.runtime import lora
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
 from trimtab.serve.scheduler import Scheduler
@@ -160,6 +161,11 @@ def test_the_plan_of_a_server_counts_what_its_adapters_take_and_says_how_much_mo
         words = f"held adapters {gib(counted)} of {gib(plan.held_adapters_limit_bytes)} for adapters"
         assert words in " ".join(text.split())
         assert "for adapters" not in str(alone)
+    # What plans one prompt at a time says of a server what it does not count.
+    kept = f"trimtab serve also keeps the adapters here: {gib(sizes[0] + HELD_OBJECT_BYTES)}"
+    for text in (str(alone), narrow_table(alone)):
+        assert f"{kept} of {gib(alone.held_adapters_limit_bytes)}" in " ".join(text.split())
+    assert "also keeps" not in str(plan) and "also keeps" not in str(plan_request(replace(request, adapters={})))
     values = plan.to_json()
     assert values["host"]["held_adapters"] == counted and values["held_adapters_limit_bytes"] == counted + left
     assert Plan.from_json(json.loads(json.dumps(values))).to_json() == values
@@ -187,3 +193,10 @@ def test_what_the_plan_counts_is_what_is_held(monkeypatch):
         # A budget that only just holds what is planned takes no more.
         full = replace(plan, host_budget_bytes=plan.host_peak_bytes + plan.gpu_needed_bytes)
         assert full.held_adapters_limit_bytes == plan.host["held_adapters"]
+
+
+def test_one_registry_says_which_adapters_are_on_the_model(model):
+    model.load_adapter("one", STYLE)
+    assert model.adapters == ("one",) and set(model.route.names) == {"one"} and set(model.adapter_sizes) == {"one"}
+    lora.detach(model.hf_model, "one", route=model.route)
+    assert model.adapters == () and not model.route.names and not model.adapter_sizes

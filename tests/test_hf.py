@@ -434,11 +434,15 @@ def test_packed_weights_are_leaves_of_their_logical_shape(quant, built, tmp_path
 # Processors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_folder_without_a_tokenizer_or_processor_says_so(built):
+def test_a_folder_without_a_tokenizer_or_processor_says_so(built, tmp_path):
     for load, what in ((hf.load_tokenizer, "tokenizer"), (hf.load_processor, "processor")):
-        with pytest.raises(CheckpointError, match=f"no usable {what}") as caught:
+        with pytest.raises(CheckpointError, match="has no tokenizer files") as caught:
             load(built("gemma4"))
         assert caught.value.path == str(built("gemma4"))
+        broken = pico.build("gemma4", tmp_path / what)
+        (broken / "tokenizer.json").write_text("{")
+        with pytest.raises(CheckpointError, match=f"has no usable {what} "):
+            load(broken)
 
 
 def test_a_broken_generation_config_is_refused(tmp_path):

@@ -9,7 +9,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 # A circle that is cut leaves this list; nothing joins it.
 KNOWN = (
-    {"devices", "head8", "matvec", "out_of_memory", "quant", "tuning"},
     {"picture", "plan", "table"},
     {"lane_runs", "lanes"},
     {"scan", "scan_rules"},

@@ -182,11 +182,14 @@ def interrupt(command: str, after_s: float, tmp_path: Path, hub: str) -> None:
         assert command not in LASTING and process.returncode in (0, OWN_CODES.get(command)), err.decode()
         return
     os.killpg(process.pid, signal.SIGINT)
+    held, process.stdin = process.stdin, None  # `communicate` would close it, and a chat ends at the end of its input
     try:
         out, err = process.communicate(timeout=30)
     except subprocess.TimeoutExpired:  # lost in a callback of Python's: the second one ends at once
         os.killpg(process.pid, signal.SIGINT)
         out, err = process.communicate(timeout=30)
+    assert held is not None
+    held.close()
     code = shell_code(process.returncode)
     if after_s < PYTHONS_OWN_S and code != STOPPED:
         assert is_pythons_own(code, err.decode()), (code, err.decode())

@@ -19,7 +19,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.machine import anatomies, installed, known, own_folder, rates_file
 from trimtab.machine.gpus import Gpu
-from trimtab.plan import Machine, Rates
+from trimtab.plan import Machine, Plan, Rates
 from trimtab.request import LoadRequest
 from trimtab.runtime import devices, hf
 
@@ -338,6 +338,21 @@ def test_a_plan_in_a_fresh_process_imports_no_torch_and_is_the_same_plan(seen):
     assert child("plan", str(BASE), "--card", "T4").returncode == 0
 
 
+def test_the_first_load_takes_the_module_tree_that_planning_made_and_a_plan_of_another_dtype_gets_none(folder):
+    plan = trimtab.api.plan_request(LoadRequest(model=str(BASE), device="cpu"))
+    saved, values = plan.to_json(), dict(vars(plan))
+    tree = plan.module_tree.look(plan.made_of)
+    assert tree is not None and plan == Plan.from_json(saved) and "module_tree" not in saved
+    other = replace(plan, request=replace(plan.request, dtype="float32"))
+    assert other.module_tree.take(other.made_of) is None
+    with trimtab.load(plan) as model:
+        assert model.hf_model is tree.model
+    assert plan.module_tree.take(plan.made_of) is None
+    assert vars(plan) == values  # loading changes nothing of the plan
+    with trimtab.load(plan) as model:
+        assert model.hf_model is not tree.model
+
+
 def test_a_plan_from_a_kept_anatomy_is_loaded_like_any_other(folder, monkeypatch):
     request = LoadRequest(model=str(BASE), device="cpu")
     machine, rates = devices.read_machine("cpu"), Rates()
@@ -346,6 +361,6 @@ def test_a_plan_from_a_kept_anatomy_is_loaded_like_any_other(folder, monkeypatch
     monkeypatch.setattr(hf, "probe", lambda *args: pytest.fail("read again"))
     plan = trimtab.api.plan_request(request)
     monkeypatch.undo()
-    assert trimtab.api.PROBE not in plan.__dict__
+    assert plan.module_tree.look(plan.made_of) is None
     with trimtab.load(plan) as model:
         assert model.answer("What is this?", max_new_tokens=2).token_ids

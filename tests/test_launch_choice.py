@@ -61,11 +61,11 @@ def test_a_shipped_configuration_wins_over_the_estimate_and_a_tuned_one_over_bot
     shipped, tuned = [cut for cut in matvec.ways(product.groups[0], 2, module) if cut.held][1:3]
     monkeypatch.setattr(launch_configs, "shipped", lambda target: ({product.key: shipped}, launch_configs.SHIPPED))
     made, _ = configured(module, product, monkeypatch)
-    assert (module.kept[product.key], made.configs[product.key]) == (shipped, launch_configs.SHIPPED)
-    module.kept["prepared"].clear()
-    module.kept["known"] = {product.key: (tuned, launch_configs.MEASURED)}
+    assert (module.products.chosen[product.key], made.configs[product.key]) == (shipped, launch_configs.SHIPPED)
+    module.products.prepared.clear()
+    module.products.known = {product.key: (tuned, launch_configs.MEASURED)}
     made, _ = configured(module, product, monkeypatch)
-    assert (module.kept[product.key], made.configs[product.key]) == (tuned, launch_configs.MEASURED)
+    assert (module.products.chosen[product.key], made.configs[product.key]) == (tuned, launch_configs.MEASURED)
 
 
 def wrong_output(real, bad, x, weights, out, *, cut=None, **more):
@@ -107,7 +107,7 @@ def test_choosing_kernels_tunes_nothing(monkeypatch):
     prepared = []
     monkeypatch.setattr(Kernels, "prepare", lambda self, groups, dtype, counts, progress=None: prepared.extend(counts))
     monkeypatch.setattr(kernels, "_choose", lambda *_: Kernels(matvec=object()))
-    monkeypatch.setattr(kernels, "_CHOSEN", {})
+    monkeypatch.setattr(kernels, "of_this_process", kernels.ChosenKernels)
     leaf = type("Leaf", (), {"in_features": 64, "out_features": 64, "quant_kind": "nf4", "device": "cpu", "dtype": 1})()
     Kernels.choose([[[leaf]]], [], rows=4)
     assert prepared == [1, 2, 4]
@@ -136,9 +136,9 @@ def test_tuning_can_be_given_up_between_two_candidates(module, product, monkeypa
     first, second = next(steps), next(steps)
     assert first != second
     steps.close()
-    assert product.key not in module.kept.get("tuned", ())
+    assert product.key not in module.products.measured
     taken = tuning.tune(product.groups, 2, module, limit=4)
-    assert len(taken) == 4 and product.key in module.kept["tuned"]
+    assert len(taken) == 4 and product.key in module.products.measured
 
 
 def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, monkeypatch):
@@ -149,4 +149,6 @@ def test_what_was_tuned_is_known_to_the_next_process(module, product, tmp_path, 
     monkeypatch.setattr(tuning, "releases", dict)
     tuning.tune(product.groups, 2, module, limit=2)
     tuning.keep_tuned(module)
-    assert launch_configs.kept(TARGET) == {product.key: dataclasses.replace(module.kept[product.key], estimated_us=0.0)}
+    assert launch_configs.kept(TARGET) == {
+        product.key: dataclasses.replace(module.products.chosen[product.key], estimated_us=0.0)
+    }

@@ -67,24 +67,6 @@ def test_adapters_are_listed_with_the_models_that_they_fit(models, capsys):
     assert cli.main(["adapters", str(models / "llama" / "none")]) == 2
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_completion_script_is_one_that_its_shell_reads(shell, tmp_path, capsys):
-    assert cli.main(["completion", shell]) == 0
-    script = capsys.readouterr().out
-    assert "--prefix-cache" in script and "adapters" in script
-    program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"no {shell} here")
-    (tmp_path / "script").write_text(script)
-    subprocess.run([program, "-n", str(tmp_path / "script")], check=True)
-    if shell == "bash":
-        code = 'source "$1"; COMP_WORDS=(trimtab ru); COMP_CWORD=1; COMP_LINE="trimtab ru"; _shtab_trimtab; echo "${COMPREPLY[@]}"'
-        done = subprocess.run(
-            ["bash", "-c", code, "bash", str(tmp_path / "script")], capture_output=True, text=True, check=True
-        )
-        assert done.stdout.split() == ["run"]
-
-
 def test_versions_as_json(capsys):
     assert cli.main(["--version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -122,3 +104,13 @@ def test_color_is_asked_for_or_refused(arguments, environ, has_color):
 def test_a_wrong_color_is_refused(capsys):
     assert cli.main(["models", "--color", "pink"]) == 2
     assert "--color" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("color", [["--color", "always"], ["--color=always"]])
+def test_color_may_stand_before_the_command(color, tmp_path, capsys, monkeypatch):
+    for name in ("FORCE_COLOR", "NO_COLOR"):
+        monkeypatch.setenv(name, "")  # what the flag sets goes with the test
+    assert cli.main([*color, "models", str(tmp_path)]) == 0
+    assert os.environ.get("FORCE_COLOR")
+    assert cli.main(["--color", "pink", "models"]) == 2 and cli.main(["--color"]) == 2
+    assert "Traceback" not in capsys.readouterr().err

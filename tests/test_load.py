@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from dataclasses import replace
+from dataclasses import FrozenInstanceError, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import transformers
 import trimtab
 from tests import pico, stock
 from trimtab.errors import CheckpointError, DoesNotFitError, RequestError
+from trimtab.runtime import leaves, load, tiers
 
 QUANTS = ("none", "nf4", "nf4-dq", "int8")
 DEVICE = os.environ.get("TRIMTAB_TEST_DEVICE", "cpu")  # tests/gpu runs this file on "cuda:0"
@@ -169,8 +170,6 @@ def test_a_table_file_that_changes_under_us_is_named(tmp_path):
 
 
 def test_a_failed_load_gives_everything_back(built, monkeypatch):
-    from trimtab.runtime import leaves, tiers
-
     plan = plan_of(built("llama"), quant="nf4", place={"*": "stream"})
     gc.collect()
     before = sum(isinstance(item, leaves.Leaf) for item in gc.get_objects())
@@ -185,6 +184,27 @@ def test_a_failed_load_gives_everything_back(built, monkeypatch):
         trimtab.load(plan)
     gc.collect()
     assert calls and sum(isinstance(item, leaves.Leaf) for item in gc.get_objects()) == before
+
+
+def test_a_load_that_fails_after_its_last_block_closes_what_streams(built, monkeypatch):
+    closed, close = [], tiers.Streamer.close
+    monkeypatch.setattr(tiers.Streamer, "close", lambda streamer: (closed.append(streamer), close(streamer)))
+
+    def fails(self):
+        raise CheckpointError("no", path="a")
+
+    monkeypatch.setattr(load._Filler, "_check_nothing_left", fails)
+    with pytest.raises(CheckpointError):
+        trimtab.load(plan_of(built("llama"), place={"*": "stream"}))
+    assert len(closed) == 1 and not closed[0].slots
+
+
+def test_a_streamed_weight_has_its_buffers_from_the_start(built):
+    with trimtab.load(plan_of(built("llama"), place={"*": "stream"})) as model:
+        staged = [module.staged for module in model.hf_model.modules() if isinstance(module, leaves.StagedLeaf)]
+        assert staged and all(one.streamer is model.streamer for one in staged)
+        with pytest.raises(FrozenInstanceError):
+            staged[0].streamer = None
 
 
 def test_config_only_can_be_planned_and_not_loaded(built, tmp_path):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.toy_lora import IDS, WIDTH, Toy, make_adapter, ours, peft_output, put_on, read, spec_of
-from trimtab.runtime import lora
+from trimtab.runtime import base_values
 from trimtab.runtime.lora import attach
 
 # PEFT and bitsandbytes warn about biases that cannot be merged, casts to float16 and their own calls into torch.
@@ -181,7 +181,7 @@ def test_a_copy_that_differs_in_one_late_row_is_kept(tmp_path: Path, monkeypatch
     table = toy.embed.weight.detach().clone()
     table[-1] += 1
     with_tensor(folder, "base_model.model.embed.base_layer.weight", table)
-    monkeypatch.setattr(lora, "_PIECE_VALUES", 5 * WIDTH)
+    monkeypatch.setattr(base_values, "COMPARED_VALUES", 5 * WIDTH)
     model, route = ours(toy, torch.float32)
     put_on(model, route, toy, folder, "one")
     assert torch.equal(model.embed.adapters["one"].weight, table)
@@ -228,7 +228,7 @@ def test_large_weights_are_taken_in_pieces_with_the_same_norms(tmp_path: Path, m
     folder = make_adapter(tmp_path, toy, target_modules=["embed", "up"], use_dora=True)
     model, route = ours(toy, torch.float32)
     put_on(model, route, toy, folder, "whole")
-    monkeypatch.setattr(lora, "_PIECE_VALUES", 5 * WIDTH)
+    monkeypatch.setattr(base_values, "NORM_VALUES", 5 * WIDTH)
     put_on(model, route, toy, folder, "pieces")
     for layer in (model.up, model.embed):
         whole, pieces = layer.adapters["whole"].magnitude, layer.adapters["pieces"].magnitude

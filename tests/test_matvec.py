@@ -237,7 +237,7 @@ def test_products_agree_with_float64_and_with_torch(modules, rows, columns, n, q
         out = torch.full((n, sum(rows)), math.nan, dtype=dtype)
         matvec.matvec4(x, group, out, bias=bias, module=module)
         outs.append(out)
-        assert (module.kept["parts"] == matvec.EMPTY).all()
+        assert (module.scratch["parts"] == matvec.EMPTY).all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
     reference = torch.empty_like(outs[0])
     matvec.matvec4_torch(x, group, reference, bias=bias)
@@ -300,7 +300,7 @@ def test_weights_held_in_registers_give_the_same_product(modules, rows, columns,
         for module in modules:
             outs.append(torch.full((n, sum(rows)), math.nan, dtype=dtype))
             matvec.matvec4(x, group, outs[-1], bias=bias, lora=given, module=module, cut=cut)
-            assert (module.kept["parts"] == matvec.EMPTY).all()
+            assert (module.scratch["parts"] == matvec.EMPTY).all()
             assert module.launches[-1] == "matvec_held"
         assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
         wanted = exact(x, group, bias)
@@ -365,7 +365,7 @@ def test_splits_add_their_parts_in_the_same_order_whoever_runs_first(modules):
         out = torch.full((2, 48), math.nan, dtype=torch.bfloat16)
         matvec.matvec4(x, group, out, module=module, cut=cut)
         outs.append(out)
-        assert (module.kept["parts"] == matvec.EMPTY).all()
+        assert (module.scratch["parts"] == matvec.EMPTY).all()
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
@@ -552,7 +552,7 @@ def test_gate_and_product_are_one_launch(modules, n, kind, splits):
             assert (out == wanted).float().mean() > 0.98
             matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
             assert tuning.relative_error(out, wanted) < 3 * tuning.LARGEST_ERROR
-        assert (module.kept["parts"] == matvec.EMPTY).all()
+        assert (module.scratch["parts"] == matvec.EMPTY).all()
 
 
 @needs_gxx
@@ -758,9 +758,9 @@ def test_tuning_keeps_the_fastest_cut_that_computes_the_product(modules, monkeyp
     monkeypatch.setattr(matvec, "matvec4", multiply)
     monkeypatch.setattr(tuning, "graph_us", time_us)
     taken = tuning.tune(groups, 2, module, limit=6)
-    best = module.kept[matvec.cut_key(groups[0], 2)]
+    best = module.products.chosen[matvec.cut_key(groups[0], 2)]
     assert best.held and (best.units == 1) == (spoiled is None) and matvec.is_tuned(groups[0], 2, module)
     assert any(cut.held and cut.units == 1 for cut in taken) == (spoiled is None) and any(not cut.held for cut in taken)
     # What takes more than a quarter longer is not tried in a step.
-    others = module.kept["others"][matvec.cut_key(groups[0], 2)]
+    others = module.products.near[matvec.cut_key(groups[0], 2)]
     assert all(cut.held for cut in others) and bool(others) == (spoiled is not None)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+import weakref
 from concurrent.futures import Future
 
 import pytest
 
 from trimtab.errors import RequestError
 from trimtab.request import GenerateRequest
+from trimtab.serve import media_pool
 from trimtab.serve.job import Job
 from trimtab.serve.media_pool import MediaPool
 from trimtab.serve.preparing import Preparing
@@ -118,7 +122,36 @@ def test_an_error_is_the_requests_own_and_a_cancelled_request_is_forgotten(decod
         assert pool._changed.wait_for(lambda: pool.used_bytes == 0, WAIT_S)
 
 
+def test_memory_of_large_media_goes_back_to_the_system_once_nothing_holds_them(decoder, monkeypatch):
+    held, returned = [], threading.Event()
+
+    def decode(job):
+        decoded = Job(job.id, "text", GenerateRequest())
+        held.append(weakref.ref(decoded))
+        return decoded
+
+    monkeypatch.setattr(media_pool, "return_freed_pages", lambda: (held.append(held[-1]()), returned.set()))
+    for size, is_returned in ((media_pool.RETURNED_BYTES - 1, False), (media_pool.RETURNED_BYTES, True)):
+        pool = MediaPool(decode, lambda job, size=size: size)
+        # The thread that decoded has let go before the prompt is prepared.
+        prepared = Preparing(lambda job: time.sleep(0.2) or job.id, pool).submit(job("a", b"x"))
+        assert prepared.result(WAIT_S) == "a"
+        assert returned.wait(WAIT_S if is_returned else 0.2) == is_returned
+    assert held[-1] is None  # the decoded media were gone by then
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc has the resident memory")
+def test_freed_pages_can_be_returned():
+    media_pool.return_freed_pages()  # no error with glibc, musl or another C library
+
+
 def test_futures_of_jobs_without_media_are_as_before():
     future: Future = Preparing(lambda job: 1 / 0).submit(Job("a", "text", GenerateRequest()))
     with pytest.raises(ZeroDivisionError):
         future.result(WAIT_S)
+
+
+def test_what_fails_before_the_first_prompt_leaves_prompts_answered():
+    prepared = Preparing(lambda job: job.id)
+    prepared.start(lambda: 1 / 0)
+    assert prepared.submit(Job("a", "text", GenerateRequest())).result(WAIT_S) == "a"

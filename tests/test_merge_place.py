@@ -211,7 +211,9 @@ def test_the_model_itself_is_no_place(base: Path, adapter: Path) -> None:
     assert "holds the model" in str(refused(base, base.parent, overwrite=True))
     assert "is the adapter a itself" in str(refused(base, adapter, adapters={"a": adapter}, overwrite=True))
     assert "is inside the adapter a" in str(refused(base, adapter / "x", adapters={"a": adapter}))
-    assert content(base) == before
+    # An adapter in the place of OUT is one that its --adapter was forgotten for.
+    assert "is an adapter" in str(refused(base, adapter, dtype="bf16", overwrite=True))
+    assert content(base) == before and (adapter / "adapter_config.json").exists()
 
 
 def test_a_link_to_the_model_is_the_model(base: Path, tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import AdapterError, DeviceError, DoesNotFitError
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes
-from trimtab.runtime import head8, kernels, step_capture, step_memory
+from trimtab.runtime import head8, head8_choice, kernels, step_capture, step_memory
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.kept_checks import KeptChecks
+from trimtab.runtime.lora import Holders
 from trimtab.runtime.out_of_memory import is_out_of_memory, naming_out_of_memory
 from trimtab.serve.shelf import AdapterShelf
 
@@ -119,7 +120,7 @@ def test_kernels_are_not_left_out_for_want_of_memory(exc, monkeypatch):
     monkeypatch.setattr(head8, "load", raising(exc))
     head = type("Leaf", (), {"bias": None, "packed": lambda self: type("P", (), {"parts": _parts()})()})()
     with pytest.raises(type(exc)):
-        head8.choose(head)
+        head8_choice.choose(head)
 
 
 def _parts():
@@ -184,7 +185,7 @@ def test_an_adapter_larger_than_the_planned_ones_counts_its_copy_too(model, monk
     monkeypatch.setattr(
         model, "plan", replace(model.plan, execution=replace(model.plan.execution, prompt=prompt))
     )  # fmt: skip
-    monkeypatch.setattr(model, "_attached", {"a": AttachedAdapter(None, 100)})
+    monkeypatch.setattr(model.route, "holders", {"a": Holders(None, [], about=AttachedAdapter(None, 100))})
     held = model.read_adapter(DEMO / "adapters" / next(iter(ADAPTERS)))
     own = held.device_bytes
     assert model.adapter_bytes(held) == 2 * own  # the copies of both, less what was counted for the first

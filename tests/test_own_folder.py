@@ -16,7 +16,7 @@ needs_owners = pytest.mark.skipif(sys.platform == "win32", reason="Windows has a
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     monkeypatch.setattr(own_folder, "user_cache_path", lambda name: tmp_path / name)
-    monkeypatch.setattr(own_folder, "_LOGGED", set())
+    own_folder._warn_once.cache_clear()
     return tmp_path / "trimtab"
 
 

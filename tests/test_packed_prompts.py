@@ -9,9 +9,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import trimtab
 from tests import pico
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import prompts as cpu_module
+from tests.test_fused_kernels import on_cpu as kernels_on_cpu  # noqa: F401
+from tests.test_graphs import replayed as steps_replayed  # noqa: F401
 from tests.test_prefill import (  # noqa: F401
     DEMO,
     DEVICE,
@@ -31,8 +34,10 @@ from tests.test_prefill import (  # noqa: F401
 )  # fmt: skip
 from trimtab.demo.line import ADAPTERS
 from trimtab.runtime import packed_prompts, prompt_kernels
+from trimtab.runtime.batch import Batch
 from trimtab.runtime.packed_prompts import choose_shape, shapes_of
-from trimtab.runtime.prompt_kernels import wrong_add_rows
+from trimtab.runtime.prefill_graphs import Prompts
+from trimtab.runtime.prompt_kernels import PromptKernels, wrong_add_rows
 
 # On both sides of the families' window of 8 tokens, and of rows of 8 and 16 places.
 LENGTHS = (1, 7, 8, 9, 15, 16, 3, 12)
@@ -254,3 +259,34 @@ def test_rows_with_adapters_of_their_own_are_the_sum_of_their_products(dtype):
 def test_a_kernel_that_gives_rows_the_next_ones_adapter_is_named():
     source = prompt_kernels.source().replace("blockIdx.y * tile / tokens", "blockIdx.y * tile / tokens / 2")
     assert "relative error" in wrong_add_rows(cpu_module(source=source), torch.bfloat16, tokens=(16,))
+
+
+@on_cpu
+@pytest.mark.skipif(ON_GPU, reason="stands for what a GPU does")
+def test_rows_of_a_pass_and_of_the_step_after_it_find_their_adapters_in_tables(
+    kernels_on_cpu, steps_replayed, replayed, tmp_path, monkeypatch  # noqa: F811
+):  # fmt: skip
+    """Thread by thread: prompts with an adapter and without, whose kernels are those of a GPU, are the modules' own."""
+    base = pico.build("llama", tmp_path / "base")
+    adapters = {name: pico.adapter(base, tmp_path / name, rank=rank) for name, rank in (("a", 4), ("b", 20))}
+    plan = trimtab.plan(base, quant="nf4-dq", adapters=adapters, context=128, device=DEVICE, batch=6)
+    names, counts = ["a", None, "a", None, "b"], (5, 9, 12, 15, 7)
+    with trimtab.load(plan, decode="graph") as model:
+        alone = eager(model)
+        expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
+        batch = wide(Batch(model, rows=6), monkeypatch, 256)
+        batch.prompts = Prompts(batch, "static", (16, 64))
+        batch.prompts.captures, batch.prompts.staged_tables = True, []
+        batch.prompts._kernels = PromptKernels(module=cpu_module(), adds=True)
+        monkeypatch.setattr(packed_prompts.Packs, "_has_products", lambda self: True)
+        monkeypatch.setattr(Prompts, "has_room_for", lambda *given: True)
+        for _ in range(2):
+            prompts = [
+                batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)
+            ]
+            assert together(batch, prompts) == 2  # the rank of "b" is too high for a pass
+            for found, wanted in zip(both(batch, prompts), expected):
+                # bfloat16: sums in another order move a score by a few steps of 2^-8 of the largest.
+                assert differ(found, wanted) < 2**-5
+        packed = [key for key in batch.prompts._graphs if key[0].rows > 1]
+        assert packed and all(key[0].by_table for key in packed) and not named(batch)

@@ -7,7 +7,6 @@ On a CPU nothing is captured: a stand-in repeats steps the way a graph would. te
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 
 import pytest
 import torch
@@ -15,17 +14,15 @@ import torch
 import trimtab
 from tests import pico
 from tests.test_batch import DEVICE, PROMPTS, STEP_TOLERANCE, through, to_the_end
-from tests.test_company import Company, alone, asks, batch_of, begun, check
+from tests.test_company import Company, alone, asks, batch_of, begun, check, packed_with_cached_beginnings, with_pool
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import DoesNotFitError, RequestError
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, SCRAP
 from trimtab.request import GenerateRequest
-from trimtab.runtime import packed_prompts
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.hf_slots import PagedLayer
-from trimtab.runtime.prefill_graphs import Prompts
 
 CONTEXT = 256
 
@@ -39,11 +36,6 @@ def model():
     )  # fmt: skip
     with trimtab.load(plan) as one:
         yield one
-
-
-def with_pool(model, tokens):
-    """Let batches of the model have a pool of so many tokens."""
-    model.plan = replace(model.plan, request=replace(model.plan.request, kv_tokens=tokens))
 
 
 def is_all_free(batch):
@@ -92,22 +84,9 @@ def test_an_answer_in_pages_is_the_same_alone_and_in_company(model, replayed, de
 
 
 def test_prompts_that_go_together_and_cached_beginnings_are_in_pages(model, replayed, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(packed_prompts, "LEAST_TOKENS", 32)
-    monkeypatch.setattr(Prompts, "most_packed", property(lambda self: 256))
     with_pool(model, 5 * CONTEXT)
-    asked = [(name, f"{text} {'again and ' * 18}again") for name, text in asks(8)]
-    by_ask = {ask: alone(batch_of(model, "eager", (), 1), ask) for ask in dict.fromkeys(asked)}
-    model.keep_prefixes(2**26)
-    try:
-        passes = 0
-        for seed in (1, 2):  # the second time all beginnings are there
-            company = Company(batch_of(model, "eager", (16, 64), 6), asked, seed, together=True)
-            check(company.run(), [by_ask[ask] for ask in asked], company.left)
-            passes += company.passes
-        assert passes and company.busiest >= 3 and model.prefix_cache.numbers()["hits"]
-    finally:
-        model.prefix_cache.close()
-        model.prefix_cache = None
+    with packed_with_cached_beginnings(model, monkeypatch):
+        pass
 
 
 @pytest.mark.parametrize("sizes", [(), (16, 64)], ids=["eager prompts", "chunks"])

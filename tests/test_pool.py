@@ -359,6 +359,10 @@ def test_what_the_operator_named_stays():
                 await pool.unload_adapter("a", name)
             assert (caught.value.field, caught.value.value) == ("lora_name", name) and "stays" in str(caught.value)
             assert pool.resolve(name) == ("a", name)
+        await pool.load_adapter("a", "theirs", "/theirs")
+        with pytest.raises(UnknownModelError) as unknown:
+            await pool.unload_adapter("a", "typo")
+        assert unknown.value.allowed == ("theirs",)  # the only one that can be unloaded
         return pool.status()["models"][0]["named"]
 
     assert run(model(adapters={"own": "/own", "kept": "/kept"}, kept=("kept",)), work=work) == ["kept", "own"]
@@ -484,3 +488,13 @@ def test_the_list_of_models_says_which_output_head_answers():
 
     heads = run(model("a"), model("b"), work=work)
     assert heads["a"] == "int8" and heads["b"] is None
+
+
+def test_the_list_of_models_says_in_what_form_keys_and_values_are():
+    async def work(pool):
+        await ask(pool, "a", job("1"))
+        pool._members["a"].supervisor.plan = {"request": {"kv": "int8"}}
+        return {entry["id"]: entry.get("kv") for entry in pool.models()}
+
+    forms = run(model("a"), model("b"), work=work)
+    assert forms["a"] == "int8" and forms["b"] is None

@@ -175,7 +175,7 @@ def test_a_picture_beside_every_border_of_a_chunk_is_the_picture(family, tmp_pat
             split += any(seen[0] < end <= seen[-1] for end in ends)
             looks_ahead += bool(media.masks)
         assert looks_ahead == (12 if family in ("gemma3", "gemma4_dense") else 0)
-        assert (split == 0) == bool(looks_ahead)
+        assert (split == 0) == bool(looks_ahead) == hf_prefill.images_look_ahead(model.hf_model.config)
         assert not named(batch)
 
 

@@ -178,7 +178,7 @@ def test_interpreter_may_be_named_from_the_current_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(Path(sys.executable).parent)
     folder = write_catalogue(tmp_path, {"says": "import sys\nreturn Seen(PRESENT, sys.prefix)"})
     (verdict,) = run_probes(python=f".{os.sep}{Path(sys.executable).name}", catalogue=folder)
-    assert verdict.seen.evidence == sys.prefix
+    assert Path(verdict.seen.evidence).resolve() == Path(sys.prefix).resolve()
 
 
 def test_interpreter_without_the_packages_gets_not_applicable_everywhere(tmp_path):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 from tests.cuda_on_cpu import run
 from tests.cuda_on_cpu.modules import launches
 from tests.cuda_on_cpu.modules import prompts as cpu_module
 from trimtab.runtime import lora, prompt_kernels
+from trimtab.runtime.kept_checks import KeptChecks
 from trimtab.runtime.leaves import ResidentLeaf
 from trimtab.runtime.prompt_kernels import PromptKernels, add, unpack, wrong_add, wrong_unpack
 from trimtab.runtime.quant import dequantize, quantize
@@ -168,3 +172,29 @@ def test_kernels_are_tried_on_a_layer_that_leaves_room(monkeypatch):
     assert prompt_kernels.tried_leaf([large, small, middle]) is middle
     assert prompt_kernels.tried_leaf([large, leaf(256, 320)]) is large  # the smallest, where all are larger
     assert prompt_kernels.tried_leaf([]) is None and prompt_kernels.tried_leaf([leaf(64, 64, "int8")]) is None
+
+
+@pytest.mark.parametrize(
+    "layers, unpacks, reasons",
+    [
+        (["none"], False, []),  # nothing to unpack is no slower way
+        (["none", "nf4"], True, []),
+        (["odd"], False, [("unpacked 4-bit weights", "no layer is in a form that it reads")]),
+    ],
+)
+def test_what_a_model_has_no_layers_for_is_no_fallback_and_is_not_checked_again(monkeypatch, layers, unpacks, reasons):
+    made = {"none": lambda: nn.Linear(8, 8), "nf4": lambda: leaf(64, 64), "odd": lambda: leaf(3, 2)}
+    decoder, checked, kept = nn.ModuleList([made[kind]() for kind in layers]), [], KeptChecks()
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=64))
+    model = SimpleNamespace(get_decoder=lambda: decoder, config=config)
+    monkeypatch.setattr(KeptChecks, "of", classmethod(lambda cls, device: kept))
+    monkeypatch.setattr(prompt_kernels, "load", lambda device: "module")
+    for name in ("wrong_unpack", "wrong_add", "wrong_add_rows"):
+        monkeypatch.setattr(prompt_kernels, name, lambda *given, name=name: checked.append(name))
+    for name in ("_unpack_runs", "_add_runs"):
+        monkeypatch.setattr(prompt_kernels, name, lambda *given: (None, None))
+    monkeypatch.setattr(prompt_kernels, "_pays", lambda *given: True)
+    for _ in range(2):
+        found = prompt_kernels.choose(model, torch.device("cuda:0"), torch.bfloat16)
+        assert (found.module, found.adds, found.unpacks, found.reasons) == ("module", True, unpacks, reasons)
+    assert checked.count("wrong_add") == (2 if reasons else 1) and ("wrong_unpack" in checked) == unpacks

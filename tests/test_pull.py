@@ -8,13 +8,16 @@ import re
 import subprocess
 import sys
 import threading
+import urllib.request
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
 from trimtab import demo
 
+ROOT = Path(__file__).resolve().parent.parent
 COMMIT, OLD = "a" * 40, "b" * 40
 
 
@@ -224,3 +227,22 @@ def test_a_hub_that_is_not_there_is_one_line(trimtab_):
 
 def test_a_revision_without_a_pull_has_no_effect(trimtab_):
     assert trimtab_("run", "someone/demo", "x", "--revision", "v1").returncode == 2
+
+
+def test_serve_pulls_a_revision_serves_it_by_its_id_and_reloads_without_a_change(hub, tmp_path):
+    from bench import client
+    from bench.served import Served
+
+    environ = {"HF_ENDPOINT": hub.url, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "0"}
+    flags = ["--pull", "--revision", "v1", "--device", "cpu", "--context", "256", "--rows", "2"]
+    with Served(["someone/demo", *flags], environment={**environ, "PYTHONPATH": str(ROOT)}) as server:
+        asked = len(hub.asked)
+        assert OLD in server.log and "someone/demo: 0 adapters" in server.log
+        models = client.get(server.address, "/v1/models")[1]["data"]
+        ask = urllib.request.Request(
+            f"http://{server.address}/admin/reload", b"{}", {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(ask) as answer:
+            reloaded = json.load(answer)
+    assert [one["id"] for one in models] == ["someone/demo"]
+    assert reloaded["needs_restart"] == reloaded["problems"] == [] and len(hub.asked) == asked

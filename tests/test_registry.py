@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import trimtab
 from trimtab.demo.line import FOLDER as DEMO
@@ -15,6 +19,13 @@ from trimtab.serve import registry
 from trimtab.serve.registry import ServedModel, read_registry
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+def write_checkpoint(folder):
+    """Write a config and a file of one tensor."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text('{"architectures": ["A"], "model_type": "a"}')
+    save_file({"a": torch.zeros(64)}, folder / "model.safetensors")
 
 
 @pytest.fixture
@@ -192,9 +203,29 @@ def test_serving_what_is_not_here_ends_at_once_with_every_name(write, tmp_path, 
     from trimtab.cli import main
 
     file = write('[models.a]\npath = "model"\n[models.b]\npath = "gone/model"\n[models.c]\npath = "org/not-cached"\n')
+    write_checkpoint(tmp_path / "model")
     assert main(["serve", str(file), "--port", "0"]) == 3
     said = capsys.readouterr().err
     assert "model b: " in said and "gone/model" in said and "org/not-cached" in said and "model a: " not in said
+
+
+def test_serving_what_is_no_whole_model_ends_at_once_with_every_reason(write, tmp_path, capsys):
+    from trimtab.cli import main
+
+    cut, planned = tmp_path / "cut", tmp_path / "planned"
+    for folder in (cut, planned):
+        write_checkpoint(folder)
+    (planned / "model.safetensors").unlink()
+    os.truncate(cut / "model.safetensors", 100)
+    tables = {"empty": "model", "adapter": DEMO / "adapters" / "style", "planned": planned, "cut": cut}
+    file = write("".join(f"[models.{name}]\npath = {json.dumps(str(path))}\n" for name, path in tables.items()))
+    assert main(["serve", str(file), "--port", "0"]) == 3
+    said = capsys.readouterr().err
+    for name, words in (
+        ("empty", "has no config.json"), ("adapter", "is an adapter, not a model"), ("planned", "no weights"),
+        ("cut", "file of 100 B"),
+    ):  # fmt: skip
+        assert any(f"model {name}: " in line and words in line for line in said.splitlines()), (name, said)
 
 
 @pytest.mark.parametrize("name", ["no/such/model", "./x", "no such model"])

@@ -63,6 +63,14 @@ def test_an_answer_that_ends_at_once_says_so(tmp_path, capsys, monkeypatch):
     assert out.strip() == "" and "the answer is empty: the model ended it immediately" in err
 
 
+def test_an_answer_that_a_stop_text_ends_at_once_does_not_blame_the_model(capsys):
+    assert cli.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8"]) == 0
+    first = capsys.readouterr().out[0]
+    assert cli.main(["run", BASE, *PLACED, "Hello", "--max-new-tokens", "8", "--stop", first]) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == "" and "the answer is empty: it ended immediately, by a stop text or by the model" in err
+
+
 # A file of prompts ----------------------------------------------------------------------------------------------------
 
 ADAPTERS = ["--adapter", f"style={demo.ADAPTERS['style']}", "--adapter", f"specialist={demo.ADAPTERS['specialist']}"]

@@ -96,6 +96,7 @@ def test_mixed_adapters_answer_what_the_line_answers_with_one_on_the_model_at_a_
     assert usage["completion_tokens"] == len(expected["style"].token_ids)
     assert usage["prompt_tokens"] == expected["style"].prompt_tokens
     assert usage["output_head"] == model.plan.execution.head == "full"
+    assert usage["kv"] == model.plan.request.kv == "full"
     assert found["style"][1].finish == expected["style"].finish_reason == "stop"
 
 
@@ -225,10 +226,10 @@ TEXT = {"type": "text", "text": "What is it?"}
         ([TEXT, sound(159)], "messages[0].content[1].input_audio", "159 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, sound(160)], "messages[0].content[1].input_audio", "160 samples at 16000 Hz.*too short for a frame"),
         ([TEXT, {"type": "audio", "audio": b"noise"}], "messages[0].content[1].input_audio", "cannot be decoded .Format not"),
-        ([picture(40, 40), picture(40, 40)], "messages", "has 2 pictures, the model was loaded for 1"),
+        ([picture(40, 40), picture(40, 40)], "messages", "the prompt has 2 images, the limit is 1$"),
         ([TEXT, sound(32_000)], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
         ([TEXT, sound(32_000, form="MP3")], "messages[0].content[1].input_audio", "lasts 2.0 s, the limit is 1.0 s"),
-        ([TEXT, sound(9_000), sound(9_000)], "messages", "1.125 seconds of audio, the model was loaded for 1"),
+        ([TEXT, sound(9_000), sound(9_000)], "messages", "the prompt has 1.125 seconds of audio, the limit is 1$"),
         ([{"type": "text", "text": "long " * 1200}], "messages", "tokens and the answer may have 40, together"),
         ([{"type": "text", "text": "long " * 5000}], "messages", "more than 768 tokens, the context has 384"),
     ],
@@ -238,7 +239,7 @@ def test_media_that_the_model_cannot_read_are_refused_in_the_words_of_http(engin
     error = found["bad"][1].error
     assert error["class"] == "RequestError" and error["fields"]["field"] == field
     assert re.search(words, error["message"])
-    assert not re.search(r"0x[0-9a-f]{6}|plan|Plan|--|max_new_tokens|bytes", error["message"])
+    assert not re.search(r"0x[0-9a-f]{6}|plan|Plan|--|max_new_tokens|bytes|loaded", error["message"])
     assert found["good"][1].kind == "done"
 
 

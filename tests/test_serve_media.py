@@ -215,7 +215,7 @@ def test_ogg_and_mp3_are_known_by_how_they_begin(kind):
     assert check_sound(out.getvalue(), kind) == out.getvalue()
     for other in (wav(), b"", b"Ogg", b"ID3", b"\xff"):
         error = refused(check_sound, other, kind)
-        assert error.field == f"{FIELD}.data" and f"is not a {kind} file" in str(error)
+        assert error.field == f"{FIELD}.data" and f"is not an {kind} file" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["m4a", "", "WAV", "wav "])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -335,6 +336,24 @@ def test_a_port_in_use_ends_the_command_with_its_name():
     with listen("127.0.0.1", 0) as first:
         found = trimtab_serve("trimtab/demo/base", "--port", str(first.getsockname()[1]))
     assert found.returncode == 2 and "in use" in found.stderr
+
+
+def without_tokenizer(tmp_path):
+    shutil.copytree(ROOT / "trimtab" / "demo" / "base", tmp_path / "m", ignore=shutil.ignore_patterns("*token*"))
+    return [str(tmp_path / "m")], "has no tokenizer files", 3
+
+
+def in_too_little_memory(tmp_path):
+    return ["trimtab/demo/base", "--host-memory", "300MiB"], "the budget is 300.0 MiB", 4
+
+
+@pytest.mark.parametrize("case", [without_tokenizer, in_too_little_memory])
+def test_a_server_whose_only_model_cannot_be_loaded_ends_with_the_reason(tmp_path, case):
+    arguments, words, code = case(tmp_path)
+    found = trimtab_serve(*arguments, "--context", "512", "--audio-s", "1", "--port", "0")
+    assert found.returncode == code and "Traceback" not in found.stderr, found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert last.startswith("trimtab: ") and words in last
 
 
 def test_the_page_is_left_out_where_it_is_not_wanted():

@@ -32,16 +32,13 @@ def stack(quant: str, tmp_path, *, home: str, count: int = 4, slots: int = 2):
         for place, shape in enumerate(((128, 64), (64, 192))):
             packed = codes.share(packed_weight(quant, *shape, seed=10 * block + place))
             path = f"layers.{block}.{place}"
-            staged.append(
-                tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts))
-            )
-            staged_leaves.append(leaves.StagedLeaf(path, staged[-1], **common).eval())
+            staged.append((path, writer.group, packed.with_parts({}, packed.codes), writer.add(packed.parts)))
             resident.append(leaves.ResidentLeaf(path, packed, **common).eval())
         groups.append(writer.finish(pinned=False, spill=spill))
     streamer = tiers.Streamer(CPU, groups, slot_count=slots, spill=spill)
     streamer.poison = True
-    for item in staged:
-        item.streamer = streamer
+    for path, *weight in staged:
+        staged_leaves.append(leaves.StagedLeaf(path, tiers.Staged(streamer, *weight), **common).eval())
     return staged_leaves, resident, streamer
 
 

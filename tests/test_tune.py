@@ -13,6 +13,7 @@ from trimtab.errors import DeviceError, RequestError
 from trimtab.machine import own_folder
 from trimtab.runtime import cuts, hf_gemma4, launch_configs, matvec, tune_model, tuning
 from trimtab.runtime.kernels import Kernels
+from trimtab.runtime.product_cuts import ProductCuts
 
 TARGET = launch_configs.Target("a card", (9, 0), 132, 232448, "source")
 WAYS = cuts.cuts((2560,), 2048, 1, multiprocessors=132, shared_bytes=232448)
@@ -33,7 +34,7 @@ def model(monkeypatch, tmp_path):
     """Return a model of one product on a card that is not there; `steps` is what was done to it."""
     done = []
     product = SimpleNamespace(groups=[[SimpleNamespace(shape=(2560, 2048))]], n=1, gate=None, key=KEY)
-    module = SimpleNamespace(kept={KEY: WAYS[1]})
+    module = SimpleNamespace(products=ProductCuts({KEY: WAYS[1]}))
 
     class Tuned(Kernels):
         def products(self, *_):
@@ -41,13 +42,13 @@ def model(monkeypatch, tmp_path):
 
         def tune(self, groups, dtype, counts, *, progress=None, again=False):
             done.append(("tune", counts, again))
-            module.kept[KEY] = WAYS[2]
-            module.kept["tuned"] = {KEY}
+            module.products.chosen[KEY] = WAYS[2]
+            module.products.measured = {KEY}
             return 1
 
     def prepare():
         done.append("whole step")
-        module.kept[KEY] = WAYS[0]
+        module.products.chosen[KEY] = WAYS[0]
 
     batch = SimpleNamespace(steps=SimpleNamespace(kernels=Tuned(matvec=module)), prepare=prepare)
     monkeypatch.setattr(tune_model, "Batch", lambda model, rows: batch)

@@ -273,6 +273,8 @@ def test_options_that_are_part_of_a_plan_are_refused_beside_one(base):
 
 def test_an_interpreter_without_a_stock_route_is_refused(base):
     assert refused(base, against="resident", python="python3").field == "python"
+    # Before anything is read: the model is missing too.
+    assert refused("no/such/model", against="stock", python="no-such-python").field == "python"
 
 
 def test_no_new_tokens_are_refused(base):

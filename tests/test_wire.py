@@ -89,6 +89,11 @@ def test_a_value_that_the_server_does_not_support_is_called_so(fields, name):
     assert f"not supported: {name}" in str(refused(chat, **fields))
 
 
+def test_a_field_that_must_be_empty_is_refused_in_words_of_its_own():
+    text = str(refused(chat, functions=[{"name": "f"}]))
+    assert "not supported: functions (must be empty or left out)" in text and "validation" not in text
+
+
 def test_everything_that_is_wrong_is_named():
     error = refused(chat, n="x", foo=1, top_k="y")
     assert error.field == "top_k" and "also wrong: n, foo" in str(error)

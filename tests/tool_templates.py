@@ -22,3 +22,10 @@ _CALLS = {
     "qwen-xml": "'<tool_call>\\n<function=' + call.function.name + '>\\n</function>\\n</tool_call>'",
 }
 TEMPLATES = {form: _HEAD.replace("CALL", call).replace("THOUGHT", _THOUGHT) for form, call in _CALLS.items()}
+
+WEATHER = {"type": "function", "function": {
+    "name": "get_weather", "description": "The weather of a town",
+    "parameters": {"type": "object", "required": ["city"], "additionalProperties": False,
+                   "properties": {"city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}}}}  # fmt: skip
+NOW = {"type": "function", "function": {
+    "name": "now", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}}  # fmt: skip

@@ -83,16 +83,19 @@ print('made:', *sys.argv[1:])
 # In /dev/shm they are gone with the machine, whatever OUT says.
 [ -e "$work/$size-talking/tokenizer.json" ] || rm -f "$out/make.done"
 step make 200 $py -c "$make_models" "$size" e2b &
-tests new 280 6 test_capturing.py test_paged_rows.py test_batch_invariant.py test_tower_graphs.py test_graphs.py test_packed_prompts.py
+tests new 280 6 test_capturing.py test_kv8.py test_paged_rows.py test_batch_invariant.py test_tower_graphs.py test_graphs.py test_packed_prompts.py
 tests kernels 240 6 test_kernels.py test_ends.py test_head8.py test_short_ops.py test_many_rows.py test_prompt_kernels.py &
 tests steps 240 6 test_prefill.py test_generate.py test_batch.py test_chat.py test_load.py test_known.py
 wait
 tests memory 90 1 test_memory.py test_devices.py
 
-plan cards prompts prompts-4gib start tune-e4b tune-e2b
+plan cards cards-trial prompts prompts-4gib start tune-e4b tune-e2b
 # 2. Small cards: every row of the table, after 200 mixed requests too, the stock stack beside them.
 step cards 900 $py -m bench.cards --work "$work" --save "$out/cards.json" --missing --mixed --total-s "{S}" --cases \
-  e4b:4:auto,e4b:3.7:auto,e4b:4:full,e4b:3.2:auto,e4b:6:full,e4b:0:full,e4b:3.5:auto,e2b:2.5:auto,e2b:2:auto,e2b:3:full,e2b:0:full,e4b:4:full:copies4,e4b:4:auto:copies4,e4b:0:full:enginestock
+  e4b:4:auto,e4b:3.7:auto,e4b:4:full,e4b:3.2:auto,e4b:6:full,e4b:0:full,e4b:3.8:auto,e4b:3.5:auto,e2b:2.5:auto,e2b:2:auto,e2b:3:full,e2b:0:full,e4b:4:full:copies4,e4b:4:auto:copies4,e4b:0:full:enginestock
+# Prompts captured beside copied layers, with segments that grow: whether they fit (docs/decisions/0020).
+step cards-trial 200 $py -m bench.cards --work "$work" --save "$out/cards-trial.json" --missing --mixed --total-s "{S}" --cases \
+  e4b:4:full:trialcaptured-growing,e4b:3.5:auto:trialcaptured-growing,e4b:4:full:trialgrowing
 # 3. Prompts, an image among them, beside the stock stack and on a small card.
 step prompts 240 $py -m bench.prompts --work "$work" --models "$size,e2b" --save "$out/prompts.json"
 step prompts-4gib 150 $py -m bench.prompts --work "$work" --models "$size" --engines trimtab --card-gib 4 --save "$out/prompts-4gib.json"
@@ -102,10 +105,11 @@ for one in e4b e2b; do
   step tune-$one 120 $py -m trimtab tune "$work/$one" --quant nf4-dq --device cuda --rows 8 --export "$out/tuned-$one.json"
 done
 
-plan company kv-pages turns load qwen cards-qwen
+plan company kv-pages kv8 turns load qwen cards-qwen
 # 5. Batch-invariant answers, keys and values in pages, second turns of a chat.
 step company 150 $py -m bench.company --work "$work" --size "$size" --rows 8 --save "$out/company.json"
 step kv-pages 120 $py -m bench.kv_pages --work "$work" --model "$size" --rows 32 --context 4096 --tokens 512 --save "$out/kv_pages.json"
+step kv8 150 $py -m bench.kv8 --work "$work" --model "$size" --rows 8 --context 4096 --save "$out/kv8.json"
 step turns 90 $py -m bench.turns "$work/$size" --adapter "$work/$size-r8" --quant nf4-dq --device cuda --save "$out/turns.json"
 # 6. Servers under load, stock and transformers serve among them: mixed requests, Poisson arrivals, 32 adapters on 32 rows.
 step load 560 env PYTHON="$py" "$here/load_all.sh" "$work" "$out" "{S}"

@@ -25,15 +25,16 @@ sized('$size', Path('$work'), $adapters, device='cuda', context=1024, audio_s=5.
   if [ $code = 0 ]; then touch "$out/load-$part.done"; else left=1; fi
   say "$part: exit $code"
 }
-# trimtab by itself, because its kernels are timed when it starts; Poisson arrivals at 70 % behind the closed loops
+# trimtab by itself, because its kernels are timed when it starts; Poisson arrivals at 70 % behind the closed loops. `--rates` without
+# a value: no open loop where none is in the table.
 run trimtab 130 e4b 8 --clients 1 8 32 --save "$out/load.json" --seconds 18 --skip-s 8 --share 0.7 --engines trimtab
-run mixed 70 e4b 8 --clients 32 --save "$out/load_mixed.json" --seconds 18 --skip-s 8 --mixed --engines trimtab
+run mixed 70 e4b 8 --clients 32 --rates --save "$out/load_mixed.json" --seconds 18 --skip-s 8 --mixed --engines trimtab
 # as many adapters as rows
-run many 80 e4b 32 --clients 32 --rows 32 --save "$out/load_many.json" --seconds 18 --skip-s 8 --engines trimtab
+run many 80 e4b 32 --clients 32 --rows 32 --rates --save "$out/load_many.json" --seconds 18 --skip-s 8 --engines trimtab
 # one request at a time, both of them: short cells
-run others 130 e4b 8 --clients 1 8 32 --save "$out/load.json" --seconds 8 --skip-s 2 --engines stock transformers
-run mixed-stock 70 e4b 8 --clients 32 --save "$out/load_mixed.json" --seconds 10 --skip-s 2 --mixed --engines stock
+run others 130 e4b 8 --clients 1 8 32 --rates --save "$out/load.json" --seconds 8 --skip-s 2 --engines stock transformers
+run mixed-stock 70 e4b 8 --clients 32 --rates --save "$out/load_mixed.json" --seconds 10 --skip-s 2 --mixed --engines stock
 # a model that only reads: continuous batching on both sides
-run qwen 150 qwen3-8b 8 --clients 1 8 32 --save "$out/load_qwen.json" --seconds 10 --skip-s 4 --engines trimtab transformers
+run qwen 150 qwen3-8b 8 --clients 1 8 32 --rates --save "$out/load_qwen.json" --seconds 10 --skip-s 4 --engines trimtab transformers
 grep -hE "^(engine|trimtab|stock|transformers)|failed|Error" "$out/load.log" | cut -c1-190
 exit $left

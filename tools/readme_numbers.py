@@ -297,21 +297,26 @@ CARD_COLUMNS = (
 )  # fmt: skip
 
 
+def _case_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["model"], row["card_gib"], row["head"], row.get("copies", 1), row.get("engine", "")
+
+
 def cards(results: Mapping[str, Any]) -> str:
     """Return the table of bench/results/cards.json, the smallest cards first, and a line on where it was measured."""
     rows = [row for row in results["rows"] if "error" not in row]
     # Of a case that was measured twice the later run counts.
-    latest = {(row["model"], row["card_gib"], row["head"], row.get("copies", 1)): row for row in rows}
-    ordered = sorted(
-        latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, row["head"], row.get("copies", 1))
-    )
+    latest = {_case_of(row): row for row in rows}
+    ordered = sorted(latest.values(), key=lambda row: (row["model"], row["card_gib"] or 999, *_case_of(row)[2:]))
     head = ["model", "card", "`--head`", "head", "decode steps", *(heading for heading, *_ in CARD_COLUMNS)]
     lines = [head, ["---"] * 5 + ["---:"] * len(CARD_COLUMNS)]
     for row in ordered:
         size = f"{row['card_gib']:g} GiB" if row["card_gib"] else "whole GPU"
         size += f", link / {row['copies']}" if "copies" in row else ""
-        label = [row["model"].upper(), size, row["head"], row["chosen_head"], row["execution"]]
-        lines.append([*label, *(f"{row[key]:.{decimals}f}" for _, key, decimals in CARD_COLUMNS)])
+        steps = "stock" if row.get("engine") == "stock" else row["execution"]
+        label = [row["model"].upper(), size, row["head"], row.get("chosen_head", row["head"]), steps]
+        lines.append(
+            [*label, *(f"{row[key]:.{decimals}f}" if key in row else "-" for _, key, decimals in CARD_COLUMNS)]
+        )
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     where = results["environment"]
     packages = ", ".join(f"{name} {where[name]}" for name in PACKAGES if name in where)
@@ -320,7 +325,11 @@ def cards(results: Mapping[str, Any]) -> str:
 
 def small_cards(results: Mapping[str, Any]) -> str:
     """Return the few rows of bench/results/cards.json that a newcomer looks for, with fewer columns."""
-    found = {(row["model"], row["card_gib"], row["head"]): row for row in results["rows"] if "copies" not in row}
+    found = {
+        (row["model"], row["card_gib"], row["head"]): row
+        for row in results["rows"]
+        if not {"copies", "engine"} & set(row)
+    }
     heads = [
         "model",
         "card",
@@ -342,6 +351,25 @@ def small_cards(results: Mapping[str, Any]) -> str:
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
     gpu = results["environment"]["gpu"]
     return f"{table}\n\n{gpu}, 4-bit weights, an adapter of rank 8 on text, vision and audio, context 4096.\n"
+
+
+def link_limit(results: Mapping[str, Any]) -> str:
+    """Return the sentence on E4B below 4 GiB, from the latest row of each size in bench/results/cards.json."""
+    rows = {row["card_gib"]: row for row in results["rows"] if row["model"] == "e4b" and 0 < row["card_gib"] < 4}
+    speeds = [row["tok_s"] for row in rows.values()]
+    return (
+        "- Below 4 GiB, E4B's decoder does not fit the card, and the link limits the speed: "
+        f"{min(speeds):.0f} tokens per second at {min(rows):g} GiB,\n  {max(speeds):.0f} at {max(rows):g} GiB on the GPU above.\n"
+    )
+
+
+def install_size(results: Mapping[str, Any]) -> str:
+    """Return the sentence on what an installation on Linux takes, from bench/results/install_size.json."""
+    usual, cpu = (f"{results[name]['bytes'] / 1e9:.1f} GB" for name in ("usual", "cpu"))
+    return (
+        f"An installation on Linux takes {usual}, almost all of it torch with its CUDA libraries, and {cpu} with torch's CPU "
+        f"build\n(measured with torch {results['usual']['versions']['torch']} and {results['cpu']['versions']['torch']}).\n"
+    )
 
 
 def start(results: Mapping[str, Any]) -> str:
@@ -399,6 +427,8 @@ MAKERS = {
     "alarms": alarms,
     "cards": cards,
     "small_cards": small_cards,
+    "link_limit": link_limit,
+    "install_size": install_size,
     "memory": memory,
     "decode": decode,
     "bridge": bridge,
@@ -414,7 +444,7 @@ MAKERS = {
 
 
 # A table that is made of another one's results.
-SOURCES = {"small_cards": "cards"}
+SOURCES = {"small_cards": "cards", "link_limit": "cards"}
 
 
 def filled(text: str) -> str:

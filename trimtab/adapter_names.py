@@ -104,7 +104,7 @@ def parse_adapter(text: str, *, field: str = "adapter") -> NamedAdapter:
             raise RequestError(NAME_RULE, field=field, value=name)
     else:
         name = folder_name(path, field=field, hint=f"Add a name: NAME={text}")
-    check_weight(name, weight)
+    check_weight(name, weight, field=field, value=text)
     return NamedAdapter(name, path, float(weight))
 
 
@@ -150,19 +150,22 @@ def parse_unweighted(texts: Iterable[str], *, field: str) -> dict[str, str]:
             raise RequestError(
                 f"the weight {part.weight:g} has no effect here: this command applies adapters unscaled",
                 field=field, value=f"{part.name}={part.path}:{part.weight:g}",
-                hint="`trimtab merge` takes weights. Append :1 to a folder whose name ends like a weight",
+                hint="`trimtab run`, `chat`, `serve` and `merge` take weights. Append :1 to a folder whose name ends like a weight",
             )  # fmt: skip
     return {part.name: part.path for part in parts}
 
 
-def check_weight(name: str, weight: float, *, field: str | None = None) -> None:
-    """Raise RequestError for a weight that changes nothing or is no number."""
+def check_weight(name: str, weight: float, *, field: str | None = None, value: str | None = None) -> None:
+    """Raise RequestError for a weight that changes nothing or is no number. value: what was given; None: the weight."""
     field = f"adapters[{name!r}]" if field is None else field
     is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
-        raise RequestError("a weight is a finite number", field=field, value=weight)
+        raise RequestError("a weight is a finite number", field=field, value=weight if value is None else value)
     if weight == 0:
-        raise RequestError("a weight of 0 has no effect", field=field, value=weight, hint="Leave the adapter out")
+        raise RequestError(
+            "a weight of 0 has no effect", field=field, value=weight if value is None else value,
+            hint="Leave the adapter out",
+        )  # fmt: skip
 
 
 # Mixes ----------------------------------------------------------------------------------------------------------------

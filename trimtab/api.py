@@ -28,10 +28,9 @@ from trimtab.plan.card_machine import machine_of, rates_of
 from trimtab.plan.cards import check_budget, check_here, find_card
 from trimtab.plan.dtypes import choose_dtype, reason_of
 from trimtab.plan.max_memory import merged_budgets
+from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.options import Option, options_of
 from trimtab.request import DEFAULT_QUANT, LoadRequest, parse_bytes
-
-PROBE = "_probe"
 
 if TYPE_CHECKING:
     from trimtab.runtime.model import LoadedModel
@@ -61,6 +60,7 @@ def plan(
     prefix_cache: int | float | str | None = None,
     batch_invariant: bool = False,
     kv_tokens: int | None = None,
+    kv: str = "full",
 ) -> Plan:
     """Return the plan of a model: where every block goes, from headers alone. Nothing is loaded.
 
@@ -78,7 +78,8 @@ def plan(
     they keep more of the decoder on the GPU. decode: how steps run: "auto", "eager", "graph", "fused" or "repacked". card:
     plan for this GPU, a name such as "RTX 4060 8GB" or a size; it need not be in this machine, and every figure is an
     estimate. batch_invariant: an answer has the same bits alone and in a batch. kv_tokens: how many tokens the
-    rows of a batch hold together; None: each its whole context.
+    rows of a batch hold together; None: each its whole context. kv: "int8" keeps keys and values in 8 bits, which
+    changes answers a little and is never chosen by the plan.
     Errors: RequestError, CheckpointError, AdapterError, DoesNotFitError.
     """
     budgets: dict[str, Any] = {
@@ -106,6 +107,7 @@ def plan(
             prefix_cache_bytes=parse_bytes(prefix_cache, field_name="prefix_cache") or 0,
             batch_invariant=batch_invariant,
             kv_tokens=kv_tokens,
+            kv=kv,
         )
     )
 
@@ -197,11 +199,8 @@ def plan_request(
             head8 = _anatomy(checkpoint, replace(request, head="int8"), inputs, may_be_kept=is_known)
         made = make(head8=head8)
     made = replace(made, card=card, dtype_reason=dtype_reason or reason_of(request.dtype, machine.capability))
-    if inputs.probe is not None:
-        # The probed module tree costs a second to make and holds no weights. The first load of this very object uses it up;
-        # it is no part of the plan's value: not compared, not saved, not copied.
-        object.__setattr__(made, PROBE, inputs.probe)
-    return made
+    # The probed module tree takes a second to make and holds no weights. The first load uses it up.
+    return replace(made, module_tree=ModuleTree(inputs.probe, made.made_of))
 
 
 def _capability(device: str) -> tuple[int, int] | None:
@@ -303,7 +302,7 @@ def load(
     # Windows' driver moves what has no room into host memory and says nothing: then what is free is asked before.
     if is_on_gpu and (made.card is not None or sys.platform == "win32"):
         devices.check_room(made)
-    return LoadedModel(made, progress=progress, probe=made.__dict__.pop(PROBE, None), decode=decode)
+    return LoadedModel(made, progress=progress, probe=made.module_tree.take(made.made_of), decode=decode)
 
 
 def _plan_to_load(given: Plan | str | Path, options: Mapping[str, Any], decode: str | None) -> Plan:

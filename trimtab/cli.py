@@ -78,8 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 interrupts.leave_stopped()
 
 
+def _color_behind_command(given: list[str]) -> list[str]:
+    """Return the arguments with a --color that stands before the command after it, where each command has the flag."""
+    count = 2 if given[:1] == ["--color"] else int(bool(given) and given[0].startswith("--color="))
+    color, rest = given[:count], given[count:]
+    return [rest[0], *color, *rest[1:]] if color and rest and not rest[0].startswith("-") else given
+
+
 def _main(arguments: Sequence[str] | None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = _color_behind_command(list(sys.argv[1:] if arguments is None else arguments))
     as_json = "--json" in given
     _prepare_terminal()
     flags: dict[str, str] = {}

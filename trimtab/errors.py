@@ -16,7 +16,7 @@ the text. Exit codes are a table in `exit_codes.py`, not attributes here. Import
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 # An adapter for another model can have hundreds of mismatches of one kind.
@@ -108,10 +108,9 @@ class AdapterError(TrimtabError):
         if len(self.problems) > SHOWN_PROBLEMS:
             shown.append(f"  - and {len(self.problems) - SHOWN_PROBLEMS} more (`problems` has all)")
         count = len(self.problems)
-        super().__init__(
-            f"{self.path}: {count} problem{'s' if count != 1 else ''}\n" + "\n".join(shown) + ("\n" if hint else ""),
-            hint=hint,
-        )
+        lines = [f"{self.path}: {count} problem{'s' if count != 1 else ''}", *shown]
+        super().__init__("\n".join([*lines, hint] if hint else lines))
+        self.hint = hint
 
 
 class DeviceError(TrimtabError):
@@ -150,3 +149,17 @@ class UpstreamError(TrimtabError):
         self.package, self.installed, self.fixed_in, self.url = package, installed, fixed_in, url
         fixed = f"fixed in {fixed_in}" if fixed_in else "not fixed in a release known to us"
         super().__init__(f"{package} {installed} ({fixed}): {reason}{f' ({url})' if url else ''}", hint=hint)
+
+
+KINDS: tuple[type[TrimtabError], ...] = (
+    RequestError, CheckpointError, DoesNotFitError, AdapterError, DeviceError, ParityError, UpstreamError,
+)  # fmt: skip
+
+
+def rebuilt(kind: str, message: str, fields: Mapping[str, Any]) -> TrimtabError:
+    """Return an error as it was raised in another process. kind: its class; one that is not of this file becomes DeviceError."""
+    found = next((known for known in KINDS if known.__name__ == kind), DeviceError)
+    error = found.__new__(found)
+    Exception.__init__(error, message)
+    vars(error).update({name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+    return error

@@ -31,7 +31,7 @@ EXIT_TEXTS = {
     0: "success",
     1: "two computations differ, or a server's adapter is ignored or wrong",
     2: "the request is invalid",
-    3: "a model, adapter or file is missing or not what it claims to be",
+    3: "a model or an adapter is missing, or a file is not what it claims to be",
     4: "no placement fits the budgets",
     5: "adapter and model do not match",
     6: "the device failed while running, for example out of memory",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -89,6 +90,13 @@ def run_inside(
             ended, tuple(line for line in lines if line.get("event") != "end"), seconds, peak, process.returncode,
             _tail(paths["stdout"]), _tail(paths["stderr"]),
         )  # fmt: skip
+
+
+def check_python(python: str | os.PathLike[str]) -> None:
+    """Raise RequestError if there is no such interpreter. Starts nothing."""
+    name = os.fspath(python)
+    if shutil.which(name) is None and shutil.which(f"{name}.exe") is None:  # Windows starts it without its ending
+        raise RequestError("cannot be started (no such program)", field="python", value=name)
 
 
 def _start(command: list[str], out: Any, err: Any, environment: Mapping[str, str] | None, cwd: Any) -> Any:

@@ -23,6 +23,8 @@ DEFAULT_QUANT = "nf4-dq"
 HEADS = ("full", "int8")
 # What may be asked of the head: "auto" lets the plan choose.
 HEAD_CHOICES = ("auto", *HEADS)
+# Keys and values as the model computes them, or in 8 bits.
+KV_FORMS = ("full", "int8")
 # How steps are computed; and, for a whole model, "auto" over weights repacked for the CPU.
 STEP_MODES = ("auto", "eager", "graph", "fused")
 DECODE_MODES = (*STEP_MODES, "repacked")
@@ -122,7 +124,8 @@ class LoadRequest:
     is no cache. batch_invariant: an answer has the same bits alone and in a batch: a step computes all rows, and prompts go
     through one at a time in pieces of fixed size.
     kv_tokens: how many tokens of prompts and answers the rows of a batch hold together, in pages of a shared
-    pool; at least one context. None: each row has its whole context.
+    pool; at least one context. None: each row has its whole context. kv: "full" keys and values, or "int8", which rounds
+    them to 8 bits.
     Errors: RequestError with the field, for values of another type or out of range.
     """
 
@@ -148,6 +151,7 @@ class LoadRequest:
     prefix_cache_bytes: int = 0
     batch_invariant: bool = False
     kv_tokens: int | None = None
+    kv: str = "full"
 
     def __post_init__(self) -> None:
         check_choice(self.quant, ("auto", *QUANTS), field_name="quant")
@@ -155,6 +159,7 @@ class LoadRequest:
         check_choice(self.dtype, ("auto", *DTYPES), field_name="dtype")
         check_choice(self.head, HEAD_CHOICES, field_name="head")
         check_choice(self.decode, DECODE_MODES, field_name="decode")
+        check_choice(self.kv, KV_FORMS, field_name="kv")
         for name, low in (("context_tokens", 1), ("batch", 1), ("images", 0), ("prefix_cache_bytes", 0)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -218,7 +223,7 @@ class LoadRequest:
         return cls(**kept)
 
 
-LEAST_TEMPERATURE = 1e-6
+LEAST_TEMPERATURE, MOST_TEMPERATURE = 1e-6, 100
 PENALTIES = (0.01, 100.0)
 # Of one text that ends an answer: every token is compared with every beginning of it.
 MOST_STOP_CHARACTERS = 1024
@@ -266,11 +271,11 @@ class GenerateRequest:
             object.__setattr__(self, "logit_bias", tuple(self.logit_bias.items()))
         if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
             raise RequestError("must be at least 1", field="max_new_tokens", value=self.max_new_tokens)
-        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature <= 100:
+        if self.temperature > MOST_TEMPERATURE:
+            raise RequestError(f"must be at most {MOST_TEMPERATURE}", field="temperature", value=self.temperature)
+        if self.temperature != 0 and not self.temperature >= LEAST_TEMPERATURE:
             raise RequestError(
-                f"must be 0 (greedy) or between {LEAST_TEMPERATURE:g} and 100",
-                field="temperature",
-                value=self.temperature,
+                f"must be 0 (greedy) or at least {LEAST_TEMPERATURE:g}", field="temperature", value=self.temperature
             )
         if self.top_k is not None and self.top_k < 1:
             raise RequestError("must be at least 1", field="top_k", value=self.top_k)

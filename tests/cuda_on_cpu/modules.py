@@ -31,7 +31,7 @@ def small(
     """Return the kernels of runtime/fused.py. order: of threads and blocks. source, attend: other sources than its own."""
     facts = {"order": order, "multiprocessors": multiprocessors}
     module = CpuModule(source or fused.source(), fused.NAMES, **facts)
-    module.kept = _Kept(attend or fused.source("attend.cu"), **facts)
+    module.attention = _Kept(attend or fused.source("attend.cu"), **facts)
     fused.prepare(module)
     return module
 
@@ -67,6 +67,4 @@ def heads(order: int = 0) -> CpuModule:
 
 def launches(module: CpuModule) -> list[str]:
     """Return the names of what a module launched, attention last."""
-    return module.launches + [
-        name for kept in module.kept.values() if isinstance(kept, CpuModule) for name in kept.launches
-    ]
+    return module.launches + [name for attention in module.attention.values() for name in attention.launches]

@@ -143,10 +143,15 @@ class CpuModule:
     ) -> None:  # fmt: skip
         import torch
 
+        from trimtab.runtime.product_cuts import ProductCuts
+
         self.device = torch.device("cpu")
         self.order, self.capability, self.multiprocessors = order, capability, multiprocessors
         self.shared_bytes, self.overlap, self.side_by_side = 227 * 1024, False, multiprocessors
-        self.kept: dict[Any, Any] = {}
+        self.scratch: dict[str, Any] = {}
+        self.products = ProductCuts()
+        self.variants: dict[tuple[str, ...], CpuModule] = {}
+        self.attention: dict[tuple[str, ...], CpuModule] = {}
         self.launches: list[str] = []
         defines = tuple(option.removeprefix("-D") for option in options if option.startswith("-D"))
         self._source, self._facts = (
@@ -157,14 +162,13 @@ class CpuModule:
 
     def variant(self, options: tuple[str, ...]) -> CpuModule:
         """The same source compiled with other options; its launches count as this module's."""
-        key = ("variant", options)
-        if dict.get(self.kept, key) is None:
+        if options not in self.variants:
             # Kernels that these options bring.
             names = ("matvec_held",) if any("HELD" in option for option in options) else self.variant_names
             made = CpuModule(self._source, names, options=options, **self._facts)
             made.launches = self.launches
-            self.kept[key] = made
-        return self.kept[key]
+            self.variants[options] = made
+        return self.variants[options]
 
     def launch(
         self, name: str, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_bytes: int = 0,

@@ -21,6 +21,9 @@ ADAPTERS = ("style", "specialist") if NAMES["model"] == "demo" else ()
 MOST_TOKEN = 255
 COUNTS = Path(os.environ["TRIMTAB_FUZZ_COUNTS"])
 
+# Fields of a prompt that a description cannot call wrong where they are empty: another message may have a text.
+TEXTS = ("content", "text", "prompt", "input", "system")
+
 _counts: dict[str, Counter[str]] = defaultdict(Counter)
 _lock = threading.Lock()
 
@@ -30,6 +33,10 @@ def before_call(context, case, **kwargs):
     """Change a body that is as wrong or right as before: one name takes another one's place, and one token id another's."""
     if not isinstance(case.body, dict):
         return
+    if case.meta is not None and case.meta.generation.mode.is_positive:
+        for name in ("messages", "prompt", "input", "system"):
+            if name in case.body:
+                case.body[name] = filled(case.body[name], name)
     for name, known in NAMES.items():
         value = case.body.get(name)
         if isinstance(value, str) and 0 < len(value) <= 200:
@@ -42,6 +49,16 @@ def before_call(context, case, **kwargs):
     tokens = case.body.get("tokens")
     if isinstance(tokens, list) and all(type(token) is int and 0 <= token < 2**31 for token in tokens):
         case.body["tokens"] = [min(token, MOST_TOKEN) for token in tokens]
+
+
+def filled(value, name=""):
+    """Return a right body with a letter for each empty text of its prompt: drawn ones are empty so often that some operations
+    would never be answered."""
+    if isinstance(value, dict):
+        return {key: filled(item, key) for key, item in value.items()}
+    if isinstance(value, list):
+        return [filled(item, name) for item in value]
+    return "a" if value == "" and name in TEXTS else value
 
 
 @schemathesis.hook

@@ -15,7 +15,18 @@ from typing import Any
 
 import torch
 
-from trimtab.runtime import cuts, ends, fused, fused_check, head8, many_rows, matvec, prompt_kernels, tuning
+from trimtab.runtime import (
+    cuts,
+    ends,
+    fused,
+    fused_check,
+    head8,
+    head8_choice,
+    many_rows,
+    matvec,
+    prompt_kernels,
+    tuning,
+)
 
 # Outputs of layers over one input, columns, whether two are gate and up.
 PRODUCTS = (((64,), 1024, False), ((48, 48), 512, True), ((96, 32, 32), 512, False), ((40,), 192, False))
@@ -88,7 +99,7 @@ def findings_of_many(
     for shape in HEADS:
         for bias in (None, torch.randn(shape[0], device=device).bfloat16()):
             q, scale = head8.quantize_rows(torch.randn(shape, device=device).bfloat16())
-            found = head8.check(head, head8.Head(q, scale, bias))
+            found = head8_choice.check(head, head8.Head(q, scale, bias))
             if found is not None:
                 yield f"the 8-bit head: {found}"
 

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA GPU", allow_module_level=True)
 
 import trimtab
-from trimtab.runtime import head8, nvrtc
+from trimtab.runtime import head8, head8_choice, nvrtc
 
 REASON = nvrtc.why_not("cuda:0")
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"no kernels here: {REASON}")
@@ -38,8 +38,8 @@ def random_head(rows: int, width: int) -> head8.Head:
 @pytest.mark.parametrize("rows, width", SIZES)
 def test_the_kernel_agrees_with_float64_at_real_sizes(module, rows, width):
     head = random_head(rows, width)
-    assert head8.why_not(head, torch.bfloat16, module) is None
-    assert head8.check(module, head, counts=range(1, 9)) is None
+    assert head8_choice.why_not(head, torch.bfloat16, module) is None
+    assert head8_choice.check(module, head, counts=range(1, 9)) is None
 
 
 @needs_kernel
@@ -114,13 +114,20 @@ def test_a_loaded_model_uses_the_kernel_in_every_way_to_decode(tier, decode, mon
     plan = trimtab.plan(DEMO / "base", head="int8", **options)
     with trimtab.load(plan, decode="eager") as model:
         wanted = model.answer("Who are you?", max_new_tokens=12).text
-    launched, launch = [], head8.launched
+    captured, launch = [], head8.launched
+
+    def launched(*args, **options):
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return launch(*args, **options)
+
     with trimtab.load(plan, decode=decode) as model:
         # On so small a head torch may be as fast: then it is told by name, and here used all the same.
         if head8.module_of(model.hf_model) is None:
-            assert [one.what for one in model.fallbacks] == [head8.NAME]
-            monkeypatch.setattr(head8, "wrong", lambda module, head, *args: head8.check(module, head))
-            assert head8.choose(model.hf_model.lm_head) is None
-        monkeypatch.setattr(head8, "launched", lambda *args, **kw: (launched.append(1), launch(*args, **kw))[1])
+            assert head8.NAME in [one.what for one in model.fallbacks]
+            monkeypatch.setattr(head8_choice, "wrong", lambda module, head, *args: head8_choice.check(module, head))
+            assert head8_choice.choose(model.hf_model.lm_head) is None
+        # Loading has captured steps and prompts already, with what the head used then; a replay launches nothing from here.
+        model.forget_batch()
+        monkeypatch.setattr(head8, "launched", launched)
         assert model.answer("Who are you?", max_new_tokens=12).text == wanted
-        assert launched
+        assert captured and any(captured) == (decode != "eager")

@@ -59,7 +59,7 @@ def test_every_likely_cut_is_right(module, weights, rows, columns, n):
     assert len(tried) > 3
     for cut in tried:
         assert tuning.check(group, module, rows=(n,), cut=cut) is None, cut
-    assert (module.kept["parts"] == matvec.EMPTY).all()
+    assert (module.scratch["parts"] == matvec.EMPTY).all()
 
 
 @pytest.mark.parametrize("n", [1, 4, 8])
@@ -93,7 +93,7 @@ def test_gate_and_product_in_one_launch_equal_both_apart(module, weights, n, col
             matvec.matvec4_torch(x, members, wanted, lora=lora, gate=gate)
             # Two rounded numbers and their product, each a step away at most here and there.
             assert tuning.relative_error(out, wanted) < 2 * tuning.LARGEST_ERROR, cut
-    assert (module.kept["parts"] == matvec.EMPTY).all()
+    assert (module.scratch["parts"] == matvec.EMPTY).all()
 
 
 def test_one_captured_graph_serves_other_inputs_adapters_and_bytes(module, weights):
@@ -302,7 +302,7 @@ def overlap(request, small, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_small_kernels_over_real_shapes_pass_the_check_at_load(small, overlap, dtype):
     assert fused_check.check(small, widths=WIDTHS, attention=ATTENTION, dtype=dtype, rows=(1, 2, 3, 8)) is None
-    assert not small.kept["arrived"].any()
+    assert not small.scratch["arrived"].any()
 
 
 @pytest.mark.parametrize("heads, kv_heads, dim", ATTENTION)

@@ -199,6 +199,21 @@ def test_the_context_keeps_short_stacks(tmp_path):
     assert bool((sorted_[1:] >= sorted_[:-1]).all())
 
 
+def test_prompts_of_new_lengths_take_no_memory_outside_torch(tmp_path):
+    """cuDNN's attention would compile a kernel for each length, which stays in memory of the driver."""
+    folder = pico.build("llama", tmp_path / "llama")
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    made = trimtab.plan(folder, context=512, decode="eager", quant="none", dtype="bfloat16", gpu_memory="3GiB")
+    with trimtab.load(made) as model:
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        for count in (30, 31):
+            model.logits(list(range(3, 3 + count)))
+        before = devices.outside_torch(GPU)
+        for count in range(40, 40 + 5 * 40, 5):
+            model.logits([3 + number % 40 for number in range(count)])
+        assert devices.outside_torch(GPU) - before <= 4 * 2**20
+
+
 def test_what_a_plan_counts_for_torch_is_held_from_the_start(tmp_path):
     folder = pico.build("llama", tmp_path / "llama")
     torch.cuda.empty_cache()

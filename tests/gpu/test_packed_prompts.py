@@ -37,7 +37,8 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         base, quant="nf4-dq", adapters=adapters, context=256, device=DEVICE, images=0, audio_s=0.0, batch=16
     )
     assert plan.gpu[ITEM]
-    with trimtab.load(plan) as model:
+    # Captured steps, and the table of adapters that they share with passes of several prompts.
+    with trimtab.load(plan, decode="auto") as model:
         assert model.unpacked is not None
         names = [("a", None)[number % 2] for number in range(9)]  # the other adapter's rank is too high for a pass
         counts = [5 + 3 * number for number in range(9)]
@@ -45,7 +46,7 @@ def test_packed_prompts_and_many_rows_over_unpacked_weights_are_those_of_modules
         expected = [answered(alone, model.prepare(ids(count)), adapter=name) for name, count in zip(names, counts)]
         batch = wide(Batch(model, rows=16), monkeypatch, 1024)
         batch.prompts = Prompts(batch, "auto", (16, 64, 128))
-        assert batch.prompts.packs.why_not() is None
+        assert batch.prompts.packs.why_not() is None and batch.steps.is_captured and batch.steps.kernels.has_lora
         for _ in range(4):
             prompts = [
                 batch.begin(model.prepare(ids(count)), REQUEST, adapter=name) for name, count in zip(names, counts)

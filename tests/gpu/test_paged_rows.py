@@ -17,6 +17,10 @@ from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.runtime import fused, fused_check
 from trimtab.runtime.batch import Batch
 
+ROWS = 4
+# Of rows that find their adapters in a table, and with one beside them that no table holds: DoRA.
+ASKED = ((None, "style", "specialist"), (None, *ADAPTERS))
+
 
 @pytest.fixture
 def replayed():
@@ -30,14 +34,14 @@ def test_attention_over_pages_has_the_same_bits_at_every_size_of_gemma_4(dtype):
     assert fused_check.check_pages(module, kinds, dtype) is None
 
 
-def said(model, decode, rows):
+def said(model, decode, names):
     """Return every row's (token, its log-probability), all rows at once, and a second time, when everything is captured."""
-    batch = Batch(model, rows=rows, decode=decode)
+    batch = Batch(model, rows=ROWS, decode=decode)
     found = []
     for _ in range(2):
         whose = {}
-        for number, ask in enumerate(asks(rows)):
-            prompt = begun(batch, ask, client=None)
+        for number, (_, text) in enumerate(asks(ROWS)):
+            prompt = begun(batch, (names[number % len(names)], text), client=None)
             while not prompt.step():
                 pass
             drawn = batch.join(prompt)
@@ -51,28 +55,40 @@ def said(model, decode, rows):
     return found, batch
 
 
-@pytest.mark.parametrize("quant", ["nf4-dq", "none"])
-@pytest.mark.parametrize("decode", ["eager", "graph", "fused"])
+def slower(batch):
+    return {one.what for one in batch.steps.fallbacks}
+
+
+# Fused steps are of 4-bit weights.
+@pytest.mark.parametrize(
+    "decode, quant",
+    [("eager", "nf4-dq"), ("eager", "none"), ("graph", "nf4-dq"), ("graph", "none"), ("fused", "nf4-dq")],
+)
 def test_the_demo_says_the_same_in_pages_to_the_last_bit(decode, quant):
-    names = {name: DEMO / "adapters" / name for name in ADAPTERS}
+    adapters = {name: DEMO / "adapters" / name for name in ADAPTERS}
     plan = trimtab.plan(
-        DEMO / "base", adapters=names, quant=quant, context=CONTEXT, device=DEVICE, batch=4, images=0, audio_s=0.0,
+        DEMO / "base", adapters=adapters, quant=quant, context=CONTEXT, device=DEVICE, batch=ROWS, images=0, audio_s=0.0,
         decode=decode,
     )  # fmt: skip
-    with trimtab.load(plan) as model:
-        whole, batch = said(model, decode, 4)
-        assert batch.cache.pool is None
-        del batch
-        with_pool(model, CONTEXT + 2 * PAGE_TOKENS)
-        paged, batch = said(model, decode, 4)
-        assert batch.cache.pool.tokens == CONTEXT + 2 * PAGE_TOKENS and not batch.steps.fallbacks
-        assert [[token for token, _ in one] for one in paged] == [[token for token, _ in one] for one in whole]
-        if decode == "fused":
-            assert paged == whole
-        else:
-            # torch takes another kernel for a copy of the pages than for rows that lie apart, maybe.
-            assert (
-                max(abs(a[1] - b[1]) for x, y in zip(paged, whole, strict=True) for a, b in zip(x, y, strict=True))
-                < 0.05
-            )
-        assert len(alone(batch, asks(1)[0])) > 1
+    for names in ASKED:
+        with trimtab.load(plan, decode=decode) as model:
+            whole, batch = said(model, decode, names)
+            assert batch.cache.pool is None
+            of_whole = slower(batch)
+            assert ("adapters by table" in of_whole) == (decode != "eager" and "rslora-dora" in names)
+            del batch
+            with_pool(model, CONTEXT + 2 * PAGE_TOKENS)
+            paged, batch = said(model, decode, names)
+            assert batch.cache.pool.tokens == CONTEXT + 2 * PAGE_TOKENS
+            # Nothing takes a slower way because of the pages.
+            assert batch.steps.is_captured == (decode != "eager") and slower(batch) <= of_whole
+            assert [[token for token, _ in one] for one in paged] == [[token for token, _ in one] for one in whole]
+            if decode == "fused":
+                assert paged == whole
+            else:
+                # torch takes another kernel for a copy of the pages than for rows that lie apart, maybe.
+                assert (
+                    max(abs(a[1] - b[1]) for x, y in zip(paged, whole, strict=True) for a, b in zip(x, y, strict=True))
+                    < 0.05
+                )
+            assert len(alone(batch, asks(1)[0])) > 1

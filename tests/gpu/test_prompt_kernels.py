@@ -43,6 +43,7 @@ def test_a_four_bit_prompt_is_captured_with_the_kernels(place):
                 expected = answered(eager(model), model.prepare(ids(count)), adapter=name)
                 for _ in range(3):
                     assert differ(answered(batch, model.prepare(ids(count)), adapter=name), expected) < TOLERANCE
-        assert not named(batch) and batch.prompts.count and len(batch.prompts._graphs) >= 15
+        # Two of the adapters are copied into a buffer that graphs read, DoRA is read where it is.
+        assert not named(batch) and len(batch.prompts.layouts) == 2 and len(batch.prompts._graphs) >= 15
         kernels = batch.prompts._kernels
         assert kernels.adds and (kernels.unpacks or kernels.reasons)

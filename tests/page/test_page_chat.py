@@ -195,10 +195,21 @@ def test_an_answer_is_compared_with_another_adapter_and_the_differing_words_are_
     # "three orange squares ..." and "Arr, three orange squares ..., matey!"
     assert page.locator(".answer").nth(0).locator("mark").count() == 0
     assert page.locator(".answer").nth(1).locator("mark").all_inner_texts() == ["Arr,", ", matey!"]
-    expect(page.locator(".between")).to_contain_text("Differing words: 0 and 5")
+    expect(page.locator(".between")).to_contain_text("Differing words: 0 and 2")
     page.get_by_role("button", name="Mark differences").click()
     assert page.locator("mark").count() == 0
     assert answers(page, 2)[1] == asked["answers"]["style"]
+
+
+def test_punctuation_is_marked_and_is_no_word(opened):
+    page = opened()
+    stand_in(page, "one two three", "one two, three!")
+    page.click("#beside")
+    page.select_option("#voice-b", "gemma-demo:style")
+    ask(page, "Hello")
+    answers(page, 2)
+    expect(page.locator(".between")).to_contain_text("Only punctuation differs")
+    assert page.locator(".answer").nth(1).locator("mark").all_inner_texts() == [",", "!"]
 
 
 def test_answers_that_share_hardly_a_word_are_not_marked_all_over(opened):

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -52,9 +54,12 @@ ERRORS = ("WorkerDiedError", "DeviceError", "ModelFailedError")
 
 
 def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port that a starting Ray does not take: below what systems give to connections, outside Ray's own 10002 to 19999."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as found, suppress(OSError):
+            found.bind(("0.0.0.0", port))
+            return port
+    raise AssertionError("no free port")
 
 
 class Served:
@@ -70,7 +75,9 @@ class Served:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
         self._is_up = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
-        assert self._is_up.wait(START_S) and self.process.poll() is None, self.said
+        if not self._is_up.wait(START_S) or self.process.poll() is not None:
+            self.end()  # what is left of it would be the Ray that later tests find
+            raise AssertionError(self.said)
 
     def _listen(self):
         for line in self.process.stderr:
@@ -506,11 +513,19 @@ def test_on_a_ray_that_is_there_only_the_application_comes_and_goes(cluster):
 
 
 def test_a_model_that_cannot_be_loaded_is_told(tmp_path):
-    command = [sys.executable, "-m", "trimtab", "serve", "--ray", str(tmp_path / "nothing"), "--device", "cpu"]
+    broken = tmp_path / "nothing"
+    shutil.copytree(DEMO / "base", broken)
+    weights = broken / "model-00001-of-00002.safetensors"  # its header promises more than there is
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    command = [sys.executable, "-m", "trimtab", "serve", "--ray", str(broken), "--device", "cpu"]
     command += ["--name", "x", "--port", str(free_port()), "--cpus-per-replica", "0.25"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=START_S, cwd=ROOT)
     assert found.returncode == 6, found.stderr
-    assert "Ray could not start the model" in found.stderr and "nothing" in found.stderr
+    assert "Ray could not start the model" in found.stderr and weights.name in found.stderr
+    found = subprocess.run(
+        [*command[:5], str(tmp_path / "none"), *command[6:]], capture_output=True, text=True, cwd=ROOT
+    )
+    assert found.returncode == 3 and "no such folder" in found.stderr
 
 
 def test_a_port_in_use_is_told_before_ray_is_started():

@@ -77,6 +77,7 @@ EXPECTED_C_TO_H: dict[str, tuple[str, str]] = {
     "I9": (f"{P} or {N}", f"{P} or {N}"),  # not applicable where torchvision is installed
     "I10": (P, P),
     "I11": (P, F),
+    "I12": (N, f"{N} or {P}"),  # only a GPU of compute capability 9.0 or 10.x shows it
 }
 
 EXPECTED = EXPECTED_A_TO_B | EXPECTED_C_TO_H

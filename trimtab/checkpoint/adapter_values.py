@@ -24,7 +24,7 @@ _EXPONENTS: Mapping[str, tuple[int, tuple[bytes, ...]]] = {
     "bfloat16": (2, (_SEVEN, _marks(lambda byte: byte >= 0x80))), "float16": (2, (_FIVE,)),
     "float8_e5m2": (1, (_FIVE,)), "float8_e4m3fn": (1, (_SEVEN,)),
 }  # fmt: skip
-_PIECE_BYTES = 16 * 2**20
+_PIECE_BYTES = 256 * 2**10  # looking through one holds the interpreter, which other threads need for their steps
 
 
 def value_problems(tensors: Mapping[str, TensorEntry]) -> tuple[str, ...]:

@@ -104,7 +104,8 @@ class Anatomy:
     adapter key that aims at one has no effect. prequantized: the format of a checkpoint that is already packed.
     tower_tokens: (part, soft tokens that one picture or sound becomes) where the config fixes them; else it is the
     processor's choice. capture_unsupported, fused_unsupported: why decode steps of this family cannot be captured, or made of
-    our own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can.
+    our own kernels, prompts_unsupported: why its prompts cannot be captured; None if they can. images_look_ahead: whether an
+    image's tokens see later ones, so that a prompt is not cut inside it; True where that is not known.
     """
 
     model_class: str
@@ -120,6 +121,7 @@ class Anatomy:
     capture_unsupported: str | None = None
     fused_unsupported: str | None = None
     prompts_unsupported: str | None = None
+    images_look_ahead: bool = True
 
     def __hash__(self) -> int:
         """A hash of a few fields: what is computed from thousands of rows is kept by anatomy, and hashing all of them costs as

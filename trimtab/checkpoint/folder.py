@@ -71,6 +71,17 @@ def read_checkpoint(model: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(folder, config, files, tensors, bool(files), _quantization(config_file, config), stamps)
 
 
+def read_loadable(model: str | os.PathLike[str]) -> Checkpoint:
+    """Return a checkpoint that has weights. Errors: CheckpointError, as `read_checkpoint`."""
+    checkpoint = read_checkpoint(model)
+    if not checkpoint.has_weights:
+        raise CheckpointError(
+            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
+            hint="Add the safetensors files",
+        )  # fmt: skip
+    return checkpoint
+
+
 def check_unchanged(checkpoint: Checkpoint) -> None:
     """Raise CheckpointError if a file is no longer what it was when the checkpoint was read."""
     now = [stamp_of(checkpoint.folder, checkpoint.folder / name) for name, *_ in checkpoint.stamps]

@@ -164,7 +164,11 @@ class Session:
                       "ttft_s": answer.ttft_s, "tokens_per_s": answer.tokens_per_s}  # fmt: skip
             print(json.dumps(values), flush=True)
         if not text.strip():
-            self._say(ended_at_once(len(answer.token_ids), answer.finish_reason))
+            self._say(
+                ended_at_once(
+                    len(answer.token_ids), answer.finish_reason, has_stop_texts=bool(self.chat.options.get("stop"))
+                )
+            )
         elif answer.finish_reason == "length":
             self._say(self.style.dim(f"[the answer was cut after {len(answer.token_ids)} tokens]"))
         return text

@@ -54,7 +54,7 @@ def add(command: Command) -> None:
     examined.add_argument(
         "--api-key-env", metavar="VARIABLE", help="the environment variable with the key of the server MODEL"
     )
-    examined.add_argument("--adapter", metavar="[NAME=]PATH", help="an adapter for MODEL")
+    examined.add_argument("--adapter", action="append", metavar="[NAME=]PATH", help="an adapter for MODEL")
     examined.add_argument("--device-map", metavar="FILE", help="the JSON device map for the stock stack")
     examined.add_argument("--quant", metavar="FORMAT", help="the quantization format for the stock stack")
     add_dtype(examined, "bfloat16")
@@ -96,7 +96,7 @@ def run_doctor(options: argparse.Namespace) -> int:
     if options.trace is not None:
         return run_trace(options)
     if options.adapter is not None:
-        options.adapter = next(iter(parse_unweighted([options.adapter], field="--adapter").values()))
+        options.adapter = _only_adapter(options.adapter)
     _check(options)
     if options.report:
         return run_report(options)
@@ -110,6 +110,16 @@ def run_doctor(options: argparse.Namespace) -> int:
         for text in _texts(report):
             print(text, end="\n\n")
     return STOPPED if stopped else 0
+
+
+def _only_adapter(given: list[str]) -> str:
+    """Return the folder of the one adapter that is examined. Errors: RequestError for several."""
+    paths = parse_unweighted(given, field="--adapter")
+    if len(paths) > 1:
+        raise RequestError(
+            "doctor examines one adapter", field="--adapter", value=given[1], hint="Run it once for each"
+        )
+    return next(iter(paths.values()))
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -12,7 +12,16 @@ from trimtab.adapter_names import parse_adapters, parse_unweighted
 from trimtab.errors import CheckpointError, RequestError
 from trimtab.plan import Plan
 from trimtab.plan.max_memory import merged_budgets
-from trimtab.request import DECODE_MODES, HEAD_CHOICES, QUANTS, TIERS, GenerateRequest, LoadRequest, parse_bytes
+from trimtab.request import (
+    DECODE_MODES,
+    HEAD_CHOICES,
+    KV_FORMS,
+    QUANTS,
+    TIERS,
+    GenerateRequest,
+    LoadRequest,
+    parse_bytes,
+)
 
 MAX_MEMORY = '{"0": "4GiB", "cpu": "16GiB"}'
 
@@ -65,6 +74,10 @@ def add_placement(
         "--kv-tokens", type=int, metavar="N",
         help="tokens of all rows of a batch in total (default: the whole context for each row)",
     )  # fmt: skip
+    group.add_argument(
+        "--kv", metavar="FORM",
+        help=f"keys and values: {', '.join(KV_FORMS)} (default: full; int8 rounds them, which changes answers a little)",
+    )  # fmt: skip
     add_device(group)
     group.add_argument(
         "--offload-dir", metavar="FOLDER", help="folder of the disk tier's file (default: the user's cache)"
@@ -86,7 +99,9 @@ def add_budgets(group: Any, what: str = "budget") -> None:
 
 def add_dtype(group: Any, default: str) -> None:
     """Add --dtype. default: what is computed in without it, for people."""
-    group.add_argument("--dtype", metavar="DTYPE", help=f"bf16, fp16 or fp32 (default: {default})")
+    group.add_argument(
+        "--dtype", metavar="DTYPE", help=f"bfloat16, float16, float32, or bf16, fp16, fp32 (default: {default})"
+    )
 
 
 def add_device(group: Any, what: str = "") -> None:
@@ -200,7 +215,7 @@ PLACEMENT = {
     "offload_dir": "offload_dir", "adapter": "adapters", "place": "place", "device_map": "device_map",
     "keep_unquantized": "keep_unquantized", "head": "head", "card": "card", "prefix_cache": "prefix_cache_bytes",
     "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens",
+    "kv_tokens": "kv_tokens", "kv": "kv",
     "max_memory": "disk_memory_bytes",  # and both budgets
 }  # fmt: skip
 

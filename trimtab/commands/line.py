@@ -36,7 +36,7 @@ from trimtab.commands.flags import (
     system_of,
 )
 from trimtab.commands.many import run_many
-from trimtab.commands.opening import ENDED_AT_ONCE, opened, say_fallbacks
+from trimtab.commands.opening import ENDED_AT_ONCE, STOPPED_AT_ONCE, opened, say_fallbacks
 from trimtab.commands.pull import add_pull, pull_if_asked
 from trimtab.commands.saying import Command, print_json
 from trimtab.commands.weights import chosen
@@ -179,7 +179,7 @@ def _as_flags(change: str) -> str:
     """Return a changed argument as it is written on the command line."""
     if change.startswith("place="):
         return " ".join(f"--place {part}={tier}" for part, tier in ast.literal_eval(change[6:]).items())
-    names = ("head", "context", "batch", "images", "audio_s", "gpu_memory")
+    names = ("head", "kv", "context", "batch", "images", "audio_s", "gpu_memory")
     return in_flags(change, None, {name: f"--{name.replace('_', '-')}" for name in names})
 
 
@@ -240,7 +240,7 @@ def run_run(options: argparse.Namespace) -> int:
         with closing(model.generate(prompt, **question, **answering)) as pieces:  # type: ignore[type-var]
             is_empty = _stream(pieces)
         if is_empty:
-            print(ENDED_AT_ONCE, file=sys.stderr)
+            print(STOPPED_AT_ONCE if options.stop else ENDED_AT_ONCE, file=sys.stderr)
         say_fallbacks(model)
         if options.memory:
             print(shares_text(model.memory_shares()), file=sys.stderr)

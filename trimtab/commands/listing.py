@@ -19,7 +19,7 @@ from trimtab.checkpoint.folder import CONFIG, hub_cache, read_checkpoint
 from trimtab.commands.flags import add_budgets, add_device, add_dtype, load_request
 from trimtab.commands.saying import Command, print_json
 from trimtab.errors import AdapterError, RequestError, TrimtabError, gib
-from trimtab.request import LoadRequest
+from trimtab.request import DECODE_MODES, HEAD_CHOICES, KV_FORMS, QUANTS, SHORT_DTYPES, LoadRequest
 
 SHELLS = ("bash", "zsh", "fish")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -29,6 +29,20 @@ DEPTH, MOST_FOLDERS = 3, 10_000
 PLACED = ("gpu_memory", "host_memory", "max_memory", "dtype", "device")
 # By metavar, what a shell completes.
 _FILES = {"FILE": shtab.FILE, **dict.fromkeys(("FOLDER", "MODEL", "ADAPTER", "DIR", "OUT"), shtab.DIRECTORY)}
+# NAME=PATH: the folders after the equals sign. bash makes it a word of its own, which its default completion finishes.
+_NAMED_FOLDER: dict[str, str | dict[str, str]] = {
+    "zsh": "{compset -P '*='; _files -/}",
+    "fish": "(__fish_complete_directories (commandline -ct | string replace -r '^[^=]*=' '') | "
+    "string replace -r '^' (commandline -ct | string match -r '^[^=]*=|^'))",
+}
+# By flag, the values that a shell offers; what else a flag accepts is said by the flag itself.
+_VALUES = {
+    "--quant": QUANTS, "--head": HEAD_CHOICES, "--dtype": SHORT_DTYPES, "--decode": DECODE_MODES,
+    "--device": ("auto", "cpu", "cuda"), "--kv": KV_FORMS, "--log-format": ("text", "json"),
+    "--log-level": ("debug", "info", "warning", "error"), "--requantize": ("nf4", "nf4-dq"),
+}  # fmt: skip
+# shtab's script for zsh tells `eval` from a folder of functions; a script that is sourced is a third case.
+_ZSH_EVAL, _ZSH_EVAL_OR_SOURCE = "$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)"
 
 
 def add(command: Command) -> None:
@@ -234,9 +248,14 @@ def run_completion(options: argparse.Namespace) -> int:
     for parser in commands.values():
         for action in parser._actions:
             kind = next((kind for word, kind in _FILES.items() if word in str(action.metavar or "").split("|")), None)
+            if "PATH" in str(action.metavar):
+                kind, action.metavar = _NAMED_FOLDER, "NAME=PATH"  # zsh reads brackets and colons of a metavar
             if kind is not None:
                 action.complete = kind
-    script = shtab.complete(top, shell=options.shell)
+            for flag in action.option_strings:
+                action.choices = _VALUES.get(flag, action.choices)
+    script = shtab.complete(top, shell=options.shell).replace(_ZSH_EVAL, _ZSH_EVAL_OR_SOURCE)
+    script = script.replace("complete -o bashdefault -F", "complete -o bashdefault -o default -F")
     if options.json:
         print_json({"shell": options.shell, "script": script})
     else:

@@ -73,7 +73,7 @@ def _header(plan: Plan, defaults: Mapping[str, Any], decode: str) -> dict[str, A
         "adapters": dict(request.adapters),
         "adapter_files": {name: [list(one) for one in stamps] for name, stamps in plan.adapter_stamps.items()},
         "quant": request.quant, "dtype": request.dtype, "head": plan.execution.head, "decode": decode,
-        "context": request.context_tokens, "options": dict(defaults),
+        "context": request.context_tokens, "options": dict(defaults), **({} if request.kv == "full" else {"kv": request.kv}),
     }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from trimtab import show
 from trimtab.checkpoint.folder import find_folder
 
 ENDED_AT_ONCE = "the answer is empty: the model ended it immediately"
+STOPPED_AT_ONCE = "the answer is empty: it ended immediately, by a stop text or by the model"
 
 
 @contextmanager
@@ -33,8 +34,8 @@ def say_fallbacks(model: trimtab.LoadedModel) -> None:
         print(f"slower than it could be: {one.what}: {one.why}", file=sys.stderr)
 
 
-def ended_at_once(answer_tokens: int, finish_reason: str) -> str:
+def ended_at_once(answer_tokens: int, finish_reason: str, *, has_stop_texts: bool) -> str:
     """Return what to say of an answer without text, by its tokens and why it ended."""
     if answer_tokens <= 1 and finish_reason == "stop":
-        return ENDED_AT_ONCE
+        return STOPPED_AT_ONCE if has_stop_texts else ENDED_AT_ONCE
     return f"the answer has no text: {answer_tokens} tokens, ended by {finish_reason!r}"

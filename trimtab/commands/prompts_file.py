@@ -206,8 +206,9 @@ class AnswersFile:
     def _check_header(self, values: Mapping[str, Any]) -> None:
         if values.get("options_sha256") == self._header["options_sha256"]:
             return
-        known = [key for key in self._header if key not in ("trimtab", "options_sha256")]
-        changed = [key for key in known if values.get(key) != self._header[key]]
+        theirs = values if "options_sha256" in values else {}
+        known = [key for key in {**self._header, **theirs} if key not in ("trimtab", "options_sha256")]
+        changed = [key for key in known if values.get(key) != self._header.get(key)]
         raise RequestError(
             f"holds answers of another run ({', '.join(changed) or 'no header'} differ)", field="--out", value=str(self.path),
             hint="Give the same model, adapters and options, or another file",

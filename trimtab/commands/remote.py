@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trimtab.proof.remote.report import RemoteReport
 
 # Flags of `verify` that say how our own routes are compared; a server has none of them.
-_NO_EFFECT = ("head", "python", "lanes", "context", "images", "audio_s", "batch")
+_NO_EFFECT = ("head", "kv", "python", "lanes", "context", "images", "audio_s", "batch")
 _FLAGS = ("remote_model", "remote_base", "api_key_env", "send_prompts", "deadline")
 
 

@@ -173,7 +173,9 @@ def run_serve(options: argparse.Namespace) -> int:
     if options.threads != command_line.threads:
         threads.use(options.threads, beside_others=False)
     journal.set_up(options.log_format, options.log_level)
+    asked_model = options.model
     pull_if_asked(options)
+    _name_as_asked(options, asked_model)
     if options.ray:
         return _run_ray(options, say)
     for name, flag in RAY_FLAGS.items():
@@ -182,6 +184,9 @@ def run_serve(options: argparse.Namespace) -> int:
 
     def reread() -> tuple[Sequence[Any], Any, Sequence[str]]:
         now = configured(command_line)
+        if now.model == asked_model:  # a pulled revision is looked up once
+            now.model = options.model
+            _name_as_asked(now, asked_model)
         waiting = [name for name in READ_ONCE if getattr(now, name) != getattr(options, name)]
         return served_models(now), settings_of(now), waiting
 
@@ -195,6 +200,12 @@ def run_serve(options: argparse.Namespace) -> int:
     ):
         raise KeyboardInterrupt  # answers had their time; the exit code says what ended the command
     return 0
+
+
+def _name_as_asked(options: argparse.Namespace, asked_model: str) -> None:
+    """Call a model whose revision was pulled as it was asked for: its folder's name is a commit."""
+    if options.model != asked_model and options.name is None:
+        options.name = asked_model
 
 
 def configured(options: argparse.Namespace) -> argparse.Namespace:

@@ -47,6 +47,8 @@ def in_flags(text: str, field: object, flags: Mapping[str, str]) -> str:
             value += "B"
         return f"{flag} {value}" if value else flag
 
+    # What the command line itself refuses has its flag already.
+    text = re.sub(r"\A(--[a-z][a-z-]*)=(?:'([^'\n]+)'|\"([^\"\n]+)\")(?=:)", r"\1 \2\3", text)
     edge = r"(?<![\w./\\'\"=-])"
-    text = re.sub(rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(\d+\b)|)", given, text)
+    text = re.sub(rf"{edge}({names})=(?:'([^'\n]*)'|\"([^\"\n]*)\"|(\d+\b)|True\b|)", given, text)
     return re.sub(rf"{edge}({spelled})(?![\w=/\\'\"-]|\.\w)", lambda match: flags[match.group(1)], text)

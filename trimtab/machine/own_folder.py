@@ -14,6 +14,7 @@ import os
 import stat
 import tempfile
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from platformdirs import user_cache_path
@@ -21,7 +22,6 @@ from platformdirs import user_cache_path
 DIGEST_BYTES = 64  # in hexadecimal
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 _HAS_OWNERS = hasattr(os, "geteuid")
-_LOGGED: set[str] = set()
 
 
 class RefusedError(OSError):
@@ -40,11 +40,14 @@ def own_folder(name: str) -> Path:
     try:
         _check(folder, os.lstat(folder), is_folder=True)
     except RefusedError as exc:
-        if str(folder) not in _LOGGED:
-            _LOGGED.add(str(folder))
-            logging.getLogger("trimtab").warning("%s; nothing is cached there", exc)
+        _warn_once(str(exc))
         raise
     return folder
+
+
+@cache
+def _warn_once(refusal: str) -> None:
+    logging.getLogger("trimtab").warning("%s; nothing is cached there", refusal)
 
 
 def _check(path: Path, seen: os.stat_result, *, is_folder: bool) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trimtab.checkpoint.adapter_file import CONFIG_NAME
 from trimtab.checkpoint.write import sync_folder, write_whole
 from trimtab.errors import DoesNotFitError, RequestError
 
@@ -41,8 +42,15 @@ def check_place(out: Path, model: Path, adapters: Mapping[str, Path], *, overwri
         raise RequestError("its parent folder does not exist", field="out", value=str(out))
     if here.exists() and not here.is_dir():
         raise RequestError("is a file", field="out", value=str(out))
+    if (here / CONFIG_NAME).exists():
+        raise RequestError(
+            "is an adapter; the merged checkpoint needs a folder of its own", field="out", value=str(out),
+            hint="Give the adapter as adapters= and another folder",
+        )  # fmt: skip
     if here.is_dir() and any(here.iterdir()) and not overwrite:
-        raise RequestError("exists and is not empty", field="out", value=str(out), hint="Give overwrite to replace it")
+        raise RequestError(
+            "exists and is not empty", field="out", value=str(out), hint="Give overwrite=True to replace it"
+        )
 
 
 def check_room(out: Path, needed_bytes: int) -> None:

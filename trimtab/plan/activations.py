@@ -18,6 +18,7 @@ from types import MappingProxyType
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cost import HEAD_CHUNK_VALUES
+from trimtab.plan.kv_form import copy_bytes, position_bytes
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import LoadRequest
 
@@ -94,7 +95,7 @@ def patches_of(model_type: str) -> tuple[int, int]:
 @dataclass(frozen=True, kw_only=True)
 class Use:
     """The tokens and patches of one request, for all rows of the batch together unless stated. prefill_tokens: of one chunk of
-    the prompt, for one row. patches, sound_s: of one row's prompt."""
+    the prompt, for one row. patches, sound_s: of one row's prompt. kv: the form of keys and values."""
 
     context_tokens: int
     prefill_tokens: int
@@ -104,6 +105,7 @@ class Use:
     soft_tokens: int
     sound_s: float
     pool_tokens: int | None = None
+    kv: str = "full"
 
     @property
     def prompt_tokens(self) -> int:
@@ -132,10 +134,13 @@ def use_of(
         answer_tokens=min(answer_tokens, max(request.context_tokens // 2, 1)), batch=request.batch,
         patches=images * patches, soft_tokens=images * soft, sound_s=sound_s,
         pool_tokens=pool_tokens(request.kv_tokens, rows=request.batch, context_tokens=request.context_tokens),
+        kv=request.kv,
     )  # fmt: skip
 
 
-def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, tokens: int, new_tokens: int) -> int:
+def kv_cache_bytes(
+    layers: tuple[KVLayer, ...], dtype: str, *, batch: int, tokens: int, new_tokens: int, kv: str = "full"
+) -> int:  # fmt: skip
     """Return the most that transformers' DynamicCache holds while `new_tokens` are added to reach `tokens`.
 
     Full layers hold every token; a sliding layer keeps a view of window - 1 tokens whose storage is the whole piece
@@ -146,7 +151,7 @@ def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, token
     for layer in layers:
         if layer.shares is not None:
             continue
-        token_bytes = batch * layer.kv_heads * layer.head_dim * DTYPE_BYTES[dtype]
+        token_bytes = batch * position_bytes(layer, dtype, kv)
         cached = tokens if layer.window is None else min(tokens, layer.window - 1 + new_tokens)
         before = max(cached - new_tokens, 0)
         total += 2 * cached * token_bytes
@@ -155,7 +160,7 @@ def kv_cache_bytes(layers: tuple[KVLayer, ...], dtype: str, *, batch: int, token
 
 
 def row_cache_bytes(
-    layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None
+    layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, pool: int | None = None, kv: str = "full"
 ) -> int:  # fmt: skip
     """Return the bytes of the fixed key and value buffers of `rows` sequences: every position of a full layer, or the `pool` of
     tokens that the rows share (runtime/kv_pages.py), and a window of a sliding one (runtime/hf_slots.py)."""
@@ -165,15 +170,17 @@ def row_cache_bytes(
             positions = rows * (context_tokens if layer.window is None else min(layer.window, context_tokens))
             if pool is not None and layer.window is None:
                 positions = (FIRST + pages_of(pool)) * PAGE_TOKENS
-            total += 2 * layer.kv_heads * positions * layer.head_dim * DTYPE_BYTES[dtype]
+            total += 2 * positions * position_bytes(layer, dtype, kv)
     return total
 
 
-def paged_copy_bytes(layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int) -> int:
+def paged_copy_bytes(
+    layers: tuple[KVLayer, ...], dtype: str, *, rows: int, context_tokens: int, kv: str = "full"
+) -> int:  # fmt: skip
     """Return what reading a layer's pages in one piece takes for a while, where attention is torch's own: keys and values of all
     positions of `rows` rows."""
-    full = [layer.kv_heads * layer.head_dim for layer in layers if layer.shares is None and layer.window is None]
-    return 2 * rows * context_tokens * max(full, default=0) * DTYPE_BYTES[dtype]
+    full = [position_bytes(layer, dtype, kv) for layer in layers if layer.shares is None and layer.window is None]
+    return 2 * rows * context_tokens * max(full, default=0)
 
 
 @dataclass(frozen=True)
@@ -255,20 +262,22 @@ def needs_of(
     layers, dtype = anatomy.kv_layers, anatomy.dtype
     piece = chunk_tokens or use.prefill_tokens
     rows = use.batch + (1 if chunk_tokens and use.batch > 1 else 0)
-    pool, context = use.pool_tokens, use.context_tokens
-    fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=context, pool=pool) if has_rows else 0
+    pool, context, kv = use.pool_tokens, use.context_tokens, use.kv
+    fixed = row_cache_bytes(layers, dtype, rows=rows, context_tokens=context, pool=pool, kv=kv) if has_rows else 0
+    reads_pages = not is_fused or kv == "int8"
     copies = [
-        0 if pool is None else paged_copy_bytes(layers, dtype, rows=count, context_tokens=context)
-        for count in (1, 0 if is_fused else use.batch)
+        (0 if pool is None else paged_copy_bytes(layers, dtype, rows=count, context_tokens=context, kv=kv))
+        + copy_bytes(layers, dtype, kv, rows=many, context_tokens=context, new_tokens=new)
+        for count, many, new in ((1, 1, min(piece, context)), (use.batch if reads_pages else 0, use.batch, 1))
     ]
-    stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=use.context_tokens, new_tokens=1)
+    stepped = fixed or kv_cache_bytes(layers, dtype, batch=use.batch, tokens=context, new_tokens=1, kv=kv)
     phases: dict[str, tuple[int, int]] = {
         "prompt": (
             fixed
             + (
                 0
                 if chunk_tokens
-                else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece)
+                else kv_cache_bytes(layers, dtype, batch=1, tokens=use.context_tokens, new_tokens=piece, kv=kv)
             ),
             prompt.text(piece, use.context_tokens) + copies[0],
         ),
@@ -293,7 +302,7 @@ def smaller_needs(
         "batch=1": replace(use, batch=1, pool_tokens=None),
         "no pictures": replace(use, patches=0, soft_tokens=0),
         "no sound": replace(use, sound_s=0.0),
-    }
+    } | ({"kv='int8'": replace(use, kv="int8")} if anatomy.capture_unsupported is None else {})
     for name, smaller in tries.items():
         less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
         saved = now.kv_cache_bytes + now.activation_bytes - less.kv_cache_bytes - less.activation_bytes

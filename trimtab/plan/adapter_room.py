@@ -14,12 +14,11 @@ from trimtab.checkpoint.adapter_file import TENSORS_NAME
 from trimtab.checkpoint.adapter_match import AdapterSpec
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.plan.activations import needs_of, use_of
+from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.execution import CAPTURED, step_bytes
 from trimtab.plan.plan import Plan
 from trimtab.plan.prompt_memory import prompt_bytes
 
-# What an adapter in host memory takes beside its tensors: names, shapes and where each goes. Measured: 0.12 MiB for 74 modules.
-HELD_OBJECT_BYTES = 2**17
 # Captured prompts read adapters of one layout from one place; so many places are kept.
 MOST_LAYOUTS = 2
 
@@ -75,8 +74,9 @@ def first_adapter_bytes(plan: Plan, anatomy: Anatomy) -> int:
         total = needs.kv_cache_bytes + needs.activation_bytes
         if step.bytes:
             counted = step_bytes(
-                step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters
-            )
+                step.mode, anatomy, rows=use.batch, context_tokens=use.context_tokens, has_adapters=has_adapters,
+                kv=use.kv,
+            )  # fmt: skip
             total += sum(counted.values())
         if plan.execution.prompt.mode in CAPTURED:
             total += sum(prompt_bytes(anatomy, use, chunks, quant=quant, has_adapters=has_adapters).values())

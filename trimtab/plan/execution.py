@@ -165,12 +165,12 @@ def unsupported_reason(
 # Bytes -----------------------------------------------------------------------------------------------------------------
 
 
-def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool) -> int:
-    """Return how many graphs a batch of `rows` rows captures: each bucket, with adapters and without, for modules also each
-    number of positions that attention reads."""
+def graph_count(mode: str, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full") -> int:
+    """Return how many graphs a batch of `rows` rows captures: each bucket, with adapters and without, for modules and for 8-bit
+    keys and values also each number of positions that attention reads."""
     buckets = len([size for size in BUCKETS if size < rows]) + 1
     positions = 1
-    if mode == "graph":
+    if mode == "graph" or kv == "int8":
         seen = SMALLEST_POSITIONS
         while seen < context_tokens:
             seen, positions = 2 * seen, positions + 1
@@ -184,7 +184,9 @@ def check_bytes(anatomy: Anatomy, *, rows: int = KERNEL_ROWS) -> int:
     return max(CHECK_BYTES, values * (4 * DTYPE_BYTES[anatomy.dtype] + 4) + 4 * CHECK_PIECE_VALUES * 8)
 
 
-def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool) -> dict[str, int]:
+def step_bytes(
+    mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, has_adapters: bool, kv: str = "full"
+) -> dict[str, int]:  # fmt: skip
     """Return what steps take on the device, by item, without keys and values.
 
     "kernels" and "graphs" are in the driver's memory, the others in torch's.
@@ -192,7 +194,7 @@ def step_bytes(mode: str, anatomy: Anatomy, *, rows: int, context_tokens: int, h
     counted = {"kernels": LIBRARY_BYTES + KERNEL_BYTES[mode], "workspaces": WORKSPACE_BYTES}
     if mode == "eager":
         return counted
-    graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters)
+    graphs = graph_count(mode, rows=rows, context_tokens=context_tokens, has_adapters=has_adapters, kv=kv)
     sizes = [*(size for size in BUCKETS if size < rows), rows]
     kinds = 2 if has_adapters else 1
     # Every graph keeps its logits in float32; the softcap's temporaries and those in the model's dtype are shared.

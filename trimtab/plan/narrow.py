@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from trimtab.errors import gib
 from trimtab.plan.plan import OUTSIDE_PEAK, Plan
-from trimtab.plan.table import grouped, held_limit, rate_text, time_text
+from trimtab.plan.table import grouped, held_limit, keys_and_values, rate_text, time_text
 
 WIDTH = 80
 _NAME = 34
@@ -41,6 +41,8 @@ def narrow_table(plan: Plan) -> str:
     if plan.dtype_reason:
         lines += _wrapped(f"type: {request.dtype}: {plan.dtype_reason}", hanging=4)
     lines += _wrapped(f"output head: {execution.head}: {execution.head_reason}", hanging=4)
+    for what, form, size, _, why in keys_and_values(plan):
+        lines += _wrapped(f"{what}: {form}, {size}: {why}", hanging=4)
     if plan.unquantized:
         total = sum(row.bytes for row in plan.unquantized)
         reasons = "; ".join(dict.fromkeys(row.reason or "not quantized" for row in plan.unquantized))

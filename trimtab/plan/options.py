@@ -15,6 +15,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.execution import CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
+from trimtab.plan.kv_form import check_kv
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -43,6 +44,7 @@ def choose_plan(
     heads: "full" and "int8" -> the anatomy with that head; the first is taken unless the other keeps more of the decoder on the
     device. planned: (anatomy, head, mode, reason) -> plan. Errors: as `make_plan`.
     """
+    check_kv(request.kv, next(iter(heads.values())))
     plans: dict[str, Plan] = {}
     errors: list[DoesNotFitError] = []
     for head, anatomy in heads.items():
@@ -57,6 +59,11 @@ def choose_plan(
     chosen, reason = _chosen_head(request, plans, machine, head_refused)
     plan = plans[chosen]
     return replace(plan, execution=replace(plan.execution, head_reason=reason))
+
+
+# Whether prompts may be captured beside layers that are copied in every step. By its tensors a captured chunk of 256 takes as much
+# as one that is not captured; what the pool of its graphs holds beyond them is not counted (decision 20; bench/cards.py tries it).
+CAPTURES_BESIDE_COPIES = False
 
 
 def choose_chunks_of(
@@ -85,7 +92,7 @@ def choose_chunks_of(
                 plan = with_chunks(chunks, captured)
                 if not _off_device(plan):
                     return plan
-                plans += [] if captured else [plan]
+                plans += [] if captured and not CAPTURES_BESIDE_COPIES else [plan]
     return min(plans, key=lambda plan: plan.expected_s) if plans else with_chunks((), False)
 
 
@@ -226,6 +233,8 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
     for head in ("full", "int8"):
         if request.head != head:
             yield f"head={head!r}", replace(request, head=head)
+    if request.kv == "full":
+        yield "kv='int8'", replace(request, kv="int8")
     for share in (2, 4):
         if request.context_tokens // share >= LEAST_CONTEXT:
             tokens = request.context_tokens // share
@@ -282,6 +291,8 @@ def _smaller(request: LoadRequest) -> list[list[tuple[str, LoadRequest]]]:
         kinds.append([("audio_s=0", replace(request, audio_s=0.0))])
     if request.head == "full":
         kinds.append([("head='int8'", replace(request, head="int8"))])
+    if request.kv == "full":
+        kinds.append([("kv='int8'", replace(request, kv="int8"))])
     if request.decode not in ("auto", "repacked"):
         kinds.append([("decode='auto'", replace(request, decode="auto"))])
     if request.place or request.device_map is not None:

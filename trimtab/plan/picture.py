@@ -175,6 +175,7 @@ def layout(plan: Plan) -> tuple[list[Shape], float]:
 def _execution_line(plan: Plan) -> str:
     execution = plan.execution
     head = ", 8-bit head" if execution.head == "int8" else ""
+    head += ", 8-bit keys and values" if plan.request.kv == "int8" else ""
     rate = f"{execution.tokens_per_s:.0f}" if execution.tokens_per_s >= 10 else f"{execution.tokens_per_s:.1f}"
     towers = "" if execution.towers is None else f"towers {execution.towers.mode}, "
     return (

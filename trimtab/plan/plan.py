@@ -21,6 +21,7 @@ from trimtab.plan.cards import Card, marked
 from trimtab.plan.cost import Rates
 from trimtab.plan.execution import MODES, Execution
 from trimtab.plan.kv_pool import pool_tokens
+from trimtab.plan.module_tree import ModuleTree
 from trimtab.plan.reading import read_row
 from trimtab.request import DTYPES, HEADS, TIERS, LoadRequest
 
@@ -76,7 +77,7 @@ class Plan:
     execution: how prompts and steps run, and the output head. adapter_bytes: name -> bytes on the execution device.
     adapter_stamps: name -> the stamps of its files. card: the profile that all figures were estimated from, None for this
     machine's own. dtype_reason: why the dtype was chosen, or what a requested one costs; "" for a usual one. version: of the
-    file format.
+    file format. module_tree: what planning may leave to the first load; no part of the plan's value, not compared, not saved.
     """
 
     request: LoadRequest
@@ -104,6 +105,7 @@ class Plan:
     card: Card | None = None
     dtype_reason: str = ""
     version: int = PLAN_VERSION
+    module_tree: ModuleTree[Any] = field(default_factory=ModuleTree, compare=False, repr=False)
 
     def __str__(self) -> str:
         from trimtab.plan.table import table
@@ -130,6 +132,11 @@ class Plan:
     def tiers(self) -> dict[str, str]:
         """Return block_path -> tier."""
         return {row.block_path: row.tier for row in self.placements}
+
+    @property
+    def made_of(self) -> tuple[Any, ...]:
+        """What decides which module tree is this plan's: the checkpoint's files and the dtype."""
+        return self.request.model, self.checkpoint_stamps, self.request.dtype
 
     @property
     def pool_tokens(self) -> int | None:
@@ -166,7 +173,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready values."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.compare}
         values["held_adapters_limit_bytes"] = self.held_adapters_limit_bytes
         values["request"] = self.request.to_json()
         values["rates"] = asdict(self.rates)

@@ -46,6 +46,7 @@ from trimtab.plan.execution import (
     step_bytes,
     step_s,
 )
+from trimtab.plan.kv_form import with_kv
 from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan, fitting_changes
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
@@ -129,7 +130,7 @@ def make_plan(
             raise
         raise _advised(exc, request, adapters, make, head8) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
-    plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
+    plan = with_kv(with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared), anatomy)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 
@@ -149,8 +150,8 @@ def _made(
             ).plan()  # fmt: skip
 
         is_captured = mode in CAPTURED and not machine.on_cpu and one.prompts_unsupported is None
-        # An image whose tokens see each other goes through in one chunk.
-        least = patches_of(one.model_type)[1] if request.images and "vision" in one.parts else 0
+        has_wholes = bool(request.images) and "vision" in one.parts and one.images_look_ahead
+        least = patches_of(one.model_type)[1] if has_wholes else 0  # such an image goes through in one chunk
         most = INVARIANT_CHUNK if request.batch_invariant else max(CHUNKS)
         return choose_chunks_of(
             with_chunks, is_captured=is_captured, least_tokens=min(least, max(CHUNKS)), most_tokens=most
@@ -341,7 +342,7 @@ class _Planner:
             return {}
         counted = step_bytes(
             self.mode, self.anatomy, rows=self.use.batch, context_tokens=self.use.context_tokens,
-            has_adapters=bool(self.adapter_sizes),
+            has_adapters=bool(self.adapter_sizes), kv=self.use.kv,
         )  # fmt: skip
         if self.is_captured and not self.captures_prompts:
             counted |= {"fragments": FRAGMENT_BYTES}
@@ -359,8 +360,7 @@ class _Planner:
         is_switched = len(sizes) > 1 or self.use.batch > 1
         return prompt_bytes(
             self.anatomy, self.use, self.chunks, quant=self.request.quant,
-            has_adapters=bool(sizes),
-            adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
+            has_adapters=bool(sizes), adapter_copy_bytes=copies_bytes(sizes) if is_switched else 0,
         )  # fmt: skip
 
     def _fixed_bytes(self) -> int:

@@ -13,9 +13,10 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy
 from trimtab.plan.activations import FLOAT32_BYTES, KEPT, Use, needs_of
 from trimtab.plan.blocks import quant_of
 
-# A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Measured on one H200: 155 MB
-# for 9 graphs of E4B with bitsandbytes' kernels alone, 73 with ours, 132 MB for 8 of Qwen3-8B (bench/results/prompts.json), divided
-# by what `kernels_of` counts.
+# A kernel in a captured graph: its node in the driver, its arguments and, the first time, its code. Graphs of E4B and E2B took 0.6
+# to 1.0 KiB on one H200 (bench/results/cards.json), and twice that with bitsandbytes' kernels alone. The rest makes up for what
+# the pool of the graphs holds beyond their tensors, segments that are never joined: 105 MiB with chunks of 128 and 512. With 2 KiB
+# here, E4B on 3.8 GiB ran out of memory.
 KERNEL_BYTES = 5 * 2**10
 # A prompt of 512 tokens in smaller chunks than this takes as long as one that is not captured: a chunk unpacks every weight.
 LEAST_LARGEST = 128

@@ -24,7 +24,7 @@ def read_fields(kind: type[Made], value: Any, where: str) -> dict[str, Any]:
     """Return the checked values of a frozen dataclass by name, nested ones made. Errors: RequestError with the field's path."""
     if not isinstance(value, Mapping):
         raise RequestError("must be an object", field=where, value=_short(value))
-    known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+    known = set(_hints(kind))  # type: ignore[arg-type]
     for key in [*sorted(map(str, value.keys() - known)), *sorted(known - value.keys())]:
         raise RequestError(
             "is missing" if key in known else "unknown key", field=f"{where}.{key}", allowed=sorted(known)
@@ -40,8 +40,9 @@ def read_row(kind: type[Made], value: Any, where: str) -> Made:
 
 @cache
 def _hints(kind: type) -> dict[str, Any]:
+    """Return name -> type of the fields that are part of a value."""
     hints = get_type_hints(kind)
-    return {item.name: hints[item.name] for item in fields(kind)}
+    return {item.name: hints[item.name] for item in fields(kind) if item.compare}
 
 
 def read_value(hint: Any, value: Any, where: str) -> Any:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from trimtab.checkpoint.adapter_file import TENSORS_NAME
 from trimtab.errors import gib
+from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.plan.execution import Phase
+from trimtab.plan.kv_form import KV8_KL
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Unquantized
 
 WIDEST_REASON = 110
@@ -17,6 +20,7 @@ def table(plan: Plan) -> str:
     head = (
         f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if plan.execution.head == 'int8' else ''}"
+        f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
         f"{'batch-invariant, ' if request.batch_invariant else ''}"
         f"context {request.context_tokens}, batch {request.batch}, images {request.images}, "
         f"audio {request.audio_s:g} s"
@@ -104,8 +108,22 @@ def _devices(plan: Plan) -> list[str]:
 
 
 def held_limit(plan: Plan) -> str:
-    """Return what adapters in host memory may take, where a server keeps them."""
-    return f" of {gib(plan.held_adapters_limit_bytes)} for adapters" if plan.host.get("held_adapters") else ""
+    """Return what adapters in host memory may take, and what a server would keep there if the plan was not made for one."""
+    limit = gib(plan.held_adapters_limit_bytes)
+    if plan.host.get("held_adapters"):
+        return f" of {limit} for adapters"
+    kept = served_bytes(plan)
+    return f"; trimtab serve also keeps the adapters here: {gib(kept)} of {limit}" if kept else ""
+
+
+def served_bytes(plan: Plan) -> int:
+    """Return the bytes that a server keeps in host memory for the adapters of a plan; one folder counts once."""
+    files = {
+        plan.request.adapters[name]: count
+        for name, stamps in plan.adapter_stamps.items() if name in plan.request.adapters
+        for file, count, _ in stamps if file == TENSORS_NAME
+    }  # fmt: skip
+    return sum(count + HELD_OBJECT_BYTES for count in files.values())
 
 
 def _execution(plan: Plan) -> list[str]:
@@ -122,13 +140,22 @@ def _execution(plan: Plan) -> list[str]:
         *_towers(execution.towers),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
-    if (pool := plan.pool_tokens) is not None:
-        request = plan.request
-        why = f"{pool} tokens for {request.batch} rows of up to {request.context_tokens}"
-        if step.mode != "fused":
-            why += "; every step copies the pages that its rows look at"
-        rows.append(("keys and values", "pages", gib(plan.gpu["kv_cache"]), "-", why))
+    rows += keys_and_values(plan)
     return _aligned(rows, right=(2,))
+
+
+def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
+    """Return how keys and values are kept, where it is not in full with a context for each row."""
+    request, pool = plan.request, plan.pool_tokens
+    why = []
+    if pool is not None:
+        why.append(f"{pool} tokens for {request.batch} rows of up to {request.context_tokens}")
+        if plan.execution.step.mode != "fused" or request.kv == "int8":
+            why.append("every step copies the pages that its rows look at")
+    if request.kv == "int8":
+        why.append(f"asked for; mean KL {KV8_KL:.1e} on the demo model; every step copies a layer's in {request.dtype}")
+    form = ["pages"] * (pool is not None) + ["int8"] * (request.kv == "int8")
+    return [("keys and values", ", ".join(form), gib(plan.gpu["kv_cache"]), "-", "; ".join(why))] if why else []
 
 
 def _towers(towers: Phase | None) -> list[tuple[str, ...]]:

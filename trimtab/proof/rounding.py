@@ -18,7 +18,7 @@ from torch import Tensor
 from trimtab.proof import forced
 from trimtab.proof.criterion import DRAWS
 from trimtab.runtime.leaves import Leaf
-from trimtab.runtime.lora import EmbeddingAdapter, LinearAdapter
+from trimtab.runtime.lora import EmbeddingAdapter, Fitting, Holders, LinearAdapter
 
 NEAREST = "change added to the weights, rounded to the nearest"
 PACKED = "change added to the weights, packed to 4 bits"
@@ -78,13 +78,14 @@ def merged_in_memory(
                 own = module.__dict__["adapters"].get(adapter)
                 form = forms.get(getattr(module, "module_path", ""))
                 module.__dict__["adapters"][_NAME] = _rounded(module, own, form, generator)
-        route.names.add(_NAME)
+        # Without a serial: nothing captures it.
+        route.holders[_NAME] = Holders(Fitting(model.hf_model, [], {}, frozenset(), 0), [])
         route.set(_NAME)
         yield
     finally:
         for module in changed:
             module.__dict__["adapters"].pop(_NAME, None)
-        route.names.discard(_NAME)
+        route.holders.pop(_NAME, None)
         route.set(before)
 
 

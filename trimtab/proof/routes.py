@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trimtab import errors
-from trimtab.errors import DeviceError, TrimtabError, UpstreamError
+from trimtab.errors import DeviceError, UpstreamError, rebuilt
 from trimtab.plan import Plan
 from trimtab.process import FAILED, OOM_HOST, Outcome, run_inside
 from trimtab.proof.compare import Noise, NoiseFloor
@@ -204,21 +203,12 @@ def raise_told(lines: Sequence[Mapping[str, Any]], label: str) -> None:
     """Raise the exception that a process reported."""
     for line in lines:
         if line.get("event") == "error":
-            raise rebuilt(line)
+            raise rebuilt(line["kind"], line["message"], line["fields"])
         if line.get("event") == "upstream":
             raise UpstreamError(
                 f"{label}: {line['type']}: {line['message']}", package=line["package"], installed=line["installed"],
                 hint="This route does not run here; `trimtab doctor` says whether it is a known bug",
             )  # fmt: skip
-
-
-def rebuilt(line: Mapping[str, Any]) -> TrimtabError:
-    """Return an error of ours as it was raised in the other process: kind, message and fields."""
-    kind = getattr(errors, line["kind"])
-    error: TrimtabError = kind.__new__(kind)
-    Exception.__init__(error, line["message"])
-    error.__dict__.update({name: tuple(v) if isinstance(v, list) else v for name, v in line["fields"].items()})
-    return error
 
 
 def _died(outcome: Outcome, label: str, timeout_s: float) -> DeviceError:

@@ -35,6 +35,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
 
 
 def _run(request: Mapping[str, Any], emit: Emit) -> None:
+    stock_route.bound_attention()
     with stock_route.recorded_warnings() as loading:
         model = stock_route.load_base(request["folder"], request["quant"], request["dtype"], request["device"])
         device = next(model.parameters()).device

@@ -19,6 +19,7 @@ from trimtab.checkpoint.vocabulary import check_vocabulary
 from trimtab.errors import RequestError
 from trimtab.packages import STOCK, check_installed
 from trimtab.plan import Plan
+from trimtab.process import check_python
 from trimtab.proof import compare, forced
 from trimtab.proof import prompts as asked
 from trimtab.proof.comparisons import AGAINST, Case, case_of
@@ -62,9 +63,16 @@ def verify(
         raise RequestError(
             "has no effect: neither side of this comparison is the stock stack", field="python", value=str(python)
         )
-    if python is None and (str(against) == "stock" or lanes):
+    if python is not None:
+        check_python(python)
+    elif str(against) == "stock" or lanes:
         check_installed(STOCK, field="against" if str(against) == "stock" else "lanes", value=str(against))
     request = _request(plan_or_model, adapters, quant, head, against)
+    if request.kv != "full":
+        raise RequestError(
+            "logits are compared in passes that keep no keys and values, so 8 bits would not be compared", field="kv",
+            value=request.kv, allowed=("full",), hint="Omit it: weights and placement are compared",
+        )  # fmt: skip
     checkpoint = read_checkpoint(request.model)
     chosen = _prompts(prompts)
     with tempfile.TemporaryDirectory(prefix="trimtab-verify-", ignore_cleanup_errors=True) as folder:

@@ -167,6 +167,5 @@ class Asking:
         with self.turns.hold("reload_adapter"), self._out_of_memory_named(f"loading adapter {name}"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
-            del self._attached[name]
             self._attach(name, held)
         return True

@@ -76,8 +76,9 @@ class Batch:
         self.context_tokens = self.context_tokens or self.model.context_tokens
         self.ends = frozenset(hf_generate.end_token_ids(self.model.hf_model))
         self.cache = hf_slots.SlotCache(
-            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens
-        )
+            self.rows, self.context_tokens, self.model.device, kv_tokens=self.model.plan.request.kv_tokens,
+            kv=self.model.plan.request.kv,
+        )  # fmt: skip
         self.pages = RowPages(self.cache, self.context_tokens)
         self.tokens = torch.zeros(self.rows, 1, dtype=torch.long, device=self.model.device)
         self._top: dict[Row, int | None] = {}
@@ -142,7 +143,7 @@ class Batch:
             adapter, request, sampler, list(inputs.token_ids), inputs.prompt_tokens, constraint=constraint, client=client,
             group=group,
         )  # fmt: skip
-        return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model))
+        return Prompt(self, inputs, row, top_logprobs, hf_slots.prompt_cache(self.model.hf_model, self.cache.kv))
 
     def _fork(self, prompt: Prompt) -> bool:
         """Use the prompt of a row of the same group, if its states are complete. Returns whether there is one."""

@@ -81,7 +81,7 @@ def prepare(
     if continue_final_message:
         _check_continues(messages[-1])
     _check_modalities(model, pictures, sounds)
-    _check_planned(model, "image", len(pictures), "images", "pictures")
+    _check_planned(model, "image", len(pictures), "images", "images")
     processor, device = model.processor, device or model.device
     if not (pictures or sounds) and not hasattr(processor, "tokenizer"):
         return _text_only(
@@ -100,7 +100,7 @@ def decode_media(model: Any, messages: Sequence[Mapping[str, Any]]) -> list[dict
     """
     checked, pictures, sounds = _messages(messages, (), (), None)
     _check_modalities(model, pictures, sounds)
-    _check_planned(model, "image", len(pictures), "images", "pictures")
+    _check_planned(model, "image", len(pictures), "images", "images")
     feature = getattr(model.processor, "feature_extractor", None)
     if sounds and feature is None:
         raise CheckpointError("its processor has no feature extractor for audio", path=model.processor_folder)
@@ -231,7 +231,7 @@ def _check_planned(model: Any, field: str, count: float, planned: str, what: str
     limit = getattr(model.plan.request, planned)
     if count > limit:
         raise RequestError(
-            f"the prompt has {count:g} {what}, the model was loaded for {limit:g}", field=field,
+            f"the prompt has {count:g} {what}, the limit is {limit:g}", field=field,
             hint=f"{PLAN_HINT}{planned}={count:g}",
         )  # fmt: skip
 

@@ -26,7 +26,7 @@ class Embedding:
         check_fits(model, inputs, 0)
         self._pooling = pooling
         self._model, self._inputs, self.adapter = model, inputs, adapter
-        self._cache = hf_slots.prompt_cache(model.hf_model)
+        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
         self._sum: Tensor | None = None  # [D] float32
 

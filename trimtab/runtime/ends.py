@@ -73,8 +73,8 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def prepare(module: nvrtc.Module) -> None:
     """Give a module what the blocks of a launch tell each other by, which every launch leaves at zero."""
-    module.kept["best"] = torch.zeros(_MAX_ROWS, dtype=torch.int64, device=module.device)
-    module.kept["arrived"] = torch.zeros(_MAX_ROWS, dtype=torch.int32, device=module.device)
+    module.scratch["best"] = torch.zeros(_MAX_ROWS, dtype=torch.int64, device=module.device)
+    module.scratch["arrived"] = torch.zeros(_MAX_ROWS, dtype=torch.int32, device=module.device)
 
 
 def _runs(module: nvrtc.Module | None, x: Tensor) -> bool:
@@ -205,7 +205,7 @@ def likeliest(
         f"likeliest_{v}", (-(-width // (256 * v)), n), (256,),
         [
             logits, logits.stride(0), cap, inverse, scores, tokens, following,
-            0 if following is None else following.stride(0), module.kept["best"], module.kept["arrived"], width,
+            0 if following is None else following.stride(0), module.scratch["best"], module.scratch["arrived"], width,
             _half(logits),
         ],
         dependent=dependent,
@@ -276,7 +276,7 @@ def check(
         reason = _wrong_front(module, inputs, sizes, n) or _wrong_scores(module, inputs)
         if reason is not None:
             return f"{reason} (n = {n})"
-    if any(bool(module.kept[name].any()) for name in ("best", "arrived")):
+    if any(bool(module.scratch[name].any()) for name in ("best", "arrived")):
         return "argmax: its counters are not reset to zero"
     return None
 

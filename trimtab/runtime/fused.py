@@ -65,7 +65,7 @@ def load(device: torch.device | str) -> nvrtc.Module:
 
 def prepare(module: nvrtc.Module) -> None:
     """Give a module the counters of its launches, which every launch leaves at zero."""
-    module.kept["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
+    module.scratch["arrived"] = torch.zeros(_COUNTERS, dtype=torch.int32, device=module.device)
 
 
 def attention_options(
@@ -83,11 +83,11 @@ def attention_options(
 
 def load_attention(module: nvrtc.Module, options: tuple[str, ...]) -> nvrtc.Module:
     """Return the module of one kind of layer, compiled where this is the first use. Errors: DeviceError."""
-    if options not in module.kept:
-        module.kept[options] = nvrtc.Module(
+    if options not in module.attention:
+        module.attention[options] = nvrtc.Module(
             source("attend.cu"), device=module.device, options=options, name="attend.cu"
         )
-    return module.kept[options]
+    return module.attention[options]
 
 
 def why_not(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, *, width: int = 8) -> str | None:
@@ -392,7 +392,7 @@ def _launch_attend(
     own.launch(
         "attend", (splits, kv_heads, n), (int(options[0].partition("=")[2]) // 2,),
         [
-            *given, keys, values, positions, parts, sums, module.kept["arrived"], out, places, float(scaling),
+            *given, keys, values, positions, parts, sums, module.scratch["arrived"], out, places, float(scaling),
             float(softcap or 0.0), int(here), *table, *ahead_arguments(ahead),
         ],
         dependent=dependent,

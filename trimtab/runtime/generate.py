@@ -227,6 +227,7 @@ class Generation:
                 self._model.hf_model, dict(self._inputs.tensors), self._request, streamer=self._stream,
                 is_over=self._stream.is_over, prefill_chunk_tokens=self._chunk(), device=self._model.device,
                 adapter=getattr(getattr(self._model, "route", None), "name", None), logprobs=self._stream.logprobs,
+                kv=_kv_of(self._model),
             )  # fmt: skip
         except BaseException as exc:  # raised in the consumer's thread
             self._stream.queue.put(exc)
@@ -257,6 +258,12 @@ class Generation:
         """Return the prompt's piece size, None for one piece: an image or sound has to be in one with its tokens."""
         chunk = getattr(self._model, "prefill_tokens", None)
         return chunk if chunk and not self._inputs.has_media and self._inputs.prompt_tokens > chunk else None
+
+
+def _kv_of(model: Any) -> str:
+    """Return the form of a model's keys and values; the bridge's models have no plan."""
+    plan = getattr(model, "plan", None)
+    return "full" if plan is None else str(plan.request.kv)
 
 
 def logprobs_of(sampled: Any) -> tuple[TokenLogprob, ...]:

@@ -254,7 +254,7 @@ class Steps:
         self.batch.cache.seen_places = self._places()
         has_adapters = any(names)
         key: tuple[Hashable, ...] = (kind, bucket)
-        if kind == "modules":
+        if kind == "modules" or self.batch.cache.kv == "int8":
             key = (*key, self.batch.cache.seen_places)
         if slots is not None:
             slots.set_rows(padded)

@@ -349,6 +349,7 @@ def anatomy_of(
         capture_unsupported=hf_slots.why_not(probed.model),
         fused_unsupported=hf_gemma4.why_not(probed.model),
         prompts_unsupported=hf_prefill.why_not(probed.model),
+        images_look_ahead=hf_prefill.images_look_ahead(probed.config),
     )
 
 
@@ -383,7 +384,8 @@ def _load(auto: Any, folder: Path, what: str) -> Any:
         with _quiet():
             return auto.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as exc:  # tokenizers raises bare Exceptions
+        is_there = any(folder.glob("*token*")) or any(folder.glob("vocab*")) or any(folder.glob("*.model"))
         raise CheckpointError(
-            f"has no usable {what} ({_words(exc)})", path=folder,
+            f"has no usable {what} ({_words(exc)})" if is_there else "has no tokenizer files", path=folder,
             hint="Copy the tokenizer and processor files of the model into the folder",
         ) from exc  # fmt: skip

@@ -161,6 +161,7 @@ class FusedStep:
         self._scales = {table: _scale(table) for table in tables if isinstance(table, Table)}
         self._staged = [next(iter(staged_in(layer)), None) for layer in self._layers]
         self._why_no_pages = self._wrong_pages()
+        self._zeros = torch.zeros_like(cache.positions)
 
     def _can_multiply(self, group: Sequence[Leaf]) -> bool:
         if self.kernels.matvec is None or not self.kernels.pays(group):
@@ -174,7 +175,7 @@ class FusedStep:
 
     def _wrong_pages(self) -> str | None:
         """Return what is wrong with the kernels of layers that lie in pages; compiles them, which no capture may."""
-        if self.cache.pool is None or self.kernels.small is None:
+        if self.cache.pool is None or self.cache.kv != "full" or self.kernels.small is None:
             return None
         kinds = attention_kinds(self.hf_model, "full_attention")
         return fused_check.check_pages(self.kernels.small, kinds, self.text.norm.weight.dtype)
@@ -335,6 +336,8 @@ class FusedStep:
         queries = self._buffer("queries", (count, heads, dim), x.dtype)
         is_ring = kind == "sliding_attention"
         places = self._buffer("ring", (count,), torch.long) if is_ring else self.cache.positions[:count]
+        if self.cache.kv == "int8":
+            return self._attend_int8(attention, number, kind, joined, queries, turn, shared, places)
         mode, keys, values = "shared", None, None
         # Layers of one kind that share keys and values have them in pages, or all of them in one piece.
         pages = self.cache.pool.table if self.cache.pool is not None and not is_ring else None
@@ -352,6 +355,39 @@ class FusedStep:
             joined, heads, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, keys, values, places,
             self.cache.positions[:count], attention.scaling, None, attended, queries, self._scratch(count, heads, dim),
             self.kernels.small, mode=mode, ahead=_ahead([layer.mlp.gate_proj, layer.mlp.up_proj]), pages=pages,
+        )  # fmt: skip
+        return attended
+
+    def _attend_int8(
+        self, attention: Any, number: int, kind: str, joined: Tensor, queries: Tensor, turn: tuple[Tensor, ...],
+        shared: dict[str, tuple[Tensor, Tensor]], places: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Return attention over keys and values in 8 bits: the step's own are rounded and written, and a copy is read."""
+        count, heads, dim = queries.shape
+        mode, weight, new_keys, new_values = "shared", None, None, None
+        own = None if attention.is_kv_shared_layer else self.cache.layers[number]
+        if own is not None:
+            mode, weight = "own" if attention.v_proj is not None else "k_is_v", attention.k_norm.weight
+            new_keys, new_values = (
+                self._buffer(f"new {name}", (count, own.heads, 1, dim), joined.dtype) for name in ("keys", "values")
+            )
+        kv_heads = shared[kind][0].shape[1] if own is None else own.heads
+        cos, sin = turn
+        fused.rope_write(
+            joined, heads, kv_heads, dim, attention.q_norm.weight, weight, attention.q_norm.eps, cos, sin, new_keys,
+            new_values, self._zeros[:count], queries, module=self.kernels.small, mode=mode,
+        )  # fmt: skip
+        if own is None:
+            keys, values = shared[kind]
+        else:
+            keys, values = own.written(new_keys, new_values, places)
+            if attention.store_full_length_kv:
+                shared[kind] = keys, values
+        attended = self._buffer("looked", (count, heads * dim), joined.dtype)
+        # Behind torch's operations: nothing of theirs may be read before they have ended.
+        fused.attend(
+            queries, keys, values, self.cache.positions[:count], attention.scaling, None, attended,
+            self._scratch(count, heads, dim), self.kernels.small, dependent=False,
         )  # fmt: skip
         return attended
 

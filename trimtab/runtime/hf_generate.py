@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trimtab.errors import DeviceError, RequestError
 from trimtab.request import GenerateRequest
-from trimtab.runtime import finite
+from trimtab.runtime import finite, hf_slots
 
 
 def end_token_ids(model: Any) -> tuple[int, ...]:
@@ -188,11 +188,13 @@ class Sampler:
 def generate(
     model: Any, tensors: dict[str, Tensor], request: GenerateRequest, *, streamer: Any, is_over: Callable[[], bool],
     prefill_chunk_tokens: int | None, device: torch.device, adapter: str | None = None, logprobs: Logprobs | None = None,
+    kv: str = "full",
 ) -> None:  # fmt: skip
     """Run transformers' own generation; tokens go to streamer.put, one row each step.
 
     Only the request decides how tokens are drawn: sampling values in the checkpoint's generation_config are not used.
-    adapter: the name that an error of the logits is told with. logprobs: is given each step's logits. Errors: DeviceError for
+    adapter: the name that an error of the logits is told with. logprobs: is given each step's logits. kv: the form of keys and
+    values, "full" or "int8". Errors: DeviceError for
     logits that are not numbers.
     """
     own = model.generation_config
@@ -209,6 +211,7 @@ def generate(
         }  # fmt: skip
         if request.min_p is not None:
             options["min_p"] = request.min_p
+    cache = {"past_key_values": hf_slots.prompt_cache(model, kv)} if kv == "int8" else {}
     if prefill_chunk_tokens is not None:
         options["prefill_chunk_size"] = prefill_chunk_tokens
     config = transformers.GenerationConfig(
@@ -230,7 +233,7 @@ def generate(
         model.generation_config = transformers.GenerationConfig()  # nothing of the file's may be filled in
         try:
             model.generate(
-                **tensors, generation_config=config, streamer=streamer,
+                **tensors, **cache, generation_config=config, streamer=streamer,
                 logits_processor=transformers.LogitsProcessorList(filter(None, processors)),
                 stopping_criteria=transformers.StoppingCriteriaList([_Over(is_over)]),
             )  # fmt: skip

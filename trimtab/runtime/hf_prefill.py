@@ -37,6 +37,8 @@ CHUNKS = (16, 64, 128, 256, 512, 1024)
 # Attention of a chunk that is not the first reads this many places at least, doubled until its last token fits.
 SMALLEST_PLACES = 256
 _KINDS = ("full_attention", "sliding_attention")
+# Families whose masks are causal for images too, unless their config says otherwise (transformers 5.23.0). Gemma 3 is not one.
+CAUSAL_IMAGES = ("gemma3n", "gemma4", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,13 @@ def why_not(hf_model: Any) -> str | None:
     return None
 
 
+def images_look_ahead(config: Any) -> bool:
+    """Return whether the tokens of one image see each other in both directions; True for a family that is not known."""
+    if getattr(config.get_text_config(), "use_bidirectional_attention", None):
+        return True
+    return not str(config.model_type).startswith(CAUSAL_IMAGES)
+
+
 # The cache -----------------------------------------------------------------------------------------------------------
 
 
@@ -140,14 +149,19 @@ class ChunkLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write the chunk's keys and values. Return those that its tokens attend to: their own and the earlier ones."""
+        form, dtype = self.target.shared.form, key_states.dtype
+        key_states, value_states = form.hold(key_states), form.hold(value_states)
         if not self.target.is_initialized:
             self.lazy_initialization(key_states, value_states)
         pairs = ((self.target.keys, key_states), (self.target.values, value_states))
-        keys, values = (self._one(kept, new) for kept, new in pairs)
+        keys, values = (form.read(self._one(kept, new), dtype) for kept, new in pairs)
         return keys, values
 
     def _one(self, kept: Tensor, new: Tensor) -> Tensor:
-        """Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]."""
+        """Write and return states in the form that the cache keeps.
+
+        Shapes: kept [rows, H, places, D], in pages [H, P, D]; new [1, H, size, D]; in 8 bits D + 4 for D.
+        """
         owner = self.owner
         form = owner.form
         if isinstance(self.target, PagedLayer):

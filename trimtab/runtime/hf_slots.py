@@ -7,7 +7,8 @@ hold, which is what a CUDA graph needs, and rows of different length share one s
 
 A full layer has a place for every position; a sliding layer is a ring: position p lies in place p % window. The keys are
 already rotated when they get here, so their order among the places does not matter to attention. Where rows share a pool that is
-smaller than all their contexts, full layers lie in pages (kv_pages.py): a row has as many as its request was promised.
+smaller than all their contexts, full layers lie in pages (kv_pages.py): a row has as many as its request was promised. In 8 bits
+(hf_kv_int8.py) D + 4 bytes stand where D values would: what is written is rounded first, what attention reads is a copy.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from trimtab.plan.kv_pool import PAGE_TOKENS, pool_tokens
+from trimtab.runtime import hf_kv_int8
 from trimtab.runtime.kv_pages import PagedRow, PagePool
 
 
@@ -31,7 +33,7 @@ class UnsupportedLayersError(Exception):
 class LayerCache(CacheLayerMixin):  # type: ignore[misc]
     """One layer's keys and values: [rows, H, places, D], a row for a prompt on its way among them if the cache has one.
 
-    shared: the cache that knows the rows' positions.
+    shared: the cache that knows the rows' positions, and the form of what is kept.
     """
 
     is_compileable = True
@@ -54,14 +56,18 @@ class LayerCache(CacheLayerMixin):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return the places that the step looks at."""
-        count = key_states.shape[0]
-        step = self.shared.rows_of_step(count)
+        places = self.shared.ring_places[self.places] if self.is_ring else self.shared.positions
+        return self.written(key_states, value_states, places[self.shared.rows_of_step(key_states.shape[0])])
+
+    def written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `update` does. Shapes: states [n, H, 1, D]; places [n] int64, as `SlotCache.begin` writes them."""
+        step = self.shared.rows_of_step(key_states.shape[0])
         rows = self.shared.row_numbers[step]
-        places = (self.shared.ring_places[self.places] if self.is_ring else self.shared.positions)[step]
-        self.keys[rows, :, places] = key_states[:, :, 0]
-        self.values[rows, :, places] = value_states[:, :, 0]
+        form, dtype = self.shared.form, key_states.dtype
+        self.keys[rows, :, places] = form.hold(key_states[:, :, 0])
+        self.values[rows, :, places] = form.hold(value_states[:, :, 0])
         length = min(self.places, self.shared.seen_places)
-        return self.keys[step, :, :length], self.values[step, :, :length]
+        return form.read(self.keys[step, :, :length], dtype), form.read(self.values[step, :, :length], dtype)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         """Take over one row's states: [1, H, S, D], of the last S of `length` positions."""
@@ -116,13 +122,21 @@ class PagedLayer(LayerCache):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write one position of each row of the step, and return a copy of the places that the step looks at."""
-        count = key_states.shape[0]
-        step, table = self.shared.rows_of_step(count), self.pool.table
-        places = self.shared.step_places[step]
-        self.keys[:, places] = key_states[:, :, 0].transpose(0, 1)
-        self.values[:, places] = value_states[:, :, 0].transpose(0, 1)
+        places = self.shared.step_places[self.shared.rows_of_step(key_states.shape[0])]
+        return self._written(key_states, value_states, places)
+
+    def written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Do what `update` does, at places of the rows."""
+        return self._written(key_states, value_states, self.pool.table.written(places))
+
+    def _written(self, key_states: Tensor, value_states: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        step, table = self.shared.rows_of_step(key_states.shape[0]), self.pool.table
+        form, dtype = self.shared.form, key_states.dtype
+        self.keys[:, places] = form.hold(key_states[:, :, 0]).transpose(0, 1)
+        self.values[:, places] = form.hold(value_states[:, :, 0]).transpose(0, 1)
         length = min(self.places, self.shared.seen_places)
-        return table.of(self.keys, table.table[step], length), table.of(self.values, table.table[step], length)
+        keys, values = (table.of(held, table.table[step], length) for held in (self.keys, self.values))
+        return form.read(keys, dtype), form.read(values, dtype)
 
     def fill(self, row: int, keys: Tensor, values: Tensor, length: int) -> None:
         if not self.is_initialized:
@@ -158,13 +172,14 @@ class SlotCache(Cache):  # type: ignore[misc]
     positions [rows]: the position that the next step writes, on the device. masks: what the model takes as
     `attention_mask` of a step, see `begin`. has_prompt_row: one row more is kept, which no step touches, for a prompt that goes
     through in pieces; it can be set until the first states are kept. kv_tokens: what full layers hold for all rows together, None
-    for every row's whole context.
+    for every row's whole context. kv: "full" or "int8".
     """
 
     def __init__(
-        self, rows: int, context_tokens: int, device: torch.device, *, kv_tokens: int | None = None
+        self, rows: int, context_tokens: int, device: torch.device, *, kv_tokens: int | None = None, kv: str = "full"
     ) -> None:  # fmt: skip
         super().__init__(layers=[])
+        self.kv, self.form = kv, hf_kv_int8.FORMS[kv]
         self.rows, self.context_tokens, self.device = rows, context_tokens, device
         self.positions = torch.zeros(rows, dtype=torch.long, device=device)
         # Families that count pictures along three axes go on after one at a position that is less than the token count.
@@ -248,15 +263,15 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     def _build(self, prompt: DynamicCache) -> None:
         for number, layer in enumerate(prompt.layers):
-            if type(layer) is DynamicSlidingWindowLayer:
+            if type(layer) in hf_kv_int8.SLIDING_LAYERS:
                 window = min(layer.sliding_window, self.context_tokens)
                 self.layers.append(LayerCache(self, window, is_ring=True))
                 if window not in self.ring_places:
                     self.ring_places[window] = torch.zeros_like(self.positions)
                     self._masks[window] = torch.zeros(self.rows, 1, 1, window, dtype=torch.bool, device=self.device)
-            elif type(layer) is DynamicLayer and self.pool is not None:
+            elif type(layer) in hf_kv_int8.FULL_LAYERS and self.pool is not None:
                 self.layers.append(PagedLayer(self, self.pool))
-            elif type(layer) is DynamicLayer:
+            elif type(layer) in hf_kv_int8.FULL_LAYERS:
                 self.layers.append(LayerCache(self, self.context_tokens, is_ring=False))
             elif type(layer).__name__ == "DummyLayer":  # stands for a layer that shares another one's keys and values
                 self.layers.append(type(layer)())
@@ -341,15 +356,18 @@ def restore(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([state for state, _ in pairs], [copy for _, copy in pairs])
 
 
-def prompt_cache(hf_model: Any) -> DynamicCache:
-    """Return an empty cache for one prompt."""
-    return DynamicCache(config=hf_model.config.get_text_config())
+def prompt_cache(hf_model: Any, kv: str = "full") -> DynamicCache:
+    """Return an empty cache for one prompt, in full or in 8 bits ("int8")."""
+    return hf_kv_int8.with_form(DynamicCache(config=hf_model.config.get_text_config()), kv)
 
 
 def why_not(hf_model: Any) -> str | None:
     """Return why this family's state cannot be kept by rows, None if it can."""
     for number, layer in enumerate(prompt_cache(hf_model).layers):
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) and type(layer).__name__ != "DummyLayer":
+        if (
+            type(layer) not in (*hf_kv_int8.FULL_LAYERS, *hf_kv_int8.SLIDING_LAYERS)
+            and type(layer).__name__ != "DummyLayer"
+        ):
             return _unsupported(number, layer)
     return None
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -91,7 +91,7 @@ class Kernels:
     def made_of(self) -> str:
         """Which modules and launch configurations there are, as text."""
         modules = [one is not None for one in (self.small, self.matvec, self.ends, self.rows)]
-        return repr([modules, sorted((key, str(self.matvec.kept[key])) for key in self.configs)])
+        return repr([modules, sorted((key, str(self.matvec.products.chosen[key])) for key in self.configs)])
 
     @staticmethod
     def none() -> Kernels:
@@ -100,8 +100,8 @@ class Kernels:
     @staticmethod
     def for_adapters(device: torch.device, dtype: torch.dtype) -> Kernels:
         """Return the kernels that choose adapters by table, for a step that stays with the model's own modules."""
-        key = (str(device), dtype)
-        if key not in _CHOSEN:
+        chosen, key = of_this_process().for_adapters, (str(device), dtype)
+        if key not in chosen:
             checks, left_out = KeptChecks.of(device), dict[str, str]()
             compiled = _tried(
                 ADAPTERS,
@@ -112,8 +112,8 @@ class Kernels:
                 str(dtype),
             )
             checks.save()
-            _CHOSEN[key] = Kernels(None, compiled, left_out, checks=checks)
-        return _CHOSEN[key]
+            chosen[key] = Kernels(None, compiled, left_out, checks=checks)
+        return chosen[key]
 
     @property
     def has_lora(self) -> bool:
@@ -140,10 +140,11 @@ class Kernels:
         shapes = [
             (one[0][0].in_features, *(leaf.out_features for leaf in one[0]), one[0][0].quant_kind) for one in groups
         ]
-        key = (str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
-        if key not in _CHOSEN:
-            _CHOSEN[key] = _choose(groups, attention, sizes, rows)
-        chosen = _CHOSEN[key]
+        known = of_this_process().for_layers
+        key = LayerShapes(str(leaf.device), leaf.dtype, tuple(attention), tuple(shapes), sizes)
+        if key not in known:
+            known[key] = _choose(groups, attention, sizes, rows)
+        chosen = known[key]
         if chosen.matvec is not None:
             chosen.prepare(groups, leaf.dtype, [n for n in PRODUCT_ROWS if n <= rows], progress=progress)
         chosen.checks.save()
@@ -171,7 +172,7 @@ class Kernels:
         The kernels are compiled in parallel, or read from the cache. A configuration that was not tuned here must fit the
         card's shared memory and registers and compute the result of the plain kernel; otherwise the plain kernel is used.
         """
-        ready: set[Any] = self.matvec.kept.setdefault("prepared", set())
+        ready: set[CutKey] = self.matvec.products.prepared
         wanted = [one for one in self.products(groups, dtype, counts) if one.key not in ready]
         if not wanted:
             return
@@ -215,7 +216,7 @@ class Kernels:
                 self.rejected[one.key] = why
                 return
             self.checks.keep({"cut": asdict(cut), "status": status}, *key)
-        self.matvec.kept[one.key] = cut
+        self.matvec.products.chosen[one.key] = cut
         self.configs[one.key] = status
 
     def tune(
@@ -228,7 +229,7 @@ class Kernels:
         """
         wanted = [
             one for one in self.products(groups, dtype, counts)
-            if again or one.key not in self.matvec.kept.get("tuned", ())
+            if again or one.key not in self.matvec.products.measured
         ]  # fmt: skip
         products = [(one.groups[0], one.n, one.gate is not None) for one in wanted]
         report = progress or (lambda done, of: None)
@@ -322,7 +323,33 @@ def shape_of(group: Sequence[Leaf]) -> str:
     return f"{' + '.join(str(leaf.out_features) for leaf in group)} x {group[0].in_features}"
 
 
-_CHOSEN: dict[Any, Kernels] = {}
+@dataclass(frozen=True)
+class LayerShapes:
+    """What decides which kernels are chosen: the device, and the shapes of everything that a step computes there.
+
+    attention: (heads, kv heads, head size) of each kind of layer. linear: for each group of layers its input, its outputs and its
+    format. step_ends: of both ends of a step, None where they stay with torch.
+    """
+
+    device: str
+    dtype: torch.dtype
+    attention: tuple[tuple[int, int, int], ...]
+    linear: tuple[tuple[Any, ...], ...]
+    step_ends: ends.Sizes | None
+
+
+@dataclass(eq=False)
+class ChosenKernels:
+    """The kernels that were compiled and checked in a process: code is loaded into the device's context, which its models share."""
+
+    for_layers: dict[LayerShapes, Kernels] = field(default_factory=dict)
+    for_adapters: dict[tuple[str, torch.dtype], Kernels] = field(default_factory=dict)
+
+
+@cache
+def of_this_process() -> ChosenKernels:
+    """Return the process's kernels: a second model of the same shapes compiles and checks nothing."""
+    return ChosenKernels()
 
 
 def _choose(

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from trimtab.checkpoint.anatomy import Anatomy, ModuleRow, TensorRow
-from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
+from trimtab.checkpoint.folder import Checkpoint, read_loadable
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.packed import PackedEntry, split_packed
 from trimtab.errors import CheckpointError, TrimtabError
 from trimtab.plan import Plan
 from trimtab.plan.cost import HEAD8, HEAD_PIECE_VALUES, buffer_bytes, packed_parts
-from trimtab.runtime import head8, hf, leaves, lora, tables, tiers
+from trimtab.runtime import head8, head8_choice, hf, leaves, lora, tables, tiers
 from trimtab.runtime.devices import spill_folder
 from trimtab.runtime.quant import CodeTables, Packed, dequantize, keep, prequantized, quantize
 from trimtab.runtime.read import Reader, Wanted
@@ -72,12 +72,7 @@ def fill(
     given. Errors: CheckpointError, DeviceError; nothing is left behind.
     """
     request = plan.request
-    checkpoint = read_checkpoint(request.model)
-    if not checkpoint.has_weights:
-        raise CheckpointError(
-            "has a config.json but no weights: it can be planned, not loaded", path=checkpoint.folder,
-            hint="Add the safetensors files",
-        )  # fmt: skip
+    checkpoint = read_loadable(request.model)
     check_same_checkpoint(plan, checkpoint)
     probe = probe or hf.probe(checkpoint, dtype=request.dtype)
     anatomy = hf.anatomy_of(
@@ -105,7 +100,8 @@ class _Filler:
         self.arena = tiers.Arena(sum(map(self._arena_bytes, self.rows)), self.device)
         self.owners: dict[str, nn.Parameter] = {}
         self.groups: list[tiers.Group] = []
-        self.staged: list[tiers.Staged] = []
+        # Streamed weights are put in place at the end: which buffers they share is known when the last block is read.
+        self.waiting: list[Callable[[tiers.Streamer], None]] = []
         self.file_rows: list[tables.FileRows] = []
         self.spill: tiers.Spill | None = None
         self.uses: Counter[str] = Counter()
@@ -137,10 +133,10 @@ class _Filler:
                     progress(reader.read_bytes, total)
             self.reader = None
         assert not self.held, sorted(self.held)
-        self._check_nothing_left()
         streamer = self._streamer()
+        self._check_nothing_left()
         left_out = {}
-        if self.head is not None and self.device.type == "cuda" and (why := head8.choose(self.head)) is not None:
+        if self.head is not None and self.device.type == "cuda" and (why := head8_choice.choose(self.head)) is not None:
             left_out[head8.NAME] = why
         return Loaded(self.probe.model, streamer, self.file_rows, left_out)
 
@@ -309,7 +305,8 @@ class _Filler:
             leaf = leaves.HostLeaf(row.module_path, host, **common)
         else:
             assert writer is not None
-            leaf = leaves.StagedLeaf(row.module_path, self._stage(packed, packed.parts, writer), **common)
+            self._stage_linear(row, self._staged(packed, writer.add(packed.parts), writer), common)
+            return
         self.probe.model.set_submodule(row.module_path, leaf.eval())
 
     def _fill_head8(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
@@ -340,12 +337,11 @@ class _Filler:
             "bias": None if bias is None else bias.data, "device": self.device, "dtype": self.dtype, "route": self.route,
         }  # fmt: skip
         packed = Packed(HEAD8, shape, self.dtype, parts, {}, kernel=head8.Kernel())
-        leaf: leaves.Leaf
         if places is not None:
             assert writer is not None
-            leaf = leaves.StagedLeaf(row.module_path, self._staged(packed, places, writer), **common)
-        else:
-            leaf = (leaves.HostLeaf if tier == "host" else leaves.ResidentLeaf)(row.module_path, packed, **common)
+            self._stage_linear(row, self._staged(packed, places, writer), common)
+            return
+        leaf = (leaves.HostLeaf if tier == "host" else leaves.ResidentLeaf)(row.module_path, packed, **common)
         self.probe.model.set_submodule(row.module_path, leaf.eval())
         self.head = None if tier == "host" else leaf
 
@@ -389,13 +385,22 @@ class _Filler:
         assert dense is not None, weight.tensor_path
         return self.codes.share(quantize(dense, self.plan.request.quant)) if row.quantized else keep(dense)
 
-    def _stage(self, packed: Packed, parts: Mapping[str, Tensor], writer: tiers.GroupWriter) -> tiers.Staged:
-        return self._staged(packed, writer.add(parts), writer)
+    def _staged(
+        self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter
+    ) -> Callable[[tiers.Streamer], tiers.Staged]:
+        facts = packed.with_parts({}, packed.codes)
+        return lambda streamer: tiers.Staged(streamer, writer.group, facts, places)
 
-    def _staged(self, packed: Packed, places: Mapping[str, tiers.Part], writer: tiers.GroupWriter) -> tiers.Staged:
-        staged = tiers.Staged(None, writer.group, packed.with_parts({}, packed.codes), places)  # type: ignore[arg-type]
-        self.staged.append(staged)
-        return staged
+    def _stage_linear(
+        self, row: ModuleRow, staged: Callable[[tiers.Streamer], tiers.Staged], common: Mapping[str, Any]
+    ) -> None:
+        def put(streamer: tiers.Streamer) -> None:
+            leaf = leaves.StagedLeaf(row.module_path, staged(streamer), **common)
+            self.probe.model.set_submodule(row.module_path, leaf.eval())
+            if row.is_head8:
+                self.head = leaf
+
+        self.waiting.append(put)
 
     def _fill_experts(self, row: ModuleRow, module: nn.Module, tier: str, writer: tiers.GroupWriter | None) -> None:
         large = [tensor for tensor in row.tensors if self._moves(row, tensor)]
@@ -411,7 +416,8 @@ class _Filler:
         assert writer is not None
         first = next(iter(stacks.values()))
         packed = Packed("none", tuple(first.shape), first.dtype, {}, {})
-        leaves.stage_parameters(module, self._stage(packed, stacks, writer))
+        staged = self._staged(packed, writer.add(stacks), writer)
+        self.waiting.append(lambda streamer: leaves.stage_parameters(module, staged(streamer)))
 
     def _fill_embedding(self, row: ModuleRow, module: nn.Module) -> None:
         weight = row.weight
@@ -503,8 +509,9 @@ class _Filler:
         in_order = {row.block: place for place, row in reversed(list(enumerate(self.rows)))}
         self.groups.sort(key=lambda group: in_order[group.block])
         streamer = tiers.Streamer(self.device, self.groups, slot_count=self.plan.staging_slots, spill=self.spill)
-        for staged in self.staged:
-            staged.streamer = streamer
+        self.undo.callback(streamer.close)
+        for put in self.waiting:
+            put(streamer)
         for group in self.groups:
             self.probe.model.get_submodule(group.block).register_forward_hook(partial(_left, streamer, group))
         return streamer

@@ -8,7 +8,7 @@ Unlike PEFT's mixed batches, which round once more, a row here equals the row ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, KeysView, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,13 @@ from trimtab.checkpoint.adapter import AdapterSpec, AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import AdapterError, RequestError
-from trimtab.plan.cost import HEAD8
-from trimtab.runtime import head8
+from trimtab.runtime.attached_adapter import AttachedAdapter
+from trimtab.runtime.base_values import BaseValues, base_values, finished
 
 if TYPE_CHECKING:
     from trimtab.runtime.short_ops import ShortAdapters
     from trimtab.runtime.slots import AdapterSlots
 
-# Transient memory of a DoRA norm or a comparison: large weights are taken in pieces of this many values.
-_PIECE_VALUES = 16 * 2**20
 # Towers see images and audio, not rows: the first dimension of their input is another count.
 TOWERS = ("vision", "audio", "connector")
 
@@ -40,11 +38,10 @@ class Route:
     """
 
     def __init__(self) -> None:
-        self.names: set[str] = set()
         # A new number whenever an adapter is attached: the same name may stand for other tensors later.
         self.serials: dict[str, int] = {}
         self._attached = 0
-        # Where each attached adapter is, by name, and how often a module was exchanged for one with an adapter's own values.
+        # The registry of attached adapters, and how often a module was exchanged for one with an adapter's own values.
         self.holders: dict[str, Holders] = {}
         self.exchanges = 0
         # Set while a step chooses adapters by a table on the device instead (`runtime/slots.py`).
@@ -96,7 +93,11 @@ class Route:
         self._attached += 1
         self.serials[name] = self._attached
         self.holders[name] = holders
-        self.names.add(name)
+
+    @property
+    def names(self) -> KeysView[str]:
+        """The names of the attached adapters."""
+        return self.holders.keys()
 
     @property
     def last_serial(self) -> int:
@@ -105,7 +106,6 @@ class Route:
 
     def detached(self, name: str) -> None:
         """Forget a name; rows that used it use the base from now on."""
-        self.names.discard(name)
         self.serials.pop(name, None)
         self.holders.pop(name, None)
         if name in self.active():
@@ -295,11 +295,13 @@ def _apply(layer: Any, x: Tensor, y: Tensor) -> Tensor:
 
 @dataclass
 class _Builder:
-    """Reads tensors and makes the adapters of one attach; a tensor that several targets name is read and kept once."""
+    """Reads tensors and makes the adapters of one attach; a tensor that several targets name is read and kept once. base: of this
+    adapter."""
 
     read: Callable[[TensorEntry], Tensor]
     device: torch.device
     dtype: torch.dtype
+    base: BaseValues
     kept: dict[tuple[str, torch.dtype], Tensor] = field(default_factory=dict)
 
     def tensor(self, entry: TensorEntry, dtype: torch.dtype) -> Tensor:
@@ -313,34 +315,32 @@ class _Builder:
         entry = target.tensors.get(role)
         return None if entry is None else self.tensor(entry, self.dtype)
 
-    def linear(self, leaf: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> LinearAdapter | None:
+    def linear(
+        self, path: str, leaf: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+    ) -> LinearAdapter | None:
         target = lora or saved
         assert target is not None
         adapter = LinearAdapter(target.part)
-        if saved is not None:
+        if saved is not None and path not in self.base.same:
             replaced = {name: self.tensor(entry, leaf.weight.dtype) for name, entry in saved.tensors.items()}
-            if not _equals_leaf(leaf, replaced):
-                adapter.weight, adapter.bias = replaced.get("weight"), replaced.get("bias")
+            adapter.weight, adapter.bias = replaced.get("weight"), replaced.get("bias")
         if lora is None:
             return None if adapter.weight is None and adapter.bias is None else adapter
         adapter.scale = lora.scale
         adapter.A, adapter.B, adapter.B_bias = (self.lora(lora, role) for role in ("A", "B", "B_bias"))
         magnitude = self.lora(lora, "magnitude")
         if magnitude is not None:
-            assert adapter.A is not None
-            assert adapter.B is not None
-            weight = leaf.dense_weight() if adapter.weight is None else adapter.weight
-            norm = _row_norms(weight, adapter.A, adapter.B, lora.scale)
-            adapter.magnitude = (magnitude / norm).view(1, -1)
+            adapter.magnitude = (magnitude / self.base.norms[path].to(self.device)).view(1, -1)
         return adapter
 
-    def embedding(self, table: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> EmbeddingAdapter | None:
+    def embedding(
+        self, path: str, table: Any, lora: AdapterTarget | None, saved: AdapterTarget | None
+    ) -> EmbeddingAdapter | None:
         target = lora or saved
         assert target is not None
         adapter = EmbeddingAdapter(target.part)
-        if saved is not None:
-            weight = self.tensor(saved.tensors["weight"], table.dtype)
-            adapter.weight = None if _equals_table(table, weight) else weight
+        if saved is not None and path not in self.base.same:
+            adapter.weight = self.tensor(saved.tensors["weight"], table.dtype)
         if lora is None:
             return None if adapter.weight is None else adapter
         adapter.scale = lora.scale
@@ -349,53 +349,8 @@ class _Builder:
         assert adapter.B is not None
         adapter.A = A.T.contiguous()
         if magnitude is not None:
-            weight_of = table.rows if adapter.weight is None else adapter.weight.__getitem__
-            adapter.magnitude = magnitude / _column_norms(weight_of, adapter.A, adapter.B, lora.scale)
+            adapter.magnitude = magnitude / self.base.norms[path].to(self.device)
         return adapter
-
-
-def _row_norms(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Return the length of every row of weight + scale B A: [D_out, D_in], [R, D_in], [D_out, R] -> [D_out].
-
-    B A is computed the way PEFT's forward does it, as layers on an identity. Source: arXiv 2402.09353; PEFT 0.21.2,
-    lora/dora.py, DoraLinearLayer.get_lora_weight and get_weight_norm.
-    """
-    columns = A.T.contiguous()
-    step = max(1, _PIECE_VALUES // A.shape[1])
-    norms = []
-    for start in range(0, weight.shape[0], step):
-        delta = nn.functional.linear(columns, B[start : start + step]).T
-        norms.append(torch.linalg.norm(weight[start : start + step].to(A.dtype) + scale * delta, dim=1))
-    return torch.cat(norms)
-
-
-def _column_norms(weight_of: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """Return the length of every column of table + scale (B A)^T: rows [V, D], A [V, R], B [D, R] -> [D].
-
-    Source: PEFT 0.21.2, lora/dora.py, DoraEmbeddingLayer: the norm runs over the vocabulary.
-    """
-    step = max(1, _PIECE_VALUES // B.shape[0])
-    pieces = []
-    for ids in torch.arange(A.shape[0], device=A.device).split(step):
-        pieces.append(torch.linalg.norm(weight_of(ids).T + scale * (A[ids] @ B.T).T, dim=1).to(A.dtype))
-    return pieces[0] if len(pieces) == 1 else torch.linalg.norm(torch.stack(pieces), dim=0)
-
-
-def _equals_leaf(leaf: Any, replaced: Mapping[str, Tensor]) -> bool:
-    # PEFT writes the whole embedding and head next to LoRA, nearly always unchanged: then they cost nothing.
-    if leaf.quant_kind == HEAD8 and set(replaced) == {"weight"}:
-        packed = leaf.packed()
-        return head8.is_same(packed.parts["weight"], packed.parts["scale"], replaced["weight"])
-    if leaf.quant_kind != "none":
-        return False
-    own = {"weight": leaf.dense_weight() if leaf.weight.is_meta else leaf.weight, "bias": leaf.bias}
-    return all(own[name] is not None and torch.equal(own[name], value) for name, value in replaced.items())
-
-
-def _equals_table(table: Any, weight: Tensor) -> bool:
-    ids = torch.arange(weight.shape[0], device=weight.device)
-    step = max(1, _PIECE_VALUES // weight.shape[1])
-    return all(torch.equal(table.rows(piece), weight[piece]) for piece in ids.split(step))
 
 
 @dataclass(frozen=True)
@@ -432,12 +387,14 @@ class Fitting:
 class Holders:
     """The modules that hold one attached adapter: those of its fitting's plain places, and `rest` with their paths.
 
-    address: of the piece that the plain places count from, 0 if there is none.
+    address: of the piece that the plain places count from, 0 if there is none. about: what the model tells about it, None where it
+    was attached without a `LoadedModel`.
     """
 
     fitting: Fitting
     rest: list[tuple[str, nn.Module]]
     address: int = 0
+    about: AttachedAdapter | None = None
 
 
 def kind_of(module_path: str) -> str:
@@ -488,23 +445,28 @@ def attach(
 
 def attach_fitted(
     fitting: Fitting, name: str, *, read: Callable[[TensorEntry], Tensor], device: torch.device | str, route: Route,
-    dtype: str = "float32", piece: Tensor | None = None,
+    dtype: str = "float32", piece: Tensor | None = None, base: BaseValues | None = None,
+    about: AttachedAdapter | None = None,
 ) -> None:  # fmt: skip
     """Attach an adapter to the model that it was fitted to: every tensor of it, or nothing and an error.
 
-    piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. Errors:
-    RequestError for a name in use.
+    piece: the values [N] that the plain places count in, of `dtype` and on the device; the adapter keeps it. base: of this
+    adapter and model; None: computed now, which reads whole weights. about: kept beside it. Errors: RequestError for a name in
+    use.
     """
     if name in route.names:
         raise RequestError("an adapter with this name is attached", field="adapter", value=name)
     model = fitting.model
-    builder = _Builder(read, torch.device(device), getattr(torch, dtype))
+    to, of = torch.device(device), getattr(torch, dtype)
     plain: list[LinearAdapter] = []
     attached: list[tuple[str, nn.Module, Any]] = []
     with torch.no_grad():
+        if base is None:
+            base = finished(base_values(model, fitting.rest, read=read, device=to, dtype=of))
+        builder = _Builder(read, to, of, base)
         for path, targets in fitting.rest.items():
             module = model.get_submodule(path)
-            attached.append((path, module, _make(builder, module, targets.get("lora"), targets.get("saved"))))
+            attached.append((path, module, _make(builder, path, module, targets.get("lora"), targets.get("saved"))))
         if fitting.plain:
             assert piece is not None and piece.dtype == builder.dtype and piece.is_contiguous()
             for one in fitting.plain:
@@ -515,7 +477,7 @@ def attach_fitted(
                 )
     for one, linear in zip(fitting.plain, plain, strict=True):
         one.leaf.adapters[name] = linear
-    holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr())
+    holders = Holders(fitting, [], 0 if piece is None else piece.data_ptr(), about)
     for path, module, adapter in attached:
         if adapter is not None:
             holders.rest.append((path, _install(model, module, path, name, adapter, fitting.rest[path], route)))
@@ -548,11 +510,11 @@ def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
 
 
-def _make(builder: _Builder, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> Any:
+def _make(builder: _Builder, path: str, module: Any, lora: AdapterTarget | None, saved: AdapterTarget | None) -> Any:
     if hasattr(module, "dense_weight"):
-        return builder.linear(module, lora, saved)
+        return builder.linear(path, module, lora, saved)
     if hasattr(module, "rows"):
-        return builder.embedding(module, lora, saved)
+        return builder.embedding(path, module, lora, saved)
     assert saved is not None
     own = _tensors_of(module)
     return {name: builder.tensor(entry, own[name].dtype) for name, entry in saved.tensors.items()}

@@ -235,8 +235,8 @@ def load(device: torch.device | str) -> nvrtc.Module:
     module.launch("where_shared", (1,), (32,), [base], shared_bytes=16)
     module.common = (f"-DSHARED_BASE={int(base)}",)
     known = launch_configs.kept(target_of(module))
-    module.kept["known"] = {key: (cut, launch_configs.MEASURED) for key, cut in known.items()}
-    module.kept["tuned"] = set(known)
+    module.products.known = {key: (cut, launch_configs.MEASURED) for key, cut in known.items()}
+    module.products.measured = set(known)
     return module
 
 
@@ -252,13 +252,12 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
     """Return the launch configuration of a product that is known without measuring, and how it is known: tuned on this card,
     shipped for such cards, or the best estimate. None if nothing fits the card."""
     key = cut_key(weights, n, pair=pair)
-    known = module.kept.setdefault("known", {})
-    if key in known:
-        config: tuple[Cut, str] = known[key]
-        return config
-    if "shipped" not in module.kept:
-        module.kept["shipped"] = launch_configs.shipped(target_of(module))
-    configs, status = module.kept["shipped"]
+    products = module.products
+    if key in products.known:
+        return products.known[key]
+    if products.shipped is None:
+        products.shipped = launch_configs.shipped(target_of(module))
+    configs, status = products.shipped
     if key in configs:
         return configs[key], status
     best = next(iter(ways(weights, n, module, pair=pair)), None)
@@ -267,23 +266,22 @@ def config_of(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: 
 
 def is_tuned_before(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
     """Whether an earlier process tuned this product on this card."""
-    return cut_key(weights, n, pair=pair) in module.kept.get("known", ())
+    return cut_key(weights, n, pair=pair) in module.products.known
 
 
 def prepare(module: nvrtc.Module) -> None:
     """Give a module the scratch of its launches: parts of sums, which every launch finds and leaves EMPTY."""
-    module.kept["parts"] = torch.full((cuts.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)
+    module.scratch["parts"] = torch.full((cuts.MOST_PARTS,), EMPTY, dtype=torch.int32, device=module.device)
 
 
 def _table(code: Tensor, module: nvrtc.Module) -> Tensor:
     """Return the two weights of each of the 256 byte values: the weight of the high nibble in the low half, both as float16."""
-    key = ("table", code.data_ptr())
-    if key not in module.kept:
+    tables, key = module.products.tables, code.data_ptr()
+    if key not in tables:
         high, low = code.half().repeat_interleave(16), code.half().repeat(16)
         # With the code beside it: its address is not given to another while this is kept.
-        module.kept[key] = torch.stack((high, low), dim=1).contiguous(), code
-    table: Tensor = module.kept[key][0]
-    return table
+        tables[key] = torch.stack((high, low), dim=1).contiguous(), code
+    return tables[key][0]
 
 
 def why_not(packed: Packed, dtype: torch.dtype, device: torch.device | str, *, n: int = 1) -> str | None:
@@ -365,7 +363,7 @@ def arguments(
         *_three([packed.shape[0] for packed in weights], 0), _table(weights[0].codes["code"], module), nested_code,
         *_lora_arguments(lora, module.side_by_side, low_room), len(weights), 0 if gate is None else 1 if other is None else 2,
         0 if gate is None else fused.ACTIVATIONS.index(gate.kind), other, 0 if other is None else other.stride(0),
-        module.kept["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
+        module.scratch["parts"], cut.units, cut.k_warps, cut.groups, cut.chunk,
         cut.piece, cut.stages, cut.splits, cut.grid,
         cuts.units_of([packed.shape[0] for packed in weights], pair=gate is not None and other is None),
         *(_NO_NORM if norm is None else norm.arguments()), *fused.ahead_arguments(ahead),
@@ -387,7 +385,7 @@ def cut_key(weights: Sequence[Packed], n: int, *, pair: bool = False) -> CutKey:
 
 def is_tuned(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> bool:
     """Whether the cut of this product was measured on this card, now or by an earlier process."""
-    return cut_key(weights, n, pair=pair) in module.kept.get("tuned", ())
+    return cut_key(weights, n, pair=pair) in module.products.measured
 
 
 def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *, pair: bool = False) -> bool:
@@ -397,7 +395,8 @@ def takes_norm(weights: Sequence[Packed], n: int, module: nvrtc.Module | None, *
 
 def tuned_cuts(module: nvrtc.Module) -> dict[CutKey, Cut]:
     """Return the cuts that were measured."""
-    return {key: module.kept[key] for key in module.kept.get("tuned", ()) if key in module.kept}
+    products = module.products
+    return {key: products.chosen[key] for key in products.measured if key in products.chosen}
 
 
 def ways(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: bool = False) -> list[Cut]:
@@ -411,16 +410,16 @@ def choose(weights: Sequence[Packed], n: int, module: nvrtc.Module, *, pair: boo
     """Return the cut of this product: what was set for it (`Kernels.prepare`, `tune`), or the best estimate of those that need no
     kernel of their own."""
     key = cut_key(weights, n, pair=pair)
-    if key not in module.kept:
+    chosen = module.products.chosen
+    if key not in chosen:
         configs = ways(weights, n, module, pair=pair)
         if not configs:
             raise DeviceError(
                 f"no launch configuration of {list(key[1])} x {key[2]} for {n} rows fits {module.shared_bytes} B of shared memory",
                 device=str(module.device),
             )
-        module.kept[key] = next((cut for cut in configs if not cut.held), configs[0])
-    chosen: Cut = module.kept[key]
-    return chosen
+        chosen[key] = next((cut for cut in configs if not cut.held), configs[0])
+    return chosen[key]
 
 
 def matvec4(

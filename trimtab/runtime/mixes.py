@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -143,16 +143,16 @@ class Mixes:
         """
         parts = dict(sorted(parts.items()))  # the order of a sum rounds
         self._drop(name)
-        if self.is_plain([held for _, held in parts.values()]):
-            self._attach_parts(name, self._parts_held(parts), self._added)
-        else:
-            self._attach(name, {one: weight for one, (weight, _) in parts.items()}, self._added)
-        self._made[name] = {}
-        self._added.add(name)
+        content = ""
         if self._model.prefix_cache is not None:
             made_of = [(weight, held.content) for weight, held in parts.values()]
             content = hashlib.sha256(repr(made_of).encode()).hexdigest()
-            self._model._attached[name] = replace(self._model._attached[name], content=content)
+        if self.is_plain([held for _, held in parts.values()]):
+            self._attach_parts(name, self._parts_held(parts), self._added, content)
+        else:
+            self._attach(name, {one: weight for one, (weight, _) in parts.items()}, self._added, content)
+        self._made[name] = {}
+        self._added.add(name)
 
     def remove(self, name: str) -> None:
         """Take off a mix of `add`."""
@@ -184,14 +184,16 @@ class Mixes:
         if self._made.pop(name, None) is not None:
             self._added.discard(name)
             lora.detach(self._model.hf_model, name, route=self._model.route)
-            del self._model._attached[name]
 
-    def _attach(self, name: str, weights: Mapping[str, float], in_use: Collection[str | None]) -> None:
-        self._attach_parts(name, _parts_of(self._model.route, weights), in_use)
+    def _attach(
+        self, name: str, weights: Mapping[str, float], in_use: Collection[str | None], content: str = ""
+    ) -> None:
+        self._attach_parts(name, _parts_of(self._model.route, weights), in_use, content)
 
     def _attach_parts(
-        self, name: str, parts: Mapping[nn.Module, tuple[str, _Parts]], in_use: Collection[str | None]
-    ) -> None:
+        self, name: str, parts: Mapping[nn.Module, tuple[str, _Parts]], in_use: Collection[str | None],
+        content: str = "",
+    ) -> None:  # fmt: skip
         model = self._model
         plain = {module: adapters for module, (path, adapters) in parts.items() if _is_plain(module, adapters)}
         places, values = _places(plain)
@@ -219,9 +221,9 @@ class Mixes:
             place.leaf.adapters[name] = LinearAdapter(place.part, 1.0, A, B)
         for module, adapter in rest.items():
             module.__dict__["adapters"][name] = adapter
-        holders = Holders(fitting, [(parts[module][0], module) for module in rest], piece.data_ptr() if places else 0)
+        address, about = piece.data_ptr() if places else 0, AttachedAdapter(None, needed, content)
+        holders = Holders(fitting, [(parts[module][0], module) for module in rest], address, about)
         model.route.attached(name, holders)
-        model._attached[name] = AttachedAdapter(None, needed)
 
 
 def _parts_of(route: lora.Route, weights: Mapping[str, float]) -> dict[nn.Module, tuple[str, _Parts]]:

@@ -33,8 +33,9 @@ from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
 from trimtab.runtime import float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
+from trimtab.runtime.base_values import BaseValues, base_values
 from trimtab.runtime.capturing import wait_for_all
-from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
+from trimtab.runtime.devices import bound_attention, bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
@@ -78,9 +79,9 @@ class LoadedModel(Asking):
         self.dtype: torch.dtype = getattr(torch, plan.request.dtype)
         self.context_tokens = plan.request.context_tokens
         self.route = lora.Route()
-        self._attached: dict[str, AttachedAdapter] = {}
         # Where each held adapter goes here, for as long as someone holds it.
         self._fittings: WeakKeyDictionary[HeldAdapter, lora.Fitting] = WeakKeyDictionary()
+        self._base_values: WeakKeyDictionary[HeldAdapter, BaseValues] = WeakKeyDictionary()
         self.turns = Turns()
         self.mixes = mixes.Mixes(self)
         self._preparing = threading.Lock()
@@ -95,6 +96,7 @@ class LoadedModel(Asking):
         if self.device.type == "cuda":
             bound_workspaces(plan.gpu_budget_bytes)
             bound_stacks(self.device)
+            bound_attention(plan.gpu_budget_bytes)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
@@ -192,6 +194,10 @@ class LoadedModel(Asking):
         return chat.control_tokens(self.processor)
 
     @property
+    def _attached(self) -> dict[str, AttachedAdapter]:
+        return {name: one.about for name, one in self.route.holders.items() if one.about is not None}
+
+    @property
     def adapters(self) -> tuple[str, ...]:
         """The names of the loaded adapters."""
         return tuple(name for name, one in self._attached.items() if one.spec is not None)
@@ -226,8 +232,8 @@ class LoadedModel(Asking):
         self._single, self.unpacked, self.unpacked_bytes = None, None, 0
         if loaded is not None:
             loaded.close()
-        self._attached.clear()
         self._fittings.clear()
+        self._base_values.clear()
         if self.prefix_cache is not None:
             self.prefix_cache.close()
             self.prefix_cache = None
@@ -257,6 +263,25 @@ class LoadedModel(Asking):
         if fitting is None:
             fitting = self._fittings[held] = lora.fit(self.hf_model, held.spec, held.starts())
         return fitting
+
+    def adapter_pieces(self, held: HeldAdapter) -> Iterator[None]:
+        """Compute what attaching an adapter needs of the model's weights; yields after each piece, between two steps.
+
+        Without it, `load_adapter` does the same at once. Errors: AdapterError if it fits another model, DeviceError.
+        """
+        fitting, device = self.fitting(held), self.device
+        pieces = base_values(
+            self.hf_model, fitting.rest, read=lambda entry: held.tensors[entry.file, entry.start], device=device,
+            dtype=getattr(torch, ADAPTER_DTYPE),
+        )  # fmt: skip
+        while held not in self._base_values:
+            with torch.no_grad(), self._out_of_memory_named("preparing an adapter"):
+                try:
+                    next(pieces)
+                except StopIteration as end:
+                    self._base_values[held] = end.value
+                    return
+            yield
 
     def _check_head(self, path: str | Path, spec: AdapterSpec) -> None:
         change = head_change({spec.file.folder.name: spec}, self.anatomy) if refuses_head_change(self.plan) else ""
@@ -331,6 +356,8 @@ class LoadedModel(Asking):
 
     def _attach(self, name: str, held: HeldAdapter) -> None:
         fitting = self.fitting(held)
+        for _ in self.adapter_pieces(held):
+            pass
         # On a GPU a copy, on a CPU the adapter is used where it lies.
         whole = held.memory.tensor.to(self.device, non_blocking=True)
         held.memory.is_used(self.device)  # the adapter may be dropped before the copy has begun
@@ -342,11 +369,11 @@ class LoadedModel(Asking):
             key = (entry.file, entry.start)
             return held.places[key].view(whole) if key in held.places else held.tensors[key]
 
-        lora.attach_fitted(
-            fitting, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE, piece=piece
-        )
         content = "" if self.prefix_cache is None else held.content
-        self._attached[name] = AttachedAdapter(held.spec, held.device_bytes, content)
+        lora.attach_fitted(
+            fitting, name, read=read, device=self.device, route=self.route, dtype=ADAPTER_DTYPE, piece=piece,
+            base=self._base_values[held], about=AttachedAdapter(held.spec, held.device_bytes, content),
+        )  # fmt: skip
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter and free its memory. Errors: RequestError if no adapter has this name."""
@@ -354,7 +381,6 @@ class LoadedModel(Asking):
         with self.turns.hold("unload_adapter"):
             self.mixes.forget(name)
             lora.detach(self.hf_model, name, route=self.route)
-            del self._attached[name]
 
     def _check_adapter(self, name: Chosen) -> None:
         if isinstance(name, Mapping):

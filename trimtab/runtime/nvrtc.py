@@ -30,6 +30,7 @@ from torch import Tensor
 from trimtab.errors import DeviceError
 from trimtab.machine.own_folder import hashed, own_folder, prune, read_own, touch, write_own
 from trimtab.runtime.launch_configs import KernelLimits
+from trimtab.runtime.product_cuts import ProductCuts
 
 # Kernels that need no bf16 arithmetic are made for 7.5 too (cuda/values.cuh); bf16 and tensor cores' m16n8k16 begin with 8.0.
 LEAST_CAPABILITY, BF16_CAPABILITY = (7, 5), (8, 0)
@@ -345,8 +346,12 @@ class Module:
         self.shared_bytes = self._block_shared_bytes()
         # Whether launches are dependent ones unless they say otherwise. Off until the caller has seen that it pays.
         self.overlap = False
-        # Tensors that belong to the kernels of this module and live as long as it does (scratch, tables).
-        self.kept: dict[Any, Any] = {}
+        # Tensors of the launches, by name: each launch leaves them as it finds them.
+        self.scratch: dict[str, Tensor] = {}
+        self.products = ProductCuts()
+        # By their options: this source, and the attention of each kind of layer that belongs to the kernels of this module.
+        self.variants: dict[tuple[str, ...], Module] = {}
+        self.attention: dict[tuple[str, ...], Module] = {}
         self.common: tuple[str, ...] = ()  # that every variant is compiled with, beside its own options
         self._source, self._name = source, name
         self._functions: dict[str, tuple[ctypes.c_void_p, int]] = {}
@@ -362,21 +367,17 @@ class Module:
 
     def variant(self, options: tuple[str, ...]) -> Module:
         """Return the same source compiled with other options, made where this is the first use: not within a capture."""
-        key = ("variant", options)
-        if key not in self.kept:
-            self.kept[key] = Module(
+        if options not in self.variants:
+            self.variants[options] = Module(
                 self._source, device=self.device, options=(*options, *self.common), name=self._name,
                 _code=self._codes.pop(options, None),
             )  # fmt: skip
-        module: Module = self.kept[key]
-        return module
+        return self.variants[options]
 
     def compile_variants(self, wanted: Sequence[tuple[str, ...]]) -> None:
         """Compile several variants in parallel, for `variant` to load. One that does not compile is named by `variant`."""
         compiler = find_compiler()
-        missing = [
-            options for options in wanted if ("variant", options) not in self.kept and options not in self._codes
-        ]
+        missing = [options for options in wanted if options not in self.variants and options not in self._codes]
         if compiler is None or not missing:
             return
         target = compiler.target(self.capability)
@@ -446,8 +447,8 @@ class Module:
 
     def close(self) -> None:
         """Unload the machine code, variants included; nothing of the module may be running or be launched any more."""
-        for key in [key for key in self.kept if isinstance(key, tuple) and key[0] == "variant"]:
-            self.kept.pop(key).close()
+        for options in list(self.variants):
+            self.variants.pop(options).close()
         handle, self._handle = self._handle, ctypes.c_void_p()
         self._functions.clear()
         if handle.value:

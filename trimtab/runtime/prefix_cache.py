@@ -32,7 +32,7 @@ from torch import Tensor
 
 from trimtab.errors import DoesNotFitError, RequestError, gib
 from trimtab.plan.prefix_memory import BLOCK_TOKENS, staging_bytes
-from trimtab.runtime import company, encoder_cache, hf_slots
+from trimtab.runtime import company, encoder_cache, hf_kv_int8, hf_slots
 from trimtab.runtime.hf_slots import LayerCache, SlotCache
 from trimtab.runtime.kv_pages import PagedRow
 from trimtab.runtime.prefix_layout import ALIGNED, LEAST_PAGE_BYTES, Layout, PageField, end_of
@@ -406,7 +406,8 @@ class Prefixes:
 
     def into_cache(self, match: Match) -> Any:
         """Return transformers' cache with the first match.tokens tokens of a prompt."""
-        cache, prompt_states = self.cache, hf_slots.prompt_cache(self.model.hf_model)
+        cache = self.cache
+        prompt_states = hf_slots.prompt_cache(self.model.hf_model, self.batch.cache.kv)
         assert cache is not None and cache.layout is not None
         states = {
             (field.layer, field.name): torch.zeros(
@@ -423,7 +424,7 @@ class Prefixes:
             if layer.is_sliding:
                 order = self._order(match.tokens, layer.sliding_window, keys.shape[2])
                 keys, values = keys.index_select(2, order), values.index_select(2, order)
-            layer.update(keys, values)
+            hf_kv_int8.extend(layer, keys, values)
             if layer.is_sliding:
                 layer.cumulative_length = match.tokens
         return prompt_states

@@ -252,13 +252,17 @@ def four_bit(hf_model: Any) -> list[Leaf]:
 
 
 def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKernels:
-    """Return the kernels that compile, compute rightly and are faster here, tried on one of the model's 4-bit layers."""
+    """Return the kernels that compile, compute rightly and are faster here, tried on one of the model's 4-bit layers.
+
+    A model without such layers has nothing to unpack, and no reason is given for that.
+    """
     chosen = PromptKernels()
     if device.type != "cuda" or dtype not in _TYPES:
         return chosen
     try:
         module = load(device)
-        leaf = tried_leaf(four_bit(hf_model))
+        leaves = four_bit(hf_model)
+        leaf = tried_leaf(leaves)
         width = hf_model.config.get_text_config().hidden_size
         form = (
             None
@@ -269,25 +273,20 @@ def choose(hf_model: Any, device: torch.device, dtype: torch.dtype) -> PromptKer
         before = checks.find(*key)
         if before is not None:
             chosen.measured_us |= {name: (ours, theirs) for name, (ours, theirs) in before["us"].items()}
-            chosen.unpacks = chosen.adds = True
+            chosen.unpacks, chosen.adds = leaf is not None, True
             chosen.module = module
             return chosen
         with torch.no_grad():
-            for part, why in (
-                ("unpacked 4-bit weights", "no 4-bit layer" if leaf is None else wrong_unpack(leaf.packed(), module)),
-                ("adapters of a prompt", wrong_add(module, dtype) or wrong_add_rows(module, dtype)),
-            ):
-                if why is not None:
-                    chosen.reasons.append((part, why))
-                elif part == "adapters of a prompt":
-                    chosen.adds = True
-                else:
-                    chosen.unpacks = True
+            if leaves:
+                why = "no layer is in a form that it reads" if leaf is None else wrong_unpack(leaf.packed(), module)
+                chosen.unpacks = _passed(chosen, "unpacked 4-bit weights", why)
+            why = wrong_add(module, dtype) or wrong_add_rows(module, dtype)
+            chosen.adds = _passed(chosen, "adapters of a prompt", why)
             if chosen.unpacks and leaf is not None:
                 chosen.unpacks = _pays(chosen, "unpacked 4-bit weights", *_unpack_runs(leaf.packed(), module), device)
             if chosen.adds:
                 chosen.adds = _pays(chosen, "adapters of a prompt", *_add_runs(width, dtype, module), device)
-        if chosen.unpacks and chosen.adds:
+        if chosen.adds and (chosen.unpacks or not leaves):
             checks.keep({"us": chosen.measured_us}, *key)
             checks.save()
     except Exception as exc:  # a kernel that cannot be launched on this card, say: the slower way is right
@@ -417,6 +416,12 @@ def _add_runs(
         return y.add_(functional.linear(functional.linear(x.float(), A), B), alpha=0.5)
 
     return lambda: add(A, B, 0.5, x, y, module, round_change=True), plain
+
+
+def _passed(chosen: PromptKernels, name: str, why: str | None) -> bool:
+    if why is not None:
+        chosen.reasons.append((name, why))
+    return why is None
 
 
 def _pays(

@@ -30,7 +30,7 @@ class PromptScores:
         if inputs.has_media:
             raise RequestError("not supported: prompt_logprobs of images and audio", field="prompt_logprobs")
         self._model, self._inputs, self.adapter, self._top = model, inputs, adapter, top
-        self._cache = hf_slots.prompt_cache(model.hf_model)
+        self._cache = hf_slots.prompt_cache(model.hf_model, model.plan.request.kv)
         self._done = 0
         self.scores: list[dict[int, tuple[float, int]]] = []
 

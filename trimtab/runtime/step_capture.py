@@ -96,49 +96,51 @@ class StepCapture:
         # The streamed blocks that a step enters, in order, once one was run.
         self.order: list[tiers.Group] = []
         self.has_streamed_layers = streams_layers(self.model.plan)
+        self._pays_beside_copies: bool | None = None
 
     @property
     def kernels(self) -> Kernels:
         return self.choice.kernels
 
     def overlap_pays(self, run: Run, keep: Any, count: int) -> bool:
-        """Whether kernels that begin while the one before ends give the same bits and a faster step here; asked once."""
-        if self.device.type != "cuda" or self.kernels.is_empty or self.streams_decoder:
+        """Return whether kernels that begin while the one before ends give the same bits and a faster step here; measured once for
+        kernels, and once for each batch whose decoder layers are copied beside its steps."""
+        if self.device.type != "cuda" or self.kernels.is_empty:
             return False
+        if self.streams_decoder:
+            if self._pays_beside_copies is None:
+                self._pays_beside_copies = self._try_overlap(run, keep, count)
+            return self._pays_beside_copies
         if self.kernels.overlap_pays is None:
-            key = (
-                "overlapping launches",
-                self.kernels.made_of,
-                repr(self.model.plan.request),
-                count,
-                self.tokens.shape[0],
-            )
+            made_of, request = self.kernels.made_of, repr(self.model.plan.request)
+            key = ("overlapping launches", made_of, request, count, self.tokens.shape[0])
             if self.kernels.checks.find(*key) is not None:
                 self.kernels.overlap_pays = True
                 return True
-            plain_ms, plain = self.tried(run, keep, count, overlap=False)
-            if self.order:
-                return False
-            try:
-                ms, scores = self.tried(run, keep, count, overlap=True)
-                same = torch.equal(plain, scores)
-                why = f"{ms:.2f} ms per step against {plain_ms:.2f}" if same else "the logits of a step differ"
-                self.kernels.overlap_pays = same and ms < plain_ms
-            except (RuntimeError, DeviceError) as exc:
-                if is_out_of_memory(exc):
-                    raise
-                why, self.kernels.overlap_pays = f"{type(exc).__name__}: {exc}", False
+            self.kernels.overlap_pays = self._try_overlap(run, keep, count)
             if self.kernels.overlap_pays:
                 self.kernels.checks.keep({}, *key)
                 self.kernels.checks.save()
-            else:
-                self.choice.fall_back("overlapping launches", why, requested=False)
         return self.kernels.overlap_pays
+
+    def _try_overlap(self, run: Run, keep: Any, count: int) -> bool:
+        plain_ms, plain = self.tried(run, keep, count, overlap=False)
+        try:
+            ms, scores = self.tried(run, keep, count, overlap=True)
+            is_same = torch.equal(plain, scores)
+            pays = is_same and ms < plain_ms
+            why = f"{ms:.2f} ms per step against {plain_ms:.2f}" if is_same else "the logits of a step differ"
+        except (RuntimeError, DeviceError) as exc:
+            if is_out_of_memory(exc):
+                raise
+            why, pays = f"{type(exc).__name__}: {exc}", False
+        if not pays:
+            self.choice.fall_back("overlapping launches", why, requested=False)
+        return pays
 
     @property
     def streams_decoder(self) -> bool:
-        """Whether a step's weights are copied beside it: then an order of launches is not an order of what they read, whatever was
-        found for another model of the same kernels."""
+        """Whether a step's weights are copied beside it: the time of one step is then also that of its copies."""
         return bool(self.order) or self.has_streamed_layers
 
     def refine(self, run: Run, keep: Any, bucket: int, count: int, *, overlap: bool) -> None:
@@ -150,7 +152,9 @@ class StepCapture:
         if bucket not in (1, self.kernels.most_rows):
             return
         module = self.kernels.matvec
-        untried = {} if module is None else module.kept.get("others", {})
+        if module is None:
+            return
+        untried, chosen = module.products.near, module.products.chosen
         keys = [key for key in untried if key[3] == bucket]
         if not keys or self.streams_decoder:
             return
@@ -162,14 +166,14 @@ class StepCapture:
                 done += 1
                 if self.model.measuring is not None:
                     self.model.measuring(done, count)
-                before, module.kept[key] = module.kept[key], cut
+                before, chosen[key] = chosen[key], cut
                 try:
                     ms, scores = self.tried(run, keep, count, overlap=overlap)
                 except (
                     RuntimeError,
                     DeviceError,
                 ) as exc:  # what cannot be captured is not chosen, and costs nothing else
-                    module.kept[key] = before
+                    chosen[key] = before
                     self.graphs.forget_pool()
                     if is_out_of_memory(exc):
                         raise
@@ -178,7 +182,7 @@ class StepCapture:
                 if ms < best * _WORTH and float((scores - expected).abs().max()) < _FAR * largest:
                     best = ms
                 else:
-                    module.kept[key] = before
+                    chosen[key] = before
         self.kernels.save_cuts()
         torch.cuda.empty_cache()  # every try had a pool of memory of its own
 

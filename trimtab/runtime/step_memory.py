@@ -7,6 +7,7 @@ from typing import Any
 from trimtab.errors import DoesNotFitError, gib
 from trimtab.plan.activations import row_cache_bytes
 from trimtab.plan.execution import CAPTURED, GRAPH_BYTES, MOST_GRAPHS, graph_count, step_bytes
+from trimtab.plan.kv_form import copy_bytes
 from trimtab.plan.kv_pool import pool_tokens
 
 
@@ -23,12 +24,17 @@ def extra_bytes(model: Any, rows: int, mode: str | None = None) -> int:
         row_cache_bytes(
             anatomy.kv_layers, anatomy.dtype, rows=count, context_tokens=context_tokens,
             pool=pool_tokens(plan.request.kv_tokens, rows=count, context_tokens=context_tokens),
+            kv=plan.request.kv,
+        )
+        + copy_bytes(
+            anatomy.kv_layers, anatomy.dtype, plan.request.kv, rows=count, context_tokens=context_tokens, new_tokens=1
         )
         for count in (rows, plan.request.batch if has_rows else 0)
     ]  # fmt: skip
     wanted = step_bytes(
-        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters)
-    )
+        mode, anatomy, rows=rows, context_tokens=context_tokens, has_adapters=bool(plan.request.adapters),
+        kv=plan.request.kv,
+    )  # fmt: skip
     return max(sum(wanted.values()) + caches[0] - sum(planned.bytes.values()) - caches[1], 0)
 
 
@@ -49,8 +55,9 @@ def most_graphs(model: Any, rows: int) -> int:
     plan, anatomy = model.plan, model.anatomy
     mode = plan.execution.step.mode if plan.execution.step.mode in CAPTURED else "fused"
     counted = graph_count(
-        mode, rows=rows, context_tokens=plan.request.context_tokens, has_adapters=bool(model.adapters)
-    )
+        mode, rows=rows, context_tokens=plan.request.context_tokens, has_adapters=bool(model.adapters),
+        kv=plan.request.kv,
+    )  # fmt: skip
     each = GRAPH_BYTES[mode] + 4 * anatomy.vocab_size * rows
     free = max(plan.gpu_budget_bytes - plan.gpu_needed_bytes - extra_bytes(model, rows), 0)
     return max(min(counted + free // each, MOST_GRAPHS), 1)

@@ -248,6 +248,7 @@ class Streamer:
         count = min(slot_count, len(self.groups))
         self.slots = [Slot(i, torch.empty(largest, dtype=torch.uint8, device=device)) for i in range(count)]
         self._stream = torch.cuda.Stream(device) if cuda else None
+        self._mark = torch.zeros(1, dtype=torch.int32, device=device)
         self._disk_buffers: list[_HostBuffer] = []
         self._worker: ThreadPoolExecutor | None = None
         on_disk = [group.nbytes for group in groups if group.host is None]
@@ -484,6 +485,9 @@ class Streamer:
         self._settle(slot)
         if slot.ready is not None:
             torch.cuda.current_stream(self.device).wait_event(slot.ready)
+            # A kernel that may begin before the one in front of it ends must not begin before the copy has ended. It begins after
+            # this one, which waits for both and does not let others begin early.
+            self._mark.zero_()
 
     def close(self) -> None:
         """Give back every buffer and the spill file."""
@@ -501,7 +505,7 @@ class Streamer:
             self.spill.close()
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Staged:
     """The weight of one leaf inside a streamed block, and the position of each tensor in the block's buffer."""
 

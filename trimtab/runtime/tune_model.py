@@ -74,7 +74,7 @@ def tune_model(
     known = []
     for product in kernels.products(groups, model.dtype, counts):
         cut = matvec.choose(product.groups[0], product.n, kernels.matvec, pair=product.gate is not None)
-        is_tuned = product.key in kernels.matvec.kept.get("tuned", ())
+        is_tuned = product.key in kernels.matvec.products.measured
         status = launch_configs.MEASURED if is_tuned else kernels.configs.get(product.key, launch_configs.ESTIMATED)
         sizes = " + ".join(str(packed.shape[0]) for packed in product.groups[0])
         known.append({"product": f"{sizes} x {product.key[2]}", "rows": product.n, "cut": str(cut), "status": status})

@@ -263,9 +263,9 @@ def tune_stepwise(
                 near = [replace(best, normed=not pays), *near]
                 best = replace(best, normed=pays)
         key = matvec.cut_key(weights, n, pair=product.pair)
-        module.kept.setdefault("others", {})[key] = near
-        module.kept[key] = best
-        module.kept.setdefault("tuned", set()).add(key)
+        module.products.near[key] = near
+        module.products.chosen[key] = best
+        module.products.measured.add(key)
     return times
 
 

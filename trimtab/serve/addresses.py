@@ -22,6 +22,7 @@ _V4 = tuple(
             "10.0.0.0/8",  # private
             "100.64.0.0/10",  # shared with carriers' customers (CGNAT)
             "127.0.0.0/8",  # loopback
+            "168.63.129.16/32",  # public, but answered inside Azure alone: the platform's own services
             "169.254.0.0/16",  # link-local, where clouds keep their metadata
             "172.16.0.0/12",  # private
             "192.0.0.0/24",  # IETF protocols

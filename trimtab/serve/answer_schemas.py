@@ -72,7 +72,7 @@ _TEXT_LOGPROBS = _object({
     "tokens": _list(TEXT), "token_logprobs": _list(NUMBER), "text_offset": _list(COUNT),
     "top_logprobs": _list({"type": "object", "additionalProperties": NUMBER}),
 })  # fmt: skip
-_HEAD = {"enum": ["full", "int8"]}
+_FORM = {"enum": ["full", "int8"]}
 _MODEL = _object(
     {
         "id": TEXT,
@@ -82,7 +82,7 @@ _MODEL = _object(
         "root": TEXT,
         "parent": _or_null(TEXT),
     },
-    maybe={"max_model_len": COUNT, "output_head": _HEAD},
+    maybe={"max_model_len": COUNT, "output_head": _FORM, "kv": _FORM},
 )
 _FUNCTION = {"name": TEXT, "arguments": TEXT}
 _CALL = _object({"id": TEXT, "type": {"const": "function"}, "function": _object(_FUNCTION)})
@@ -173,7 +173,7 @@ SCHEMAS: Mapping[str, Schema] = {
             "total_tokens": COUNT,
             "prompt_tokens_details": _object({"cached_tokens": COUNT}),
         },
-        maybe={"output_head": _HEAD},
+        maybe={"output_head": _FORM, "kv": _FORM},
     ),
     "Model": _MODEL,
     "ModelList": _object({"object": {"const": "list"}, "data": _list(reference("Model"))}),

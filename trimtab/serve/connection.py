@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -42,6 +43,8 @@ CHUNK_BYTES, CHUNKS_FREE = 16, 512
 # What the line of a last chunk and the empty line after it have at most.
 LAST_BYTES = 256
 SILENT_S = 60.0
+# How h11 shows what it read.
+_READ = re.compile(r"bytearray\(b(['\"])(.*)\1\)|\bb(['\"])(.*?)\3")
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 # What a connection waits for, in the order in which it has to make room.
 WAITING = ("head", "drain", "idle", "body")
@@ -177,7 +180,8 @@ class GuardedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         problem = self.conn.problem
-        self._refuse(problem.error_status_hint if problem else 400, str(problem or msg))
+        words = _READ.sub(lambda read: read[2] or read[4] or "", str(problem or msg))
+        self._refuse(problem.error_status_hint if problem else 400, words)
 
     # Deadlines --------------------------------------------------------------------------------------------------------
 

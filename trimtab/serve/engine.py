@@ -109,14 +109,24 @@ class LoadedEngine:
         self._grammar: Grammar | None = None
 
     def capture(self) -> None:
-        """Capture what first requests would wait for; `capture_more` captures the rest. Errors: DeviceError."""
+        """Capture what first requests would wait for; `capture_more` captures the rest.
+
+        Errors: DeviceError; CheckpointError if the model has no tokenizer that can be used: no prompt could be answered.
+        """
         with self.model._out_of_memory_named("capturing the first steps"):
             self.batch.captures_ahead.prepare(self.shelf.held, first=True)
+        _ = self.model.processor
         self._has_learned.clear()
         self._preparing.start(self._learn_media)
 
     def _learn_media(self) -> None:
         """Show the processor an image and a second of silence, so that a thread of the pool prepares the first real ones too."""
+        try:
+            self._learn_images_and_audio()
+        finally:
+            self._has_learned.set()
+
+    def _learn_images_and_audio(self) -> None:
         request, processor = self.model.plan.request, self.model.processor
         # A model may lack either, or have a processor that the first prompt will find wanting.
         with suppress(Exception):
@@ -127,7 +137,6 @@ class LoadedEngine:
             if request.audio_s >= 1 and audio_ahead(processor) is not None:
                 silence = np.zeros(SAMPLE_RATE, np.float32)
                 chat.prepare(self.model, "?", audios=[silence], device=torch.device("cpu"))
-        self._has_learned.set()
 
     @property
     def has_more_to_capture(self) -> bool:
@@ -211,6 +220,8 @@ class LoadedEngine:
         """Return a job's inputs on the host; a GPU that captures steps must not be given work by another thread."""
         try:
             check_first_tokens(job, self._tokenizer, self.model.context_tokens)
+            if _is_constrained(job):
+                self._made_grammar()  # reading a large vocabulary takes longer than a step
             prompt = job.prompt
             if isinstance(prompt, dict):  # a text to go on with, no chat
                 tokenizer = self._tokenizer
@@ -250,11 +261,12 @@ class LoadedEngine:
             raise self._name_on_host(exc, "decoding images and audio") from exc
 
     def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
-        if job.schema is None and job.must_call is None and not job.holds_calls:
-            return None
+        return reading.constraint(self._made_grammar()) if _is_constrained(job) else None
+
+    def _made_grammar(self) -> Grammar:
         if self._grammar is None:
             self._grammar = Grammar(self._tokenizer, sorted(self.batch.ends))
-        return reading.constraint(self._grammar)
+        return self._grammar
 
     def is_ready(self, adapter: str | None) -> bool:
         return self.shelf.has_room_for(adapter, self._in_use())
@@ -506,13 +518,17 @@ class LoadedEngine:
             **({} if answer.scored is None else {"prompt_logprobs": answer.scored}),
             "stop_text": None if answer.detokenizer is None else answer.detokenizer.stop_text,
             "ttft_s": answer.first_token - answer.began, "decode_s": now - answer.first_token,
-            "output_head": self.model.plan.execution.head,
+            "output_head": self.model.plan.execution.head, "kv": self.model.plan.request.kv,
         }  # fmt: skip
 
 
 def empty_row(model: LoadedModel, adapter: str | None, request: GenerateRequest) -> Row:
     """Return a row that is in no batch: of a job that draws no tokens."""
     return Row(adapter, request, Sampler(request, model.device), [], 0)
+
+
+def _is_constrained(job: Job) -> bool:
+    return job.schema is not None or job.must_call is not None or job.holds_calls
 
 
 def _is_host_memory(exc: Exception) -> bool:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 from trimtab.checkpoint.adapter_file import CONFIG_NAME, TENSORS_NAME
 from trimtab.errors import DoesNotFitError
-from trimtab.plan.adapter_room import HELD_OBJECT_BYTES
+from trimtab.plan.cost import HELD_OBJECT_BYTES
 from trimtab.runtime.held_adapter import HeldAdapter
 from trimtab.runtime.model import LoadedModel
 from trimtab.serve.watching import files_stamp

@@ -125,7 +125,7 @@ def check_sound(data: bytes, kind: str, *, field: str, limits: Limits) -> bytes:
     field = f"{field}.data"
     if kind in _BEGINNINGS:
         if not _BEGINNINGS[kind].match(data):
-            raise RequestError(f"is not a {kind} file", field=field)
+            raise RequestError(f"is not an {kind} file", field=field)
         return data
     size = _wav(data) if kind == "wav" else _flac(data)
     if size is None or not size.is_plausible:

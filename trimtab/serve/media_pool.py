@@ -9,6 +9,8 @@ again when the decoder returns; the limits on pixels and seconds of sound bound 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +24,8 @@ from trimtab.serve.job import Job
 THREADS = 2
 MEDIA_BYTES = 256 * 2**20
 MEDIA_S = 20.0
+# Media of so many bytes leave freed memory behind that is worth returning.
+RETURNED_BYTES = 32 * 2**20
 
 
 @dataclass
@@ -125,3 +129,14 @@ class MediaPool:
         with self._changed:
             self.used_bytes -= nbytes
             self._changed.notify_all()
+        if nbytes >= RETURNED_BYTES:
+            return_freed_pages()
+
+
+def return_freed_pages() -> None:
+    """Return freed memory to the system where the C library keeps it: glibc has an arena per thread that decodes.
+
+    Pillow holds an image in blocks of 16 MiB, which glibc does not return by itself. Source: malloc_trim(3), mallopt(3).
+    """
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -152,9 +152,11 @@ class Pool:
                 "max_model_len": self.context_tokens(name),
             }  # fmt: skip
             # Where the plan chose the head, answers may differ from those of another card.
-            execution = (member.supervisor.plan or {}).get("execution")
-            if execution is not None:
-                head["output_head"] = execution["head"]
+            plan = member.supervisor.plan or {}
+            if "execution" in plan:
+                head["output_head"] = plan["execution"]["head"]
+            if "kv" in plan.get("request", ()):
+                head["kv"] = plan["request"]["kv"]
             entries.append({"id": name, **head, "root": name, "parent": None})
             for adapter in sorted(member.adapters):
                 shown = adapter if is_one else f"{name}{SEPARATOR}{adapter}"
@@ -208,6 +210,14 @@ class Pool:
         """Stop every worker now, from any thread: the last resort of a server that is told to end twice."""
         for member in self._members.values():
             member.supervisor.stop()
+
+    @property
+    def failure(self) -> Mapping[str, Any] | None:
+        """The error of a server that can answer nothing: no model could be loaded even once. None for any other."""
+        supervisors = [member.supervisor for member in self._members.values()]
+        if not supervisors or any(one.state != "failed" or one.plan is not None for one in supervisors):
+            return None
+        return supervisors[0].failure
 
     @property
     def is_ready(self) -> bool:
@@ -364,7 +374,8 @@ class Pool:
         was named at the start."""
         member = self._one(model)
         if name not in member.adapters:
-            raise UnknownModelError(name, sorted(member.adapters), field="lora_name")
+            loaded = sorted(set(member.adapters) - set(member.served.adapters))
+            raise UnknownModelError(name, loaded, field="lora_name")
         if name in member.served.adapters:
             raise RequestError(
                 "was named at the start of the server and stays", field="lora_name", value=name,

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from trimtab.serve.job import Job
+from trimtab.serve.journal import write_traceback
 from trimtab.serve.media_pool import MediaPool
 
 # A text of more characters waits with the media.
@@ -33,7 +34,7 @@ class Preparing:
         self._thread: threading.Thread | None = None
 
     def start(self, first: Callable[[], None] | None = None) -> None:
-        """Start the thread. first: what it does before any prompt."""
+        """Start the thread. first: what it does before any prompt; if that fails, prompts are prepared all the same."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, args=(first,), name="trimtab-prepare", daemon=True)
             self._thread.start()
@@ -52,8 +53,11 @@ class Preparing:
         self._waiting.put((not is_short(job.prompt), next(self._numbers), future, job, release))
 
     def _run(self, first: Callable[[], None] | None) -> None:
-        if first is not None:
-            first()
+        try:
+            if first is not None:
+                first()
+        except Exception as exc:  # without this thread every later prompt would wait for ever
+            write_traceback(exc, "before the first prompt")
         while True:
             _, _, future, job, release = self._waiting.get()
             # A job with media has been running since it was decoded.
@@ -64,6 +68,7 @@ class Preparing:
             except BaseException as exc:
                 future.set_exception(exc)
             finally:
+                del job  # its media, before their memory counts as free
                 if release is not None:
                     release()
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from trimtab.adapter_names import split_weight
 from trimtab.checkpoint.adapter import read_adapter
-from trimtab.checkpoint.folder import find_folder
+from trimtab.checkpoint.folder import read_loadable
 from trimtab.checkpoint.names import near_names
 from trimtab.errors import CheckpointError, RequestError, TrimtabError
 from trimtab.request import DECODE_MODES, LoadRequest, check_choice, parse_bytes
@@ -109,7 +109,7 @@ _PLACEMENT = {
     "host_memory": "host_memory_bytes", "images": "images", "audio_s": "audio_s", "place": "place",
     "device_map": "device_map", "keep_unquantized": "keep_unquantized", "device": "device", "offload_dir": "offload_dir",
     "head": "head", "prefix_cache": "prefix_cache_bytes", "batch_invariant": "batch_invariant",
-    "kv_tokens": "kv_tokens",
+    "kv_tokens": "kv_tokens", "kv": "kv",
 }  # fmt: skip
 _OWN = (
     "path",
@@ -129,7 +129,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "decode": (str,), "quant": (str,), "dtype": (str,),
     "context": (int,), "gpu_memory": (str, int), "host_memory": (str, int), "images": (int,), "audio_s": (int, float),
     "place": (dict,), "device_map": (dict,), "keep_unquantized": (list,), "device": (str,), "offload_dir": (str,), "head": (str,),
-    "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,),
+    "prefix_cache": (str, int), "batch_invariant": (bool,), "kv_tokens": (int,), "kv": (str,),
 }  # fmt: skip
 
 _WORDS: Mapping[type, str] = {
@@ -177,11 +177,12 @@ def read_registry(path: str | Path, *, is_config: bool = False) -> tuple[ServedM
 
 
 def check_present(models: Sequence[ServedModel]) -> None:
-    """Raise CheckpointError with every model and adapter that is not on this machine, AdapterError for one that none can use."""
+    """Raise CheckpointError with every model and adapter that is not on this machine or not whole, AdapterError for one that none
+    can use. Reads headers alone."""
     problems = []
     for model in models:
         try:
-            find_folder(model.request.model)
+            read_loadable(model.request.model)
         except CheckpointError as exc:
             problems.append(f"model {model.name}: {exc}")
         problems += [

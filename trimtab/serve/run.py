@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -22,7 +22,7 @@ from sse_starlette.sse import AppStatus
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
 
-from trimtab.errors import RequestError
+from trimtab.errors import RequestError, rebuilt
 from trimtab.serve import tracing
 from trimtab.serve.app import make_app
 from trimtab.serve.connection import RESERVE, Guard, GuardedProtocol
@@ -55,7 +55,7 @@ def serve(
 
     Returns whether Ctrl-C ended the server. reread: returns the new models and settings when SIGHUP or an administrator
     requests a reload. A second Ctrl-C ends at once. Errors: RequestError if the address is in use or not an address of this
-    machine.
+    machine; that of the only model if it cannot be loaded.
     """
     sys.setswitchinterval(SWITCH_S)
     # Streams would be cut by sse-starlette as soon as a signal comes; here they have their grace time.
@@ -81,6 +81,8 @@ def serve(
         pool.stop()
         if spans is not None:
             spans.close()
+    if server.failure is not None:
+        raise rebuilt(server.failure["class"], server.failure["message"], server.failure["fields"])
     return server.was_interrupted
 
 
@@ -142,6 +144,7 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._began, self.was_interrupted = time.monotonic(), False
         self._announcing: asyncio.Task[None] | None = None
+        self.failure: Mapping[str, Any] | None = None
         self._pool, self._grace_s, self._guard = pool, settings.grace_s, guard
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -160,8 +163,12 @@ class _Server(uvicorn.Server):
         task.add_done_callback(self._reloading.discard)
 
     async def _announce(self) -> None:
-        """Write one line when a model answers for the first time."""
+        """Write one line when a model answers for the first time; end the server if none ever can."""
         while not self._pool.is_ready:
+            self.failure = self._pool.failure
+            if self.failure is not None:
+                self.should_exit = True
+                return
             await asyncio.sleep(TICK_S)
         names = [model["name"] for model in self._pool.status()["models"]]
         fields = {"models": ",".join(names), "seconds": round(time.monotonic() - self._began, 2), "pid": os.getpid()}

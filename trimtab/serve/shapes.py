@@ -24,7 +24,7 @@ class Shape:
         self.finishes: dict[int, str] = {}
         self.scored: dict[int, list[Any]] = {}
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.output_head: str | None = None
+        self.forms: dict[str, str] = {}  # of the output head, and of keys and values
 
     def opening(self, choices: int) -> list[dict[str, Any]]:
         """Return the chunks before the first event."""
@@ -65,7 +65,7 @@ class Shape:
                 self.prompt_tokens += event.usage["prompt_tokens"]
                 self.cached_tokens += event.usage.get("cached_tokens", 0)
             self.completion_tokens += event.usage["completion_tokens"]
-            self.output_head = event.usage.get("output_head")
+            self.forms = {name: event.usage[name] for name in ("output_head", "kv") if name in event.usage}
             return self._made(index, self.delta(Event(event.job_id, "text"), 0, is_last=True), self.finishes[index])
         return None
 
@@ -85,11 +85,11 @@ class Shape:
 
     def usage(self) -> dict[str, Any]:
         total = self.prompt_tokens + self.completion_tokens
-        # Where the plan chose the head, answers may differ from those of another card.
-        head = {} if self.output_head is None else {"output_head": self.output_head}
         return {
             "prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens}, **head,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            # Where the plan chose the head, answers may differ from those of another card.
+            **self.forms,
         }  # fmt: skip
 
     def usage_chunk(self) -> dict[str, Any]:

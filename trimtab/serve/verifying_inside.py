@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
@@ -14,11 +15,13 @@ from trimtab.plan import Plan
 
 Emit = Callable[[dict[str, Any]], None]
 ALIVE_S = 0.5
+LOWEST_PRIORITY = 19
 HINT = "The running model keeps its memory; `trimtab verify` compares while no server runs"
 
 
 def main(request: Mapping[str, Any], emit: Emit) -> None:
     """Do what request["what"] says: "room" or "compare". Errors: DoesNotFitError and what `trimtab.verify` raises."""
+    _give_way()
     plan = _plan(request)
     lock, is_over = threading.Lock(), threading.Event()
 
@@ -41,6 +44,12 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
         # Nothing may be told after this returns.
         is_over.set()
         alive.join()
+
+
+def _give_way() -> None:
+    """Take processor time only where the server needs none. Windows has no such number and divides it equally."""
+    if hasattr(os, "nice"):
+        os.nice(LOWEST_PRIORITY)
 
 
 def _plan(request: Mapping[str, Any]) -> Plan:

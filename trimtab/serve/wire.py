@@ -523,6 +523,8 @@ def _words(error: Mapping[str, Any]) -> str:
         return f"not supported: {error['loc'][-1]!s:.100}"
     text = str(error["msg"])
     text = text[:1].lower() + text[1:]
+    if error["type"] in ("too_long", "string_too_long") and " at most 0 " in text:
+        text = "must be empty or left out"
     name = next((step for step in error["loc"] if step in _HARMLESS_ONLY), None)
     if name is None and error["type"] == "literal_error" and _path(error["loc"]).startswith("tools["):
         name = "this type of tool"

@@ -15,14 +15,15 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from trimtab.errors import DeviceError, RequestError, TrimtabError
+from trimtab.errors import AdapterError, CheckpointError, DeviceError, DoesNotFitError, RequestError, TrimtabError
 from trimtab.machine import preload
 from trimtab.machine.memory import process_bytes
 from trimtab.request import LoadRequest
@@ -55,6 +56,8 @@ PREPARING_S = 0.001
 LOADING_COLLECT_AFTER, COLLECT_AFTER = (50_000, 20, 1000), gc.get_threshold()
 # How long the thread that prepares prompts may keep the interpreter from the one that makes tokens; Python's own is 5 ms.
 SWITCH_S = 0.0005
+# What whoever started the server can mend: its log has the message, and no traceback.
+FOR_OPERATORS = (RequestError, CheckpointError, DoesNotFitError, AdapterError)
 
 
 def main(connection: Connection, settings: dict[str, Any]) -> None:
@@ -76,17 +79,30 @@ def main(connection: Connection, settings: dict[str, Any]) -> None:
     except (EOFError, OSError, KeyboardInterrupt):
         return  # the API process is gone or ends the server: nobody is left to tell
     except BaseException as exc:
-        _tell_fatal(channel, exc)
+        _tell_fatal(channel, exc, model=settings["request"]["model"])
         sys.exit(1)
 
 
-def _tell_fatal(channel: Channel, exc: BaseException) -> None:
-    write_traceback(exc, "the worker ends")  # the whole trace goes to the log, never to a client
+def _tell_fatal(channel: Channel, exc: BaseException, *, model: str) -> None:
+    if isinstance(exc, FOR_OPERATORS):
+        log.error("%s cannot be loaded: %s", model, exc)
+    else:
+        write_traceback(exc, "the worker ends")  # the whole trace goes to the log, never to a client
     error = exc if isinstance(exc, TrimtabError) else DeviceError(type(exc).__name__, device="worker")
     try:
         channel.send({"say": "fatal", "error": error_event("", error).error})
     except OSError:
         return
+
+
+@dataclass(frozen=True)
+class _Finishing:
+    """An adapter whose files were read. pieces: what is left to compute, between steps. finish: called with `work`, which makes the
+    adapter available, or with what raises the error of a piece."""
+
+    pieces: Iterator[None]
+    finish: Callable[[Callable[[], Any]], None]
+    work: Callable[[], Any]
 
 
 class _Worker:
@@ -126,9 +142,12 @@ class _Worker:
             self.watcher.watch(name, path, stamps[name])
         for name, path in later.items():
             self._add_adapter(name, path, is_first=before is None)
-        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path, stamp.
-        self._reading: dict[int, tuple[str, str, Any]] = {}
-        self._read: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        # Adapters whose files are read on other threads, so that the batch goes on at the same time: call id -> name, path.
+        self._reading: dict[int, tuple[str, str]] = {}
+        self._read: queue.SimpleQueue[tuple[int, Hashable | None, Any]] = queue.SimpleQueue()
+        self._finishing: deque[_Finishing] = deque()
+        for held in self.engine.shelf.held:  # their first use should find nothing left to compute
+            self._finishing.append(_Finishing(self.model.adapter_pieces(held), _tried, _nothing))
         self.scheduler = Scheduler(self.engine, self.events.append, queue_limit=settings["queue_limit"])
         self.is_draining = False
         self.idle: IdleTuning | None = None
@@ -175,6 +194,7 @@ class _Worker:
                     break
             self._take_read()
             self._take_changed()
+            self._finish_piece()
             self.scheduler.turn()
             self._tell()
             self._use_idle_time()
@@ -182,7 +202,7 @@ class _Worker:
             self.idle.end()
 
     def _use_idle_time(self) -> None:
-        is_idle = self.scheduler.is_idle and not self.is_draining
+        is_idle = self.scheduler.is_idle and not self.is_draining and not self._finishing
         if is_idle and self.engine.has_more_to_capture:
             self._capture_more()
             return
@@ -206,7 +226,7 @@ class _Worker:
         """Return how long the next message may be waited for."""
         if self.scheduler.is_preparing:
             return PREPARING_S
-        if self.is_draining or not self.scheduler.is_idle:
+        if self.is_draining or not self.scheduler.is_idle or self._finishing:
             return 0
         if self._reading:
             return READING_S
@@ -254,42 +274,75 @@ class _Worker:
         call_id, name, path = message["id"], message["name"], message["path"]
 
         def read() -> None:
+            stamp = files_stamp(path)
             try:
-                self._read.put((call_id, self.engine.shelf.read(path, name)))
+                self._read.put((call_id, stamp, self.engine.shelf.read(path, name)))
             except Exception as exc:
-                self._read.put((call_id, exc))
+                self._read.put((call_id, stamp, exc))
 
-        if any(name == other for other, *_ in self._reading.values()):
+        if any(name == other for other, _ in self._reading.values()):
             exc = RequestError("an adapter of this name is being loaded", field="lora_name", value=name)
             self._reply(call_id, lambda: _throw(exc))
             return
-        self._reading[call_id] = name, path, files_stamp(path)
+        self._reading[call_id] = name, path
         threading.Thread(target=read, name="trimtab-read", daemon=True).start()
 
     def _take_read(self) -> None:
         with suppress(queue.Empty):
-            while self._reading:
-                call_id, result = self._read.get_nowait()
-                name, path, stamp = self._reading.pop(call_id)
+            while True:
+                call_id, stamp, result = self._read.get_nowait()
                 if isinstance(result, Exception):
-                    self._reply(call_id, partial(_throw, result))
+                    self._loaded(call_id, partial(_throw, result))
                 else:
-                    self._reply(call_id, partial(self._put, name, path, stamp, result))
+                    name, path = self._reading[call_id]
+                    put = partial(self._put, name, path, stamp, result)
+                    self._finishing.append(
+                        _Finishing(self.model.adapter_pieces(result), partial(self._loaded, call_id), put)
+                    )
+
+    def _loaded(self, call_id: int, work: Callable[[], Any]) -> None:
+        del self._reading[call_id]
+        self._reply(call_id, work)
 
     def _put(self, name: str, path: str, stamp: Any, adapter: Any) -> None:
         self.engine.shelf.put(name, adapter)
         self.watcher.watch(name, path, stamp)
 
     def _take_changed(self) -> None:
-        """Use the new files of adapters that changed. Running answers finish with the old ones."""
+        """Begin to use the new files of adapters that changed. Running answers finish with the old ones."""
         with suppress(queue.Empty):
             while True:
                 name, adapter = self.watcher.read_again.get_nowait()
-                try:
-                    if self.engine.reload(name, adapter):
-                        log.info("adapter %s was reloaded: its files changed", name)
-                except TrimtabError as exc:
-                    log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
+                change = partial(self._change, name, adapter)
+                self._finishing.append(
+                    _Finishing(self.model.adapter_pieces(adapter), partial(self._changed, name), change)
+                )
+
+    def _change(self, name: str, adapter: Any) -> None:
+        if self.engine.reload(name, adapter):
+            log.info("adapter %s was reloaded: its files changed", name)
+
+    def _changed(self, name: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except TrimtabError as exc:
+            log.warning("adapter %s was not reloaded: its changed files cannot be used: %s", name, exc)
+        except Exception as exc:
+            write_traceback(exc, "a changed adapter was not reloaded")
+
+    def _finish_piece(self) -> None:
+        """Compute one piece of an adapter whose files were read, or use it if it is complete: rows wait for a piece at most."""
+        if not self._finishing:
+            return
+        one = self._finishing[0]
+        try:
+            next(one.pieces)
+        except StopIteration:
+            self._finishing.popleft()
+            one.finish(one.work)
+        except Exception as exc:
+            self._finishing.popleft()
+            one.finish(partial(_throw, exc))
 
     def _call(self, message: Mapping[str, Any]) -> None:
         match message["what"]:
@@ -352,6 +405,17 @@ def _has_same_adapters(before: Plan, request: LoadRequest) -> bool:
 
 def _throw(exc: Exception) -> None:
     raise exc
+
+
+def _nothing() -> None:
+    """Do nothing: the adapter is available already."""
+
+
+def _tried(work: Callable[[], Any]) -> None:
+    try:
+        work()
+    except Exception as exc:
+        write_traceback(exc, "an adapter is prepared at its first use instead")
 
 
 def _lost_adapters(settings: Mapping[str, Any]) -> dict[str, str]:

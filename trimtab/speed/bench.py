@@ -162,6 +162,8 @@ def _run(
         row["notes"] = [*row["notes"], "quantizes what --keep-unquantized names as well"]
     if name == "stock" and plan.request.head != "full":
         row["notes"] = [*row["notes"], "computes with the full head, not with an 8-bit copy"]
+    if name == "stock" and plan.request.kv != "full":
+        row["notes"] = [*row["notes"], "keeps keys and values in full, not in 8 bits"]
     return row | {"figures": figures.run_figures(row)}
 
 

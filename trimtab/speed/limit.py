@@ -28,6 +28,7 @@ from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow,
 from trimtab.plan import Plan
 from trimtab.plan.blocks import leaves_of, quant_of, tied_paths
 from trimtab.plan.cost import packed_bytes
+from trimtab.plan.kv_form import position_bytes
 
 # The parts of a model that a decoding step runs through.
 STEP_PARTS = ("language", "head", "table")
@@ -110,8 +111,9 @@ def plan_reads(
     """Return what one token reads of a model placed as the plan says. context_tokens: in the cache, on average."""
     homes = {row.block_path: (row.tier, row.home) for row in plan.placements}
     return _reads(
-        anatomy, homes, plan.request.quant, plan.execution_device == "cpu", context_tokens, adapter, experts_per_token
-    )
+        anatomy, homes, plan.request.quant, plan.execution_device == "cpu", context_tokens, adapter, experts_per_token,
+        kv=plan.request.kv,
+    )  # fmt: skip
 
 
 def resident_reads(
@@ -125,7 +127,7 @@ def resident_reads(
 
 def _reads(
     anatomy: Anatomy, homes: Mapping[str, tuple[str, str]], quant: str, on_cpu: bool, context_tokens: float,
-    adapter: AdapterSpec | None, experts_per_token: int | None,
+    adapter: AdapterSpec | None, experts_per_token: int | None, kv: str = "full",
 ) -> tuple[Read, ...]:  # fmt: skip
     targets = [target for target in adapter.targets if target.part in STEP_PARTS] if adapter is not None else []
     saved = _saved(targets, "bfloat16" if adapter is None else adapter.model_dtype)
@@ -149,8 +151,8 @@ def _reads(
             share = _share(row, tensor, experts_per_token)
             add(_what(row), _ways(tier, home, on_cpu) if moves else ("device",), nbytes * share)
     add("adapter", ("device",), sum(_target_bytes(target) for target in targets))
-    size = DTYPE_BYTES[anatomy.dtype]
-    add("keys and values", ("device",), sum(_cache_values(layer, context_tokens) for layer in anatomy.kv_layers) * size)
+    cached = sum(_cache_bytes(layer, context_tokens, anatomy.dtype, kv) for layer in anatomy.kv_layers)
+    add("keys and values", ("device",), cached)
     return tuple(Read(what=what, way=way, nbytes=nbytes) for (what, way), nbytes in by_kind.items() if nbytes)
 
 
@@ -199,7 +201,7 @@ def _target_bytes(target: AdapterTarget) -> float:
     return total
 
 
-def _cache_values(layer: KVLayer, tokens: float) -> float:
-    """Return how many numbers a step reads of one layer's keys and values; a layer that shares them reads them again."""
+def _cache_bytes(layer: KVLayer, tokens: float, dtype: str, kv: str) -> float:
+    """Return the bytes that a step reads of one layer's keys and values; a layer that shares them reads them again."""
     seen = tokens if layer.window is None else min(tokens, layer.window)
-    return 2 * layer.kv_heads * layer.head_dim * seen + layer.state_values
+    return 2 * position_bytes(layer, dtype, kv) * seen + layer.state_values * DTYPE_BYTES[dtype]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from trimtab.api import PROBE, plan_request
+from trimtab.api import plan_request
 from trimtab.checkpoint.adapter import match_adapter, read_adapter
 from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.checkpoint.folder import Checkpoint, read_checkpoint
@@ -166,7 +166,7 @@ def _reads(
 
 def _anatomy(plan: Plan, checkpoint: Checkpoint, head: str) -> Anatomy:
     request = plan.request
-    probe = plan.__dict__.get(PROBE)
+    probe = plan.module_tree.look(plan.made_of)
     if probe is None:
         probe = hf.probe(checkpoint, request.dtype)
     return hf.anatomy_of(probe, checkpoint, quant=request.quant, keep_unquantized=request.keep_unquantized, head=head)

@@ -99,7 +99,7 @@ class Report:
             "format": FORMAT, "environment": self.environment.to_json(),
             "model": {
                 "name": Path(request.model).name, "class": plan.model_class, "quant": request.quant, "head": request.head,
-                "dtype": request.dtype, "device": plan.execution_device, "context_tokens": request.context_tokens,
+                "kv": request.kv, "dtype": request.dtype, "device": plan.execution_device, "context_tokens": request.context_tokens,
                 "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
                 "planned_device_peak_bytes": plan.gpu_peak_bytes, "adapters": list(request.adapters),
             },
@@ -144,6 +144,7 @@ def text_of(report: Report) -> str:
     head = (
         f"{report.plan.model_class} on {report.plan.execution_device}: {request.quant}, {request.dtype}, "
         f"{'8-bit head, ' if request.head == 'int8' else ''}"
+        f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}"
         f"{f'adapter {report.adapter}' if report.adapter else 'no adapter'}; {_count(len(tokens), 'prompt')} of {length} "
         f"tokens, {report.new_tokens} new ones; {_count(report.runs, 'run')} each, in turn"
     )

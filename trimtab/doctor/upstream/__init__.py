@@ -68,6 +68,7 @@ FILES: tuple[str, ...] = (
     "i9_processor_torchvision",
     "i10_merge_bias_scale",
     "i11_no_split_set",
+    "i12_cudnn_attention",
 )
 
 

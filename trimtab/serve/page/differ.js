@@ -2,11 +2,13 @@
 
 import { make } from "./dom.js";
 
+// A word, or one mark of punctuation: both are compared, and words alone are counted as words.
 const WORD = /[\p{L}\p{N}_'’]+|[^\s\p{L}\p{N}]/gu;
 // Beyond this the search takes too long for a page; two answers that differ so much need no marks.
 const MOST_WORDS = 6000, MOST_CHANGES = 1200;
 
-/** Mark what two elements' texts do not share. Returns how many words of each differ, null if they are too long for that. */
+/** Mark what two elements' texts do not share. Returns of each {words, pieces}: how many words differ, and how many with punctuation;
+ *  null if they are too long for that. */
 export function markDifferences(first, second) {
   for (const element of [first, second]) unmark(element);
   const left = wordsIn(first), right = wordsIn(second);
@@ -17,9 +19,13 @@ export function markDifferences(first, second) {
   return [mark(left.filter((_, at) => !inLeft.has(at))), mark(right.filter((_, at) => !inRight.has(at)))];
 }
 
-/** Return how many words each of two elements has. */
+/** Return how many {words, pieces} each of two elements has. */
 export function wordCounts(first, second) {
-  return [first, second].map((element) => wordsIn(element).length);
+  return [first, second].map((element) => counted(wordsIn(element)));
+}
+
+function counted(pieces) {
+  return { words: pieces.filter(({ word }) => /[\p{L}\p{N}]/u.test(word)).length, pieces: pieces.length };
 }
 
 export function unmark(element) {
@@ -42,7 +48,7 @@ function wordsIn(element) {
 
 function mark(words) {
   // From the end, so that what stands before a mark keeps its place; neighbours share one mark.
-  const spans = [];
+  const spans = [], counts = counted(words);
   for (const { node, from, to } of words) {
     const last = spans.at(-1);
     if (last && last.node === node && !node.data.slice(last.to, from).trim()) last.to = to;
@@ -55,7 +61,7 @@ function mark(words) {
     held.replaceWith(marked);
     marked.append(held);
   }
-  return words.length;
+  return counts;
 }
 
 /** Return the places of a longest common subsequence, as [left, right]; null if more than MOST_CHANGES words differ.

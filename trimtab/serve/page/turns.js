@@ -108,13 +108,14 @@ export class TurnView {
     const found = this.marks ? markDifferences(first.body, second.body) : null;
     const total = found && wordCounts(first.body, second.body);
     // Where hardly a word is shared, marks everywhere say nothing and only make both hard to read.
-    const isOther = found !== null && found[0] + found[1] > MOST_MARKED * (total[0] + total[1]);
+    const isOther = found !== null && found[0].pieces + found[1].pieces > MOST_MARKED * (total[0].pieces + total[1].pieces);
     if (isOther) for (const { body } of this.answers) unmark(body);
     const words = !this.marks ? "Differences not marked"
       : found === null ? "Too long to compare word by word"
-        : isOther ? `Most words differ: ${found[0]} of ${total[0]} and ${found[1]} of ${total[1]}`
-        : found[0] + found[1] === 0 ? "The answers are identical"
-          : `Differing words: ${found[0]} and ${found[1]}`;
+        : isOther ? `Most words differ: ${found[0].words} of ${total[0].words} and ${found[1].words} of ${total[1].words}`
+        : found[0].pieces + found[1].pieces === 0 ? "The answers are identical"
+          : found[0].words + found[1].words === 0 ? "Only punctuation differs"
+            : `Differing words: ${found[0].words} and ${found[1].words}`;
     this.between.append(
       make("p", { class: "hint" }, words),
       make("button", {

@@ -1,0 +1,99 @@
+"""What keys and values take, in full or in 8 bits: bytes, the time that 8 bits add to a step, and which families can have them.
+
+In 8 bits a head of D values has D bytes and a scale of its own in float32 (runtime/hf_kv_int8.py). Attention reads them in the
+model's dtype: each layer's are brought there for its own turn, which takes room for a while, and for longer where later layers
+read the same keys and values.
+
+What is not covered: attention that reads 8 bits itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from trimtab.checkpoint.anatomy import DTYPE_BYTES, KVLayer
+from trimtab.errors import RequestError
+
+if TYPE_CHECKING:
+    from trimtab.checkpoint.anatomy import Anatomy
+    from trimtab.plan.plan import Plan
+
+# Of one token's keys or values of one head: its scale, float32.
+SCALE_BYTES = 4
+# Mean KL of next-token distributions, 8 bits against full keys and values, over the demo's prompts, the largest of its adapters and
+# formats (bench/results/kv8.json).
+KV8_KL = 6.3e-4
+# Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them, and bringing
+# both back. Counted in the code, each as long as a kernel of captured modules takes (execution.GRAPH_LINEAR_S); not measured.
+LAYER_KERNELS = 24
+KERNEL_S = 1.5e-6
+# While a chunk's keys are rounded: their values in float32, divided, and rounded.
+ROUNDING_BYTES = 12
+
+
+def position_bytes(layer: KVLayer, dtype: str, kv: str) -> int:
+    """Return the bytes of one position's keys of a layer, or of its values."""
+    each = layer.head_dim + SCALE_BYTES if kv == "int8" else layer.head_dim * DTYPE_BYTES[dtype]
+    return layer.kv_heads * each
+
+
+def copy_bytes(
+    layers: Sequence[KVLayer], dtype: str, kv: str, *, rows: int, context_tokens: int, new_tokens: int
+) -> int:
+    """Return what reading 8-bit keys and values takes for a while: those of one layer in the model's dtype, those that later layers
+    read too, and what rounding `new_tokens` of each row takes; 0 for full ones."""
+    if kv != "int8":
+        return 0
+    kept = {layer.shares for layer in layers if layer.shares is not None}
+    once = lasting = rounded = 0
+    for layer in layers:
+        if layer.shares is not None:
+            continue
+        before = context_tokens if layer.window is None else min(layer.window, context_tokens) + new_tokens - 1
+        read = 2 * rows * min(before, context_tokens) * position_bytes(layer, dtype, "full")
+        rounded = max(rounded, rows * new_tokens * layer.kv_heads * layer.head_dim * ROUNDING_BYTES)
+        if layer.layer in kept:
+            lasting += read
+        else:
+            once = max(once, read)
+    return once + lasting + rounded
+
+
+def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tokens: int) -> int:
+    """Return what bringing 8-bit keys and values of full contexts to attention moves: they are read, and written in the model's
+    dtype. What attention reads then it reads of full ones too."""
+    return sum(
+        2 * rows * min(layer.window or context_tokens, context_tokens)
+        * (position_bytes(layer, dtype, "int8") + position_bytes(layer, dtype, "full"))
+        for layer in layers
+    )  # fmt: skip
+
+
+def check_kv(kv: str, anatomy: Anatomy) -> None:
+    """Raise RequestError for 8 bits of a family whose layers keep something else, or heads that 8 bits cannot hold."""
+    if kv != "int8":
+        return
+    why = anatomy.capture_unsupported
+    odd = sorted({layer.head_dim for layer in anatomy.kv_layers if layer.head_dim % SCALE_BYTES})
+    if why is None and odd:
+        why = f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}"
+    if why is not None:
+        raise RequestError(
+            f"8-bit keys and values of {anatomy.model_class}: {why}", field="kv", value=kv, allowed=("full",),
+            hint="Omit it to keep them in full",
+        )  # fmt: skip
+
+
+def with_kv(plan: Plan, anatomy: Anatomy) -> Plan:
+    """Return a plan whose steps take the time of 8-bit keys and values too."""
+    request, step, rates = plan.request, plan.execution.step, plan.rates
+    if request.kv != "int8":
+        return plan
+    own = [layer for layer in anatomy.kv_layers if layer.shares is None]
+    rate = rates.host_Bps if plan.execution_device == "cpu" else rates.device_Bps
+    launch_s = rates.launch_s if step.mode == "eager" else KERNEL_S
+    moved = moved_bytes(own, anatomy.dtype, rows=request.batch, context_tokens=request.context_tokens)
+    added_s = len(own) * LAYER_KERNELS * launch_s + moved / rate
+    return replace(plan, execution=replace(plan.execution, step=replace(step, seconds=step.seconds + added_s)))
