@@ -20,13 +20,16 @@ from tests.kv8_reference import RoundedCache, greedy, rounded
 from tests.test_anatomy import config_only
 from tests.test_batch import DEVICE, through, to_the_end
 from tests.test_company import Company, alone, asks, batch_of, begun, check, packed_with_cached_beginnings, with_pool
+from tests.test_execution import E4B, H200, card
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.api import plan_request
 from trimtab.cli import main
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError, TrimtabError
-from trimtab.plan.activations import needs_of, use_of
+from trimtab.plan import make_plan
+from trimtab.plan import options as plan_options
+from trimtab.plan.activations import needs_of, smaller_needs, use_of
 from trimtab.plan.kv_form import ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.plan.kv_pool import PAGE_TOKENS
 from trimtab.request import GenerateRequest, LoadRequest
@@ -350,6 +353,39 @@ def test_heads_that_a_scale_does_not_fit_behind_are_refused(tmp_path):
         check_kv("int8", anatomy)
 
 
+def odd_heads():
+    """Return Gemma 4 E4B as if one layer had heads of 30 values, which 8 bits cannot hold."""
+    first, *others = E4B.kv_layers
+    return replace(E4B, kv_layers=(replace(first, head_dim=30), *others))
+
+
+def test_what_a_model_cannot_have_is_not_advised():
+    request = LoadRequest(model="x", quant="nf4-dq", context_tokens=4096, batch=8)
+    for anatomy, is_possible in ((E4B, True), (odd_heads(), False)):
+        use = use_of(request, anatomy, answer_tokens=256)
+        named = dict(smaller_needs(anatomy, use, quant="nf4-dq", has_adapters=False, has_rows=True))
+        assert ("kv='int8'" in named) == is_possible and "batch=1" in named
+
+        def fits(changed, anatomy=anatomy):
+            """Nothing fits but several changes together, and nothing that is refused."""
+            check_kv(changed.kv, anatomy)
+            return changed.context_tokens == 256 and changed.batch == 1
+
+        (together,) = plan_options.fitting_changes(request, anatomy, fits)
+        assert together.endswith(" together") and ("kv='int8'" in together) == is_possible
+
+
+def test_options_have_no_row_for_what_a_model_cannot_have():
+    for anatomy, is_possible in ((E4B, True), (odd_heads(), False)):
+
+        def made(request, anatomy=anatomy):
+            return make_plan(request, anatomy, adapters={}, machine=card(40), rates=H200)
+
+        request = LoadRequest(model="m", quant="nf4-dq", head="full", decode="fused", context_tokens=4096)
+        named = [one.what for one in plan_options.options_of(request, made, budget_bytes=2**34)]
+        assert ("kv='int8'" in named) == is_possible and "context=2048" in named
+
+
 def test_verify_refuses_what_it_would_not_compare(tmp_path):
     folder = pico.build("llama", tmp_path)
     with pytest.raises(RequestError) as caught:
@@ -358,8 +394,6 @@ def test_verify_refuses_what_it_would_not_compare(tmp_path):
 
 
 def test_options_have_a_row_for_it(tmp_path):
-    from trimtab.plan import options as plan_options
-
     folder = pico.build("llama", tmp_path)
     request = LoadRequest(model=str(folder), device="cpu", quant="none", dtype="float32", context_tokens=512, batch=4)
     rows = plan_options.options_of(request, plan_request, budget_bytes=2**34)

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.cost import HEAD_CHUNK_VALUES
-from trimtab.plan.kv_form import copy_bytes, position_bytes
+from trimtab.plan.kv_form import copy_bytes, position_bytes, why_not_int8
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import LoadRequest
 
@@ -302,7 +302,7 @@ def smaller_needs(
         "batch=1": replace(use, batch=1, pool_tokens=None),
         "no pictures": replace(use, patches=0, soft_tokens=0),
         "no sound": replace(use, sound_s=0.0),
-    } | ({"kv='int8'": replace(use, kv="int8")} if anatomy.capture_unsupported is None else {})
+    } | ({"kv='int8'": replace(use, kv="int8")} if why_not_int8(anatomy) is None else {})
     for name, smaller in tries.items():
         less = needs_of(anatomy, smaller, quant=quant, has_adapters=has_adapters, has_rows=has_rows)
         saved = now.kv_cache_bytes + now.activation_bytes - less.kv_cache_bytes - less.activation_bytes

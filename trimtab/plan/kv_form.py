@@ -71,14 +71,18 @@ def moved_bytes(layers: Sequence[KVLayer], dtype: str, *, rows: int, context_tok
     )  # fmt: skip
 
 
-def check_kv(kv: str, anatomy: Anatomy) -> None:
-    """Raise RequestError for 8 bits of a family whose layers keep something else, or heads that 8 bits cannot hold."""
-    if kv != "int8":
-        return
-    why = anatomy.capture_unsupported
+def why_not_int8(anatomy: Anatomy) -> str | None:
+    """Return why keys and values of this family cannot be kept in 8 bits, None if they can: layers that keep another state, and
+    heads that no scale fits behind."""
+    if anatomy.capture_unsupported is not None:
+        return anatomy.capture_unsupported
     odd = sorted({layer.head_dim for layer in anatomy.kv_layers if layer.head_dim % SCALE_BYTES})
-    if why is None and odd:
-        why = f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}"
+    return f"heads of {', '.join(map(str, odd))} values are no multiple of {SCALE_BYTES}" if odd else None
+
+
+def check_kv(kv: str, anatomy: Anatomy) -> None:
+    """Raise RequestError for 8 bits of a family that cannot have them (`why_not_int8`)."""
+    why = why_not_int8(anatomy) if kv == "int8" else None
     if why is not None:
         raise RequestError(
             f"8-bit keys and values of {anatomy.model_class}: {why}", field="kv", value=kv, allowed=("full",),

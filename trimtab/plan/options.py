@@ -15,7 +15,7 @@ from trimtab.checkpoint.anatomy import Anatomy
 from trimtab.errors import DoesNotFitError, RequestError, TrimtabError, gib
 from trimtab.plan.blocks import quant_of
 from trimtab.plan.execution import CAPTURED_CHUNKS, CHUNKS, MODES, UNCAPTURED_CHUNKS, unsupported_reason
-from trimtab.plan.kv_form import check_kv
+from trimtab.plan.kv_form import check_kv, why_not_int8
 from trimtab.plan.plan import Plan
 from trimtab.request import LoadRequest
 
@@ -217,6 +217,8 @@ def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, bud
                 Option(what=what, needed_bytes=None, tokens_per_s=None, error=f"needs {gib(exc.needed_bytes)}")
             )
         except TrimtabError as exc:
+            if changed.kv != request.kv and isinstance(exc, RequestError) and exc.field == "kv":
+                continue  # `check_kv`: this model cannot have it, whatever the memory
             options.append(Option(what=what, needed_bytes=None, tokens_per_s=None, error=str(exc).splitlines()[0]))
         else:
             options.append(
@@ -252,11 +254,12 @@ def _changes(request: LoadRequest, budget_bytes: int) -> Iterator[tuple[str, Loa
         yield f"gpu_memory='{size}GiB'", replace(request, gpu_memory_bytes=size * 2**30)
 
 
-def fitting_changes(request: LoadRequest, fits: Callable[[LoadRequest], bool]) -> list[str]:
+def fitting_changes(request: LoadRequest, anatomy: Anatomy, fits: Callable[[LoadRequest], bool]) -> list[str]:
     """Return the changes of one thing each that make a request fit its budgets, the smallest of each kind; where there is none, all
-    of them together if that does."""
+    of them together if that does. anatomy: of the model, which decides what it can have at all."""
     changes, least = [], request
-    for tries in _smaller(request):
+    kinds = _smaller(request, anatomy)
+    for tries in kinds:
         for what, changed in tries:
             if fits(changed):
                 changes.append(what)
@@ -264,7 +267,7 @@ def fitting_changes(request: LoadRequest, fits: Callable[[LoadRequest], bool]) -
     if changes:
         return changes
     together = []
-    for tries in _smaller(request):
+    for tries in kinds:
         what, changed = tries[-1]
         least = replace(least, **_differences(request, changed))
         together.append(what)
@@ -276,7 +279,7 @@ def _differences(request: LoadRequest, changed: LoadRequest) -> dict[str, Any]:
     return {name: after for name, before, after in pairs if before != after}
 
 
-def _smaller(request: LoadRequest) -> list[list[tuple[str, LoadRequest]]]:
+def _smaller(request: LoadRequest, anatomy: Anatomy) -> list[list[tuple[str, LoadRequest]]]:
     """Return what a request may ask less of: for each kind, from a little less to the least."""
     contexts = []
     tokens = request.context_tokens // 2
@@ -291,7 +294,7 @@ def _smaller(request: LoadRequest) -> list[list[tuple[str, LoadRequest]]]:
         kinds.append([("audio_s=0", replace(request, audio_s=0.0))])
     if request.head == "full":
         kinds.append([("head='int8'", replace(request, head="int8"))])
-    if request.kv == "full":
+    if request.kv == "full" and why_not_int8(anatomy) is None:
         kinds.append([("kv='int8'", replace(request, kv="int8"))])
     if request.decode not in ("auto", "repacked"):
         kinds.append([("decode='auto'", replace(request, decode="auto"))])

@@ -128,7 +128,7 @@ def make_plan(
     except DoesNotFitError as exc:
         if not is_advised:
             raise
-        raise _advised(exc, request, adapters, make, head8) from None
+        raise _advised(exc, request, anatomy, adapters, make, head8) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
     plan = with_kv(with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared), anatomy)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
@@ -164,7 +164,8 @@ def _made(
 
 
 def _advised(
-    error: DoesNotFitError, request: LoadRequest, adapters: Mapping[str, int], plan: Callable[..., Plan], head8: Anatomy | None
+    error: DoesNotFitError, request: LoadRequest, anatomy: Anatomy, adapters: Mapping[str, int], plan: Callable[..., Plan],
+    head8: Anatomy | None,
 ) -> DoesNotFitError:  # fmt: skip
     """Return the error with the changes of the request that would fit. plan: makes a plan of another request."""
 
@@ -179,7 +180,7 @@ def _advised(
             return True
         return False
 
-    changes = fitting_changes(request, fits)
+    changes = fitting_changes(request, anatomy, fits)
     hint = "; ".join(part for part in (f"This fits: {', or '.join(changes)}" if changes else "", error.hint) if part)
     return DoesNotFitError(
         error.reason, block=error.block, device=error.device, needed_bytes=error.needed_bytes,
