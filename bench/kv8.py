@@ -8,6 +8,8 @@
 adapter and with each of three. "token" is what `--kv int8` computes: a scale for each token and head. "channel" is an experiment:
 keys have a scale for each head and channel over the whole text, which nobody has while the text is being written; values as before.
 "random": tiny models of random weights and the real classes, 200 random tokens, in float32.
+
+`--save` replaces the run of the same case on the same device (the GPU's name, null for a CPU) and keeps all others.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ from trimtab.runtime.hf_kv_int8 import read_states, round_states
 NEW_TOKENS = 32
 RANDOM_TOKENS = 200
 COUNTS = (8, 1)
+# Of a run: the comparison of answers on the demo (with random models), on a model of yours, or steps and bytes on a GPU.
+KINDS = ("demo", "own", "steps")
 
 
 class ChannelCache(DynamicCache):
@@ -216,6 +220,19 @@ def steps_of(given: argparse.Namespace, kv: str, logits: dict[int, Tensor]) -> l
     return found
 
 
+def case_of(run: Mapping[str, Any]) -> tuple[str, str, str | None]:
+    """Return what a run measured and on which GPU: its kind, its case as JSON, and the GPU's name, None for a CPU."""
+    kind = next(name for name in KINDS if name in run)
+    return kind, json.dumps(run.get("case"), sort_keys=True), run["environment"]["gpu"]
+
+
+def save(path: Path, run: Mapping[str, Any]) -> None:
+    """Add a run to a file of results. It replaces the run of the same case on the same GPU; all others stay."""
+    before = json.loads(path.read_text(encoding="utf-8"))["runs"] if path.exists() else []
+    runs = [*(old for old in before if case_of(old) != case_of(run)), run]
+    path.write_text(json.dumps({"runs": runs}, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--work", type=Path)
@@ -229,10 +246,12 @@ def main() -> None:
     given = parser.parse_args()
     run: dict[str, Any] = {"environment": environment()}
     if given.folder is not None:
+        run["case"] = {"model": given.folder.name, "prompts": given.prompts.name, "quant": given.quant}
         asked = [json.loads(line) for line in given.prompts.read_text(encoding="utf-8").splitlines()]
         run["own"] = compared(given.folder, given.quant, None, asked)
         print(json.dumps(run["own"]), flush=True)
     elif given.work is not None:
+        run["case"] = {"model": given.model, "rows": given.rows, "context": given.context}
         run["steps"] = steps(given)
     else:
         run["demo"] = []
@@ -243,11 +262,7 @@ def main() -> None:
                 print(json.dumps(run["demo"][-1]), flush=True)
         run["random"] = random_models()
     if given.save:
-        runs = json.loads(given.save.read_text(encoding="utf-8"))["runs"] if given.save.exists() else []
-        kind = next(key for key in run if key != "environment")
-        given.save.write_text(
-            json.dumps({"runs": [*(old for old in runs if kind not in old), run]}, indent=1) + "\n", encoding="utf-8"
-        )
+        save(given.save, run)
 
 
 if __name__ == "__main__":
