@@ -9,7 +9,7 @@ import torch
 
 import trimtab
 
-# As a loaded model does for its process: a stock model that answers before one is loaded rounds alike.
+# As a model with a small budget does while it is open: a stock model that answers before one is loaded rounds alike.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 

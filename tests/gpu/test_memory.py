@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -199,12 +200,22 @@ def test_the_context_keeps_short_stacks(tmp_path):
     assert bool((sorted_[1:] >= sorted_[:-1]).all())
 
 
+@contextmanager
+def with_cudnn():
+    """Switch cuDNN's attention on, as torch does, and check that models leave it so: conftest.py has it off for all other tests."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        yield
+        assert torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def test_prompts_of_new_lengths_take_no_memory_outside_torch(tmp_path):
     """cuDNN's attention would compile a kernel for each length, which stays in memory of the driver."""
     folder = pico.build("llama", tmp_path / "llama")
-    torch.backends.cuda.enable_cudnn_sdp(True)
     made = trimtab.plan(folder, context=512, decode="eager", quant="none", dtype="bfloat16", gpu_memory="3GiB")
-    with trimtab.load(made) as model:
+    with with_cudnn(), trimtab.load(made) as model:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         for count in (30, 31):
             model.logits(list(range(3, 3 + count)))

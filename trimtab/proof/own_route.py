@@ -14,13 +14,12 @@ import torch
 
 from trimtab.api import load, plan_request
 from trimtab.plan import Plan
-from trimtab.proof import forced
+from trimtab.proof import forced, stock_route
 from trimtab.proof.loaded_changes import sketch
 from trimtab.proof.rounding import rounded_draws, rounded_order
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime.batch import Batch
 from trimtab.runtime.chat import Inputs
-from trimtab.runtime.devices import bound_attention
 from trimtab.runtime.lora import EmbeddingAdapter
 
 Emit = Callable[[dict[str, Any]], None]
@@ -35,7 +34,7 @@ def main(request: Mapping[str, Any], emit: Emit) -> None:
     """
     route = request["route"]
     started = time.monotonic()
-    bound_attention(0)  # whatever the budget: stock_route.py does the same
+    stock_route.bound_attention()  # whatever the budget: what the routes round differently is not compared
     plan = Plan.from_json(route["plan"]) if route.get("plan") else plan_request(LoadRequest.from_json(route["request"]))
     # Transformers' own generation where nothing else is compared: bit for bit the stock stack's.
     with load(plan, decode=route.get("decode") or "eager") as model:

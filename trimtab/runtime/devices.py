@@ -37,7 +37,7 @@ from trimtab.plan import Machine, Plan, Rates
 from trimtab.plan.card_machine import THREAD_STACK_BYTES, context_bytes
 
 __all__ = [
-    "bound_attention", "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
+    "bound_stacks", "bound_workspaces", "device_name", "disk_free_bytes", "gpu_names", "gpu_process_bytes",
     "host_available_bytes", "measure_rates", "outside_torch", "peak_host_bytes", "process_bytes", "process_on_gpu",
     "read_machine", "resolve_device", "spill_folder",
 ]  # fmt: skip
@@ -106,16 +106,6 @@ def bound_stacks(device: str | torch.device) -> bool:
             return int(driver.cuCtxSetLimit(_STACK_LIMIT, ctypes.c_size_t(THREAD_STACK_BYTES))) == 0
     except (OSError, AttributeError):
         return False
-
-
-def bound_attention(budget_bytes: int) -> None:
-    """Keep this process from cuDNN's attention where the budget is small; torch prefers it on compute capability 9.0 and 10.x.
-
-    It compiles a kernel for every new length and keeps it in memory of the driver, which no plan can count and which is never given
-    back; on a full card it fails (pytorch/pytorch#190321). Torch's other implementations take none.
-    """
-    if budget_bytes < SMALL_BUDGET_BYTES:
-        torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def gpu_process_bytes(device: str | torch.device) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import fields
 from functools import cached_property
@@ -30,12 +30,12 @@ from trimtab.plan import Plan
 from trimtab.plan.adapter_room import copies_bytes, first_adapter_bytes, head_change, refuses_head_change
 from trimtab.plan.execution import CAPTURED
 from trimtab.request import DECODE_MODES, GenerateRequest, check_choice
-from trimtab.runtime import float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
+from trimtab.runtime import cudnn, float16_check, hf, hf_processor, lora, mixes, prefix_cache, transient_room
 from trimtab.runtime.asking import Asking, Chosen
 from trimtab.runtime.attached_adapter import AttachedAdapter
 from trimtab.runtime.base_values import BaseValues, base_values
 from trimtab.runtime.capturing import wait_for_all
-from trimtab.runtime.devices import bound_attention, bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
+from trimtab.runtime.devices import bound_stacks, bound_workspaces, peak_host_bytes, process_on_gpu
 from trimtab.runtime.held_adapter import ADAPTER_DTYPE, HeldAdapter
 from trimtab.runtime.load import Loaded, Progress, fill
 from trimtab.runtime.media import several
@@ -92,15 +92,18 @@ class LoadedModel(Asking):
         self.unpacked_bytes = 0
         self._fallbacks: tuple[Fallback, ...] = ()
         self._loaded: Loaded | None = None
+        self._give_back_attention: Callable[[], object] = lambda: None
         self._baseline_bytes = 0
         if self.device.type == "cuda":
             bound_workspaces(plan.gpu_budget_bytes)
             bound_stacks(self.device)
-            bound_attention(plan.gpu_budget_bytes)
             torch.cuda.reset_peak_memory_stats(self.device)
             self._baseline_bytes = torch.cuda.memory_allocated(self.device)
         with ExitStack() as undo:
             undo.callback(self.close)
+            if cudnn.is_left_out(plan):
+                self._give_back_attention = cudnn.of_this_process().leave_out(self)
+            self._attention_at_load = cudnn.why_without(plan, self.device)
             with self._out_of_memory_named("loading"):
                 self._loaded, self.anatomy = fill(plan, self.route, progress=progress, probe=probe)
                 guard_towers(self._loaded.hf_model)
@@ -228,6 +231,7 @@ class LoadedModel(Asking):
     def close(self) -> None:
         """Free all memory on every device, and the disk tier's file. A second call does nothing."""
         wait_for_all(self.device)  # steps that were queued ahead read host memory that is given back here
+        self._give_back_attention()
         loaded, self._loaded = self._loaded, None
         self._single, self.unpacked, self.unpacked_bytes = None, None, 0
         if loaded is not None:
@@ -424,6 +428,9 @@ class LoadedModel(Asking):
         loaded = {} if self._loaded is None else dict(self._loaded.left_out)
         kept = None if self.prefix_cache is None else self.prefix_cache.why_not
         loaded |= {} if kept is None else {"prefix cache": kept}
+        # What was captured while loading stays as it is when the other model is closed.
+        attention = cudnn.why_without(self.plan, self.device) or self._attention_at_load
+        loaded |= {} if attention is None else {"cuDNN's attention": attention}
         return (*(Fallback(what, why) for what, why in loaded.items()), *self._fallbacks, *own)
 
     def rows(self) -> Batch | None:

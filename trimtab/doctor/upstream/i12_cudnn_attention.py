@@ -21,7 +21,7 @@ BUG = Bug(
     way_round="torch.backends.cuda.enable_cudnn_sdp(False)",
     owner=("torch",),
     trackers=("pytorch/pytorch#190321 (closed, cause not confirmed there)", "pytorch/pytorch#190727 (closed)"),
-    trimtab="a model within a budget below 16 GiB leaves cuDNN's attention out for its process",
+    trimtab="while a model with a budget below 16 GiB is open, its process leaves cuDNN's attention out",
     evidence="run",
 )  # fmt: skip
 
