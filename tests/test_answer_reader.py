@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from trimtab.runtime.answer_forms import AnswerForm
+from trimtab.runtime.answer_forms import CALL_MARKS, AnswerForm
 from trimtab.runtime.answer_reader import AnswerReader, Call
 
 THINK, CHANNEL = ("<think>", "</think>"), ("<|channel>", "<channel|>")
@@ -160,3 +160,71 @@ def test_nothing_that_a_model_writes_is_an_error(form):
         for _ in range(draw.randint(1, 25)):
             reader.push(draw.choice(words))
         reader.finish()
+
+
+CUT_FORMS = [case for case in ALL if case[3]]
+
+
+@pytest.mark.parametrize("form, text, said, calls", CUT_FORMS)
+def test_a_call_that_is_cut_anywhere_gives_the_beginning_of_its_json(form, text, said, calls):
+    whole = AnswerReader(AnswerForm(form), functions=FUNCTIONS)
+    expected, mark = _calls([*whole.push(text), *whole.finish()]), CALL_MARKS[form][0]
+    assert not whole.is_call_cut
+    for place in range(len(text)):
+        reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS, must_call=not said)
+        parts = [*reader.push(text[:place]), *reader.finish(is_cut=True)]
+        written = "".join(value for kind, value in parts if kind == "text")
+        begun = next(
+            size for size in range(len(mark), -1, -1) if written.endswith(mark[:size])
+        )  # a mark that is not whole
+        assert said.startswith(written[: len(written) - begun].strip()), (place, written)
+        found = _calls(parts)
+        assert [name for name, _ in found] == [name for name, _ in expected[: len(found)]]
+        for (_, arguments), (_, complete) in zip(found, expected, strict=False):
+            assert complete.startswith(arguments), (text[:place], arguments)
+        for _, arguments in found[:-1]:
+            json.loads(arguments)
+    in_order = not text.startswith(
+        '{"type"'
+    )  # a name is looked for at the beginning; elsewhere the whole object is needed
+    assert not in_order or (found and found[-1][1])
+
+
+def _calls(parts):
+    """Return (name, arguments as they are written) of each call."""
+    calls = []
+    for kind, value in parts:
+        if kind == "call" and value.name is not None:
+            calls.append((value.name, ""))
+        elif kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + value.arguments)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "body, json_prefix",
+    [
+        ("", "{"), ("ci", "{"), ("city:", '{"city": '), ("city:<|", '{"city": '), (f"city:{Q}", '{"city": "'),
+        (f"city:{Q}a\nb", '{"city": "a\\nb'), (f"city:{Q}Pa<|", '{"city": "Pa'), ("days:1", '{"days": 1'),
+        ("days:-", '{"days": -'), ("x:tru", '{"x": tru'), ("x:No", '{"x": '), ("x:plai", '{"x": "plai'),
+        (f"tags:[{Q}a{Q},", '{"tags": ["a"'), ("a:{b:[1,2", '{"a": {"b": [1, 2'), ("a:{}", '{"a": {}'), ("a:1}", '{"a": 1}'),
+    ],
+)  # fmt: skip
+def test_arguments_of_gemma4_that_are_cut_are_the_beginning_of_json(body, json_prefix):
+    reader = AnswerReader(AnswerForm("gemma4"), functions=FUNCTIONS)
+    parts = [*reader.push("<|tool_call>call:now{" + body), *reader.finish(is_cut=True)]
+    assert _calls(parts) == [("now", json_prefix)] and reader.is_call_cut
+
+
+def test_a_call_without_its_whole_name_is_told_only_where_one_function_may_be_called():
+    for form, text in [("gemma4", "<|tool_call>call:no"), ("gemma4", "<|tool_call>"), ("hermes", '<tool_call>{"na'),
+                       ("llama", '{"na'), ("llama", '<|python_tag|>{"name": "no'), ("mistral", "[TOOL_CALLS][{"),
+                       ("mistral-args", "[TOOL_CALLS]no"), ("qwen-xml", "<tool_call>\n<func")]:  # fmt: skip
+        reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS, must_call=True)
+        assert reader.push(text) + reader.finish(is_cut=True) == []
+        reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS, must_call=True, only_name="now")
+        assert _calls(reader.push(text) + reader.finish(is_cut=True)) == [("now", "")]
+    # An answer that may be text: an object of Llama's may be one, a mark that no call follows is one.
+    for form, text in [("llama", '{"na'), ("gemma4", "<|tool_call>never"), ("hermes", "<tool_call>never")]:
+        reader = AnswerReader(AnswerForm(form), functions=FUNCTIONS)
+        assert reader.push(text) + reader.finish(is_cut=True) == [("text", text)]

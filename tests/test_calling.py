@@ -112,6 +112,35 @@ def test_any_of_the_tools_will_do_where_one_is_required(engine, with_form, form)
     assert calls == [("now", {})] and finish == "tool_calls"
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8, 20])
+def test_a_demanded_call_that_is_cut_is_no_text(engine, tokens):
+    whole = _calls_of(run(engine, job_of(tools=[WEATHER, NOW], must_call="get_weather")))[1][0][1]
+    for must_call, is_named in [("get_weather", True), ("", tokens > 8)]:
+        events = run(engine, job_of(tools=[WEATHER, NOW], must_call=must_call, tokens=tokens))
+        text, calls, finish = _calls_of(events)
+        assert (text, finish, len(calls)) == ("", "length", is_named)
+        if must_call:
+            assert whole.startswith(calls[0][1]) and whole != calls[0][1] and bool(calls[0][1]) == (tokens > 8)
+
+
+def test_a_stop_text_inside_a_call_is_no_end_of_it(engine, monkeypatch):
+    writes(engine, monkeypatch, TWO)
+    job = Job("a", ASK, GenerateRequest(max_new_tokens=200, stop=("Paris",)), tools=[WEATHER, NOW])
+    assert _calls_of(run(engine, job)) == ("", [("get_weather", '{"city": "')], "stop")
+
+
+def _calls_of(events):
+    """Return (text, [(name, arguments as they are written)], finish)."""
+    calls = []
+    for event in events:
+        assert event.kind != "error", event.error
+        if event.kind == "call" and "name" in event.call:
+            calls.append((event.call["name"], ""))
+        elif event.kind == "call":
+            calls[-1] = (calls[-1][0], calls[-1][1] + event.call["arguments"])
+    return "".join(event.text for event in events if event.kind == "text"), calls, events[-1].finish
+
+
 def test_a_schema_that_no_call_satisfies_is_refused_at_the_tools(engine):
     bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "no such type"}}}
     (event,) = run(engine, job_of(tools=[bad], must_call=""))

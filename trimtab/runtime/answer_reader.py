@@ -5,7 +5,8 @@
     for part in reader.finish(): ...
 
 The forms are those of `answer_forms`. A part is told as soon as it is sure: nothing that may become a mark is told as text, and
-JSON arguments come as they are written. What begins like a call and is none is text. Imports no torch.
+JSON arguments come as they are written. What begins like a call and is none is text. Of a call that is cut, the name and the
+beginning of its arguments' JSON are told; a call that is cut before its name is complete is not told. Imports no torch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from trimtab.runtime.answer_forms import CALL_MARKS, PYTHON_TAG, AnswerForm
-from trimtab.runtime.call_values import gemma_arguments, tagged_arguments
+from trimtab.runtime.call_values import (
+    gemma_arguments,
+    gemma_arguments_prefix,
+    mark_overlap,
+    tagged_arguments,
+    tagged_arguments_prefix,
+)
 
 # What Gemma 4 writes at the beginning of a thought.
 _LABEL = "thought\n"
@@ -70,15 +77,24 @@ class JsonSpan:
 
 class AnswerReader:
     """One answer's reader. functions: name -> parameters of the tools, {} if none may be called. in_thought: the prompt ends
-    inside a thought."""
+    inside a thought. must_call: a grammar allows nothing but calls; only_name: of this function alone, None for any of them."""
 
     def __init__(
-        self, form: AnswerForm, *, functions: Mapping[str, Any] | None = None, in_thought: bool = False
+        self,
+        form: AnswerForm,
+        *,
+        functions: Mapping[str, Any] | None = None,
+        in_thought: bool = False,
+        must_call: bool = False,
+        only_name: str | None = None,
     ) -> None:
         self._form, self._functions = form, functions or {}
+        self._must_call, self._only_name = must_call, only_name
         self._calls = form.calls if functions else None
         self._close = CALL_MARKS[self._calls][1] if self._calls else ""
         self.calls = 0
+        # Whether the answer ended inside a call.
+        self.is_call_cut = False
         # Of the call or thought that is being read.
         self._name, self._is_named, self._is_list, self._has_thought = "", False, False, False
         self._buffer, self._taken = "", ""
@@ -101,20 +117,41 @@ class AnswerReader:
             pass
         return self._told()
 
-    def finish(self) -> list[Part]:
-        """Return the rest: the answer has ended."""
-        if self._read == self._text:
+    def finish(self, *, is_cut: bool = False) -> list[Part]:
+        """Return the rest: the answer has ended. is_cut: by its most tokens or a stop text, and not by the model."""
+        self.is_call_cut = is_cut and (
+            self._is_call_head()
+            or self._read == self._json_arguments
+            or (self._read == self._marked_call and self._is_named)
+        )
+        if is_cut and self._is_call_head():
+            if self._only_name is not None and not self.calls:
+                self._begin(self._only_name)
+        elif self._read == self._text:
             self._say(self._buffer)
         elif self._read == self._thought:
             self._think(self._buffer.rstrip())
         elif self._read == self._marked_call:
-            self._end_marked(self._buffer)
+            self._end_marked(self._buffer, is_cut=is_cut)
         elif self._read == self._json_head:
             self._whole_json(self._buffer)
         elif self._read == self._mistral_head:
             self._no_call(self._buffer)
         self._buffer = ""
         return self._told()
+
+    def _is_call_head(self) -> bool:
+        """Whether what is not told yet is the beginning of a call without its whole name."""
+        text = self._buffer.lstrip()
+        if self._read == self._text:
+            return self._must_call
+        if self._read == self._marked_call:
+            head = "call:" if self._calls == "gemma4" else "<function="
+            return not self._is_named and (head.startswith(text) or text.startswith(head))
+        # Without a mark before it, an object is a call only if nothing else may be written.
+        return self._read == self._mistral_head or (
+            self._read == self._json_head and (bool(self._taken) or self._must_call)
+        )
 
     def _told(self) -> list[Part]:
         parts, self._parts = self._parts, []
@@ -129,7 +166,7 @@ class AnswerReader:
         marks += [CALL_MARKS[self._calls][0]] if self._calls else []
         places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
         if not places:
-            overlap = max((_overlap(self._buffer, mark) for mark in marks), default=0)
+            overlap = max((mark_overlap(self._buffer, mark) for mark in marks), default=0)
             sure = self._buffer[: len(self._buffer) - overlap]
             if self._calls:  # white space before a call is none of the text
                 sure = sure.rstrip()
@@ -174,7 +211,7 @@ class AnswerReader:
         close = self._form.thoughts[1]
         place = self._buffer.find(close)
         if place < 0:
-            overlap = _overlap(self._buffer, close)
+            overlap = mark_overlap(self._buffer, close)
             sure = self._buffer[: len(self._buffer) - overlap].rstrip()
             self._think(sure)
             self._buffer = self._buffer[len(sure) :]
@@ -318,16 +355,19 @@ class AnswerReader:
         self._end_marked(body, self._close)
         return True
 
-    def _end_marked(self, body: str, close: str = "") -> None:
+    def _end_marked(self, body: str, close: str = "", *, is_cut: bool = False) -> None:
         if not self._is_named:
             self._no_call(body + close)
             return
+        parameters = self._functions.get(self._name)
         try:
-            if self._calls == "gemma4":
-                arguments = gemma_arguments(body)
+            if is_cut and self._calls == "gemma4":
+                self._add(gemma_arguments_prefix(body))
+            elif is_cut:
+                self._add(tagged_arguments_prefix(body, parameters))
             else:
-                arguments = tagged_arguments(body, self._functions.get(self._name))
-            self._add(json.dumps(arguments, ensure_ascii=False))
+                arguments = gemma_arguments(body) if self._calls == "gemma4" else tagged_arguments(body, parameters)
+                self._add(json.dumps(arguments, ensure_ascii=False))
         except (ValueError, RecursionError):
             self._add(body)  # as it was written: whoever reads it sees that it is no JSON
         self._read, self._skips_space = self._text, True
@@ -338,9 +378,3 @@ def _text_of(quoted: str) -> str | None:
         return str(json.loads(quoted, strict=False))
     except ValueError:
         return None
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
-    longest = min(len(mark) - 1, len(text))
-    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)

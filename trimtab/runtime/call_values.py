@@ -2,7 +2,8 @@
 
 Gemma 4 writes {city:<|"|>Paris<|"|>,days:3,tags:[<|"|>a<|"|>]}: keys without quotes, texts between two marks, the rest as in JSON.
 Source: the macro `format_argument` of google/gemma-4-E4B-it's chat template. Qwen3-Coder writes each argument between tags, as a
-text whose type only the tool's schema tells. Imports no torch.
+text whose type only the tool's schema tells. A call that is cut gives the beginning of the JSON that the whole call would have
+given. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from trimtab.runtime.answer_forms import GEMMA_QUOTE
 
 MOST_DEPTH = 64
 _PARAMETER = re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL)
+_OPENED = re.compile(r"<parameter=([^>]*)>\n?((?:(?!</parameter>).)*)\Z", re.DOTALL)
+_NUMBER_START = re.compile(r"-?(?:0|[1-9]\d*)?(?:(?<=\d)\.\d*)?(?:(?<=\d)[eE][+-]?\d*)?")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
@@ -98,6 +102,119 @@ class _Gemma:
         return _plain(self._until(",}]")) if text is None else text
 
 
+class _CutError(Exception):
+    """The text of a call ends here."""
+
+
+class _GemmaPrefix(_Gemma):
+    """Writes JSON as far as a text goes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.json = ""
+
+    def _skip(self) -> str:
+        char = super()._skip()
+        if not char or mark_overlap(self._text[self.place :], GEMMA_QUOTE) == len(self._text) - self.place:
+            raise _CutError
+        return char
+
+    def write_object(self, depth: int) -> None:
+        self.json += "{"
+        separator = ""
+        while self._skip() != "}":
+            self.json += separator
+            self._key()
+            if self._skip() != ":":
+                raise ValueError("a key without a value")
+            self.place += 1
+            self.json += ": "
+            self._write_value(depth + 1)
+            self._separate("}")
+            separator = ", "
+        self.place += 1
+        self.json += "}"
+
+    def _key(self) -> None:
+        if not self._write_quoted():
+            key = self._until(":}")
+            if self.place == len(self._text):
+                raise _CutError
+            self.json += _dumps(key)
+
+    def _write_value(self, depth: int) -> None:
+        if depth > MOST_DEPTH:
+            raise ValueError("nested too deep")
+        char = self._skip()
+        if char == "{":
+            self.place += 1
+            self.write_object(depth)
+        elif char == "[":
+            self.place += 1
+            self.json += "["
+            separator = ""
+            while self._skip() != "]":
+                self.json += separator
+                self._write_value(depth + 1)
+                self._separate("]")
+                separator = ", "
+            self.place += 1
+            self.json += "]"
+        elif not self._write_quoted():
+            text = self._until(",}]")
+            if self.place == len(self._text):
+                self.json += _plain_prefix(text)
+                raise _CutError
+            self.json += _dumps(_plain(text))
+
+    def _write_quoted(self) -> bool:
+        mark = next((mark for mark in (GEMMA_QUOTE, '"') if self._text.startswith(mark, self.place)), None)
+        if mark is None:
+            return False
+        if mark == '"':
+            try:
+                self.json += _dumps(self._quoted())
+            except ValueError:
+                raise _CutError from None
+            return True
+        start = self.place + len(mark)
+        end = self._text.find(mark, start)
+        if end < 0:
+            text = self._text[start:]
+            self.json += _dumps(text[: len(text) - mark_overlap(text, mark)])[:-1]
+            raise _CutError
+        self.json += _dumps(self._text[start:end])
+        self.place = end + len(mark)
+        return True
+
+
+def gemma_arguments_prefix(body: str) -> str:
+    """Return the beginning of the JSON of a call's arguments. body: what stands after its first brace, as far as it was written.
+
+    Errors: ValueError for what is not of this form.
+    """
+    writer = _GemmaPrefix(body)
+    with suppress(_CutError):
+        writer.write_object(0)
+    return writer.json
+
+
+def mark_overlap(text: str, mark: str) -> int:
+    """Return how many characters at the end of a text may be the beginning of a mark."""
+    longest = min(len(mark) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(mark[:size])), 0)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _plain_prefix(text: str) -> str:
+    if any(word.startswith(text) for word in ("true", "false", "null")) or _NUMBER_START.fullmatch(text):
+        return text
+    return "" if "None".startswith(text) else _dumps(text)[:-1]
+
+
 def _plain(text: str) -> Any:
     if text in ("true", "false"):
         return text == "true"
@@ -114,6 +231,21 @@ def tagged_arguments(body: str, parameters: Mapping[str, Any] | None) -> dict[st
         schema = properties.get(name) if isinstance(properties, Mapping) else None
         arguments[name] = text if is_text_schema(schema) else _read(text)
     return arguments
+
+
+def tagged_arguments_prefix(body: str, parameters: Mapping[str, Any] | None) -> str:
+    """Return the beginning of the JSON of arguments between tags. body: the call as far as it was written."""
+    written = _dumps(tagged_arguments(body, parameters))[:-1]
+    opened = _OPENED.search(body)
+    if opened is None:
+        return written
+    name, text = opened.groups()
+    properties = (parameters or {}).get("properties")
+    written += f"{', ' if len(written) > 1 else ''}{_dumps(name)}: "
+    if not is_text_schema(properties.get(name) if isinstance(properties, Mapping) else None):
+        return written  # whether it is a number, an object or a text is known at its end
+    end = "\n</parameter>"
+    return written + _dumps(text[: len(text) - mark_overlap(text, end)])[:-1]
 
 
 def is_text_schema(schema: Any) -> bool:

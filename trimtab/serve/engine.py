@@ -496,7 +496,8 @@ class LoadedEngine:
             if answer.detokenizer.stopped:
                 finish = "stop"
         assert answer.reading is not None
-        answer.pending += answer.reading.events(text, tokens, is_last=finish is not None)
+        is_cut = finish == "length" or answer.detokenizer.stopped
+        answer.pending += answer.reading.events(text, tokens, is_last=finish is not None, is_cut=is_cut)
         if finish == "stop" and answer.reading.has_called:
             finish = "tool_calls"
         if finish is not None:

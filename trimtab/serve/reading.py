@@ -76,7 +76,11 @@ class Reading:
             is_new = not job.continue_final_message  # what ends a continued prompt is a text, whatever it says
             self._is_in_thought = is_new and self._opens_thought(inputs.token_ids[-END_TOKENS:])
             functions = {tool["function"]["name"]: tool["function"].get("parameters") for tool in job.tools}
-            self.reader = AnswerReader(self._form, functions=functions, in_thought=self._is_in_thought)
+            allowed = list(functions) if job.must_call == "" else [job.must_call]
+            self.reader = AnswerReader(
+                self._form, functions=functions, in_thought=self._is_in_thought, must_call=job.must_call is not None,
+                only_name=allowed[0] if len(allowed) == 1 else None,
+            )  # fmt: skip
 
     def _opens_thought(self, ids: Sequence[int]) -> bool:
         if self._form.thoughts is None:
@@ -105,9 +109,11 @@ class Reading:
         assert self._form.thoughts is not None
         return AfterThought(constraint, self._tokenizer(self._form.thoughts[1], add_special_tokens=False)["input_ids"])
 
-    def events(self, text: str, tokens: tuple[Token, ...], *, is_last: bool) -> list[Event]:
+    def events(
+        self, text: str, tokens: tuple[Token, ...], *, is_last: bool, is_cut: bool = False
+    ) -> list[Event]:  # fmt: skip
         """Return the events of one chunk of the answer. tokens: the tokens of that chunk with their logprobs; reasoning and
-        calls have none."""
+        calls have none. is_cut: the last chunk, and the model has not ended the answer."""
         job_id = self._job.id
         if self.reader is None:
             return [Event(job_id, "text", text=text, tokens=tokens)] if text or tokens else []
@@ -115,7 +121,7 @@ class Reading:
         parts = self.reader.push(text)
         self._held = () if was_aside or self.reader.is_aside else self._held + tokens
         if is_last:
-            parts += self.reader.finish()
+            parts += self.reader.finish(is_cut=is_cut)
         events = []
         for kind, value in parts:
             if kind == "call":
@@ -134,4 +140,5 @@ class Reading:
 
     @property
     def has_called(self) -> bool:
-        return self.reader is not None and self.reader.calls > 0
+        """Whether the answer has calls, all of them complete."""
+        return self.reader is not None and self.reader.calls > 0 and not self.reader.is_call_cut
