@@ -102,6 +102,9 @@ class Leaf(nn.Module):
             return bnb.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state)
         return layer.weight.data
 
+    def dense_rows(self, start: int, stop: int) -> Tensor:
+        return self.dense_weight()[start:stop].clone()
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.__dict__["layer"](x)
         return lora.apply_linear(self, x, y) if self.adapters else y

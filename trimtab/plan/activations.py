@@ -1,8 +1,9 @@
 """Device memory of a running request: the KV cache, and the largest set of live intermediate tensors.
 
 The forward of the model is read as a few *moments*, each a sum of tensors that are alive together; a phase needs its
-worst moment, a request its worst phase: pictures, sound, the prompt, one decoding step. The sizes come from the linears
-of the anatomy, the multiples from COEFFICIENTS, which a maintainer calibrates against torch.cuda.max_memory_allocated.
+worst moment, a request its worst phase: pictures, sound, the prompt, one decoding step, preparing an adapter. The sizes
+come from the linears of the anatomy, the multiples from COEFFICIENTS, which a maintainer calibrates against
+torch.cuda.max_memory_allocated.
 
 What is not covered: workspaces of cuBLAS and cuDNN, `output_hidden_states`, eager attention, training.
 """
@@ -17,7 +18,7 @@ from types import MappingProxyType
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, Anatomy, KVLayer, ModuleRow, Part
 from trimtab.plan.blocks import quant_of
-from trimtab.plan.cost import HEAD_CHUNK_VALUES
+from trimtab.plan.cost import ADAPTER_PIECE_VALUES, HEAD_CHUNK_VALUES
 from trimtab.plan.kv_form import copy_bytes, position_bytes, why_not_int8
 from trimtab.plan.kv_pool import FIRST, PAGE_TOKENS, pages_of, pool_tokens
 from trimtab.request import LoadRequest
@@ -52,6 +53,7 @@ COEFFICIENTS: Mapping[str, tuple[float, str]] = MappingProxyType(
         "lora.input": (1, "x f: float32 copy of the input (adapters compute in float32)"),
         "lora.output": (1, "x f: the float32 update, beside the layer's output"),
         "lora.sum": (1, "x d: the sum of output and update"),
+        "adapter.piece": (2.25, "x f: a piece of a weight and its update, the pair's factors (runtime/base_values.py)"),
         "int8.input": (3, "x 1 B: float16 and int8 copies of the input (bitsandbytes Linear8bitLt)"),
         "int8.output": (4, "x 1 B: the int32 product before it is scaled"),
         "dequantized": (1, "x d: a 4-bit weight dequantized whole for a product with several rows (matmul_4bit)"),
@@ -287,8 +289,21 @@ def needs_of(
         phases["pictures"] = (fixed, one.pictures())
     if use.sound_s:
         phases["sound"] = (fixed, one.sound())
+    if has_adapters:
+        phases["adapter"] = (max(kv_bytes for kv_bytes, _ in phases.values()), adapter_piece_bytes(anatomy))
     phase = max(phases, key=lambda name: sum(phases[name]))
     return Needs(phase, *phases[phase], phases=MappingProxyType(phases))
+
+
+@lru_cache(maxsize=KEPT)
+def adapter_piece_bytes(anatomy: Anatomy) -> int:
+    """Return what a server takes between two steps to prepare an adapter: one piece of its largest weight.
+
+    Prompts keep their keys and values meanwhile; activations of prompts and steps are not alive then.
+    """
+    weights = (row.weight for row in anatomy.rows if row.kind in ("linear", "embedding"))
+    largest = max((weight.numel for weight in weights if weight is not None), default=0)
+    return ceil(COEFFICIENTS["adapter.piece"][0] * FLOAT32_BYTES * min(largest, ADAPTER_PIECE_VALUES))
 
 
 def smaller_needs(

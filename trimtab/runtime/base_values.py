@@ -1,7 +1,9 @@
 """What attaching an adapter needs of the weights below it: row lengths for DoRA, and which saved tensors the model already has.
 
 Both read whole weights, which takes longer than a decode step. They are computed once per adapter, in pieces, so that a server
-decodes a step after each piece.
+decodes a step after each piece. A piece dequantizes its own rows. Between two pieces only results and small factors of one LoRA
+pair are held on the device. A piece takes at most what a plan with adapters counts for it
+(plan/activations.py, `adapter_piece_bytes`).
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from torch import Tensor, nn
 
 from trimtab.checkpoint.adapter import AdapterTarget
 from trimtab.checkpoint.headers import TensorEntry
-from trimtab.plan.cost import HEAD8
+from trimtab.plan.cost import ADAPTER_PIECE_VALUES, HEAD8
 from trimtab.runtime import head8
 
-# Transient memory of a DoRA norm: large weights are taken in pieces of this many values.
-NORM_VALUES = 16 * 2**20
+# A DoRA norm takes large weights in pieces of this many values.
+NORM_VALUES = ADAPTER_PIECE_VALUES
 # The same for a comparison, whose result does not depend on the pieces.
 COMPARED_VALUES = 2 * 2**20
 
 Read = Callable[[TensorEntry], Tensor]
+# first row, end -> these rows of a weight on the device, in memory of their own
+Rows = Callable[[int, int], Tensor]
 T = TypeVar("T")
 Pieces = Generator[None, None, T]
 
@@ -74,42 +78,60 @@ def base_values(
         if lora is None or "magnitude" not in lora.tensors:
             continue
         weight = None if path in same or "weight" not in replaced else replaced["weight"]
-        A, B = (read(lora.tensors[role]).to(device=device, dtype=dtype) for role in ("A", "B"))
+        A, B = (read(lora.tensors[role]) for role in ("A", "B"))
         if is_linear:
-            own = module.dense_weight() if weight is None else weight.to(device=device, dtype=module.weight.dtype)
-            norm = yield from _row_norms(own, A, B, lora.scale)
+            own = module.dense_rows if weight is None else _rows_of(weight, device, module.weight.dtype)
+            norm = yield from _row_norms(own, A.to(device=device, dtype=dtype), B, lora.scale)
         else:
-            own_rows = module.rows if weight is None else weight.to(device=device, dtype=module.dtype).__getitem__
-            norm = yield from _column_norms(own_rows, A.T.contiguous(), B, lora.scale)
+            own = _looked_up(module, device) if weight is None else _rows_of(weight, device, module.dtype)
+            norm = yield from _column_norms(own, A, B.to(device=device, dtype=dtype), lora.scale)
         norms[path] = norm.cpu()
     return BaseValues(norms, frozenset(same))
 
 
-def _row_norms(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Pieces[Tensor]:
-    """Return the length of every row of weight + scale B A: [D_out, D_in], [R, D_in], [D_out, R] -> [D_out].
+def _rows_of(weight: Tensor, device: torch.device, dtype: torch.dtype) -> Rows:
+    return lambda start, stop: weight[start:stop].to(device=device, dtype=dtype, copy=True)
 
-    B A is computed the way PEFT's forward does it, as layers on an identity. Source: arXiv 2402.09353; PEFT 0.21.2,
-    lora/dora.py, DoraLinearLayer.get_lora_weight and get_weight_norm.
+
+def _looked_up(table: Any, device: torch.device) -> Rows:
+    return lambda start, stop: table.rows(torch.arange(start, stop, device=device))
+
+
+def _row_norms(rows: Rows, A: Tensor, B: Tensor, scale: float) -> Pieces[Tensor]:
+    """Return the length of every row of weight + scale B A: rows of [D_out, D_in], [R, D_in], [D_out, R] -> [D_out].
+
+    A is on the device in the type of the results, B anywhere. B A is computed the way PEFT's forward does it, as layers on an
+    identity. Source: arXiv 2402.09353; PEFT 0.21.2, lora/dora.py, DoraLinearLayer.get_lora_weight and get_weight_norm.
     """
     columns = A.T.contiguous()
     step = max(1, NORM_VALUES // A.shape[1])
     norms = []
-    for start in range(0, weight.shape[0], step):
-        delta = nn.functional.linear(columns, B[start : start + step]).T
-        norms.append(torch.linalg.norm(weight[start : start + step].to(A.dtype) + scale * delta, dim=1))
+    for start in range(0, B.shape[0], step):
+        stop = min(start + step, B.shape[0])
+        # In place, so that two tensors of a piece in float32 are alive at most.
+        weight = rows(start, stop).to(A.dtype)
+        delta = nn.functional.linear(columns, B[start:stop].to(columns)).T
+        norms.append(torch.linalg.norm(weight.add_(delta.mul_(scale)), dim=1))
+        del weight, delta
         yield
     return torch.cat(norms)
 
 
-def _column_norms(weight_of: Callable[[Tensor], Tensor], A: Tensor, B: Tensor, scale: float) -> Pieces[Tensor]:
-    """Return the length of every column of table + scale (B A)^T: rows [V, D], A [V, R], B [D, R] -> [D].
+def _column_norms(rows: Rows, A: Tensor, B: Tensor, scale: float) -> Pieces[Tensor]:
+    """Return the length of every column of table + scale (B A)^T: rows of [V, D], A [R, V], B [D, R] -> [D].
 
-    Source: PEFT 0.21.2, lora/dora.py, DoraEmbeddingLayer: the norm runs over the vocabulary.
+    B is on the device in the type of the results, A anywhere. Source: PEFT 0.21.2, lora/dora.py, DoraEmbeddingLayer: the norm
+    runs over the vocabulary.
     """
     step = max(1, NORM_VALUES // B.shape[0])
     pieces = []
-    for ids in torch.arange(A.shape[0], device=A.device).split(step):
-        pieces.append(torch.linalg.norm(weight_of(ids).T + scale * (A[ids] @ B.T).T, dim=1).to(A.dtype))
+    for start in range(0, A.shape[1], step):
+        stop = min(start + step, A.shape[1])
+        weight = rows(start, stop)
+        weight = weight.to(torch.promote_types(weight.dtype, B.dtype))
+        delta = A[:, start:stop].T.to(B).contiguous() @ B.T
+        pieces.append(torch.linalg.norm(weight.add_(delta.mul_(scale)).T, dim=1).to(B.dtype))
+        del weight, delta
         yield
     return pieces[0] if len(pieces) == 1 else torch.linalg.norm(torch.stack(pieces), dim=0)
 
@@ -128,15 +150,16 @@ def _equals_linear(leaf: Any, replaced: Mapping[str, Tensor], device: torch.devi
         return True
     if leaf.quant_kind != "none":
         return False
-    own = {"weight": leaf.dense_weight() if leaf.weight.is_meta else leaf.weight, "bias": leaf.bias}
+    own: dict[str, Tensor | None] = {"weight": leaf.weight, "bias": leaf.bias}
     for name, value in replaced.items():
         mine = own[name]
         if mine is None or mine.shape != value.shape:
             return False
         step = max(1, COMPARED_VALUES * mine.shape[0] // max(1, mine.numel()))
         for start in range(0, mine.shape[0], step):
-            part = value[start : start + step].to(device=device, dtype=leaf.weight.dtype)
-            if not torch.equal(mine[start : start + step], part):
+            stop = min(start + step, mine.shape[0])
+            part = value[start:stop].to(device=device, dtype=leaf.weight.dtype)
+            if not torch.equal(leaf.dense_rows(start, stop) if mine.is_meta else mine[start:stop], part):
                 return False
             yield
     return True

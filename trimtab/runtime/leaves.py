@@ -19,6 +19,7 @@ from trimtab.runtime.quant import (
     Repacked,
     Shell,
     dequantize,
+    dequantize_rows,
     repack,
     repacked_shell,
     shell,
@@ -76,6 +77,10 @@ class Leaf(nn.Module):
         weight = dequantize(self.packed())
         return weight.clone() if self.quant_kind == "none" else weight
 
+    def dense_rows(self, start: int, stop: int) -> Tensor:
+        """Return some rows of the dequantized weight, [stop - start, D_in], in memory of their own on the execution device."""
+        return dequantize_rows(self.packed(), start, stop, self.device)
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
         slots = self.route.slots
@@ -113,6 +118,9 @@ class StillLeaf(Leaf):
     def stored(self) -> Packed:
         """The weight in its stored form, where it is."""
         return self._packed if self._repacked is None else self._repacked.restored()
+
+    def dense_rows(self, start: int, stop: int) -> Tensor:
+        return dequantize_rows(self._repacked or self._packed, start, stop, self.device)
 
     @property
     def is_on_cpu(self) -> bool:

@@ -8,6 +8,7 @@ imports bitsandbytes. Not covered here: which modules are quantized (`runtime/hf
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -193,6 +194,39 @@ def dequantize(packed: Packed) -> Tensor:
     return dequantize_4bit(packed.parts["weight"], quant_state(packed))
 
 
+def dequantize_rows(weight: Packed | Repacked, start: int, stop: int, device: torch.device) -> Tensor:
+    """Return rows `start` to `stop` of the weight [D_out, D_in] in memory of their own, on a device: the bits of `dequantize`.
+
+    Only these rows are copied to the device and dequantized, with up to a block of 4-bit values more on both sides.
+    """
+    packed = weight.packed if isinstance(weight, Repacked) else weight
+    parts = packed.parts
+    if packed.kind == "none":
+        return parts["weight"][start:stop].to(device, copy=True)
+    if packed.kind == HEAD8:
+        return head8.dense(parts["weight"][start:stop].to(device), parts["scale"][start:stop].to(device), packed.dtype)
+    if packed.kind == "int8":
+        return int8_vectorwise_dequant(parts["weight"][start:stop].to(device), parts["SCB"][start:stop].to(device))
+    rows, columns = packed.shape
+    # A block of values with one scale may begin in the middle of a row.
+    step = packed.blocksize // math.gcd(packed.blocksize, columns)
+    if isinstance(weight, Repacked):
+        step = _SIDE_BY_SIDE
+    first, last = start // step * step, min(-(-stop // step) * step, rows)
+    if isinstance(weight, Repacked):
+        stored = weight.restored_rows(first, last).reshape(-1)
+    else:
+        stored = parts["weight"].reshape(-1).view(torch.uint8)[first * columns // 2 : (last * columns + 1) // 2]
+    facts = replace(packed, parts={name: part for name, part in parts.items() if name != "weight"}).to(device)
+    state = quant_state(facts)
+    scales = state.absmax
+    if state.nested:
+        scales = dequantize_blockwise(scales, state.state2) + state.offset
+    of_rows = slice(first * columns // packed.blocksize, -(-last * columns // packed.blocksize))
+    part = replace(facts, shape=(last - first, columns), parts={"weight": stored.to(device), "absmax": scales[of_rows]})
+    return dequantize(part)[start - first : stop - first]
+
+
 Shell = Callable[[Tensor], Tensor]
 
 
@@ -279,13 +313,17 @@ class Repacked:
 
     def restored(self) -> Packed:
         """Return the weight as it is stored, its bytes in a copy."""
-        rows, half = self.codes.shape
-        pairs = self.codes.view(rows // _SIDE_BY_SIDE, half, _SIDE_BY_SIDE // 2, 2)
+        weight = self.restored_rows(0, self.codes.shape[0]).reshape(self.packed.parts["weight"].shape)
+        return self.packed.with_parts({**self.packed.parts, "weight": weight}, self.packed.codes)
+
+    def restored_rows(self, start: int, stop: int) -> Tensor:
+        """Return the stored bytes of some rows in a copy, [stop - start, D_in / 2]. start, stop: multiples of 32."""
+        codes = self.codes[start:stop]
+        pairs = codes.view(-1, codes.shape[1], _SIDE_BY_SIDE // 2, 2)
         # [..., 16 rows, even and odd column] of the lower and the upper rows: a stored byte has the even column above.
         low, high = pairs & 15, pairs >> 4
         both = torch.cat((low, high), dim=2).transpose(1, 2)
-        weight = (both[..., 0] << 4 | both[..., 1]).reshape(self.packed.parts["weight"].shape)
-        return self.packed.with_parts({**self.packed.parts, "weight": weight}, self.packed.codes)
+        return (both[..., 0] << 4 | both[..., 1]).reshape(codes.shape)
 
 
 def why_not_repacked(packed: Packed, dtype: torch.dtype) -> str | None:
