@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -338,6 +339,27 @@ def test_changes_that_fit_only_together_are_named_together():
     with pytest.raises(DoesNotFitError) as caught:
         plan(1.2, head="full", batch=4, adapters={"a": "x"})
     assert "together" in caught.value.hint and "head='int8'" in caught.value.hint
+
+
+@pytest.mark.parametrize("kv, value_bytes, scale_bytes", [("full", 2, 0), ("int8", 1, 4)])
+def test_sliding_windows_are_counted_for_every_row_beside_pages(kv, value_bytes, scale_bytes):
+    """Four full layers of E4B have pages, twenty sliding ones a window for every row: as bench/kv_pages.py found it on a GPU."""
+    pages, whole = (plan(80, batch=32, context_tokens=4096, kv_tokens=kept, kv=kv) for kept in (20480, None))
+    head, wide = 256 * value_bytes + scale_bytes, 512 * value_bytes + scale_bytes
+    windows = 33 * 20 * 2 * 2 * 512 * head  # 32 rows and a prompt's; 20 layers; keys and values; 2 heads; 512 places
+    token = 4 * 2 * 2 * wide
+    assert pages.gpu["kv_cache"] == (20480 + 2 * 64) * token + windows
+    assert whole.gpu["kv_cache"] == 33 * 4096 * token + windows
+    if kv == "full":
+        results = json.loads((Path(__file__).parents[1] / "bench/results/kv_pages.json").read_text(encoding="utf-8"))
+        held = {row["layout"]: row["held"] for row in results["rows"] if row["what"] == "bytes"}
+        assert held == {"pages": pages.gpu["kv_cache"], "whole": whole.gpu["kv_cache"]}
+    text = (Path(__file__).parents[1] / "docs/serve-many-adapters.md").read_text(encoding="utf-8")
+    per_row = f"{windows / 33 / 2**20:.1f}".removesuffix(".0")
+    assert f"{token:,}\n  bytes per token" in text or f"{token:,} bytes per token" in text
+    assert f"{per_row} MiB per row" in text
+    if kv == "full":
+        assert f"for 32 rows {windows / 2**20:.0f} MiB" in text
 
 
 # Options, files ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import weakref
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,15 +24,17 @@ from tests.test_company import Company, alone, asks, batch_of, begun, check, pac
 from tests.test_execution import E4B, H200, card
 from tests.test_graphs import replayed  # noqa: F401
 from trimtab.api import plan_request
+from trimtab.checkpoint.anatomy import KVLayer
 from trimtab.cli import main
 from trimtab.demo.line import ADAPTERS
 from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError, TrimtabError
 from trimtab.plan import make_plan
 from trimtab.plan import options as plan_options
-from trimtab.plan.activations import needs_of, smaller_needs, use_of
+from trimtab.plan.activations import needs_of, row_cache_bytes, smaller_needs, use_of
 from trimtab.plan.kv_form import ROUNDING_BYTES, check_kv, copy_bytes
 from trimtab.plan.kv_pool import PAGE_TOKENS
+from trimtab.plan.narrow import narrow_table
 from trimtab.request import GenerateRequest, LoadRequest
 from trimtab.runtime import hf_kv_int8, hf_slots
 from trimtab.runtime.batch import Batch
@@ -351,6 +354,49 @@ def test_heads_that_a_scale_does_not_fit_behind_are_refused(tmp_path):
     check_kv("full", anatomy)
     with pytest.raises(RequestError, match="heads of 30 values are no multiple of 4"):
         check_kv("int8", anatomy)
+
+
+def test_seconds_that_were_never_measured_are_marked_everywhere(tmp_path):
+    request = LoadRequest(model="m", quant="nf4-dq", head="full", context_tokens=4096, batch=8)
+    whole, small = (
+        make_plan(replace(request, kv=kv), E4B, adapters={}, machine=card(40), rates=H200) for kv in ("full", "int8")
+    )
+    step = small.execution.step
+    assert whole.execution.step.estimated_s == 0 == small.execution.prompt.estimated_s
+    assert step.seconds - whole.execution.step.seconds == pytest.approx(step.estimated_s) and step.estimated_s > 0
+    assert small.to_json()["execution"]["step"]["estimated_s"] == step.estimated_s
+    assert trimtab.Plan.from_json(json.loads(json.dumps(small.to_json()))) == small
+    rate, added = f"{small.execution.tokens_per_s:.0f} tokens/s", f"{step.estimated_s * 1e3:.2f} ms"
+    small.draw(tmp_path / "plan.svg")
+    forms = [str(small), narrow_table(small), (tmp_path / "plan.svg").read_text(encoding="utf-8")]
+    for text in (" ".join(form.split()) for form in forms):
+        assert f"~{rate}" in text and f" {rate}" not in text and "8-bit keys and values" in text
+    for text in (" ".join(form.split()) for form in forms[:2]):
+        assert f"~{added} of a step is an estimate, never measured" in text
+    for form in (str(whole), narrow_table(whole)):
+        assert "~" not in form and "estimate" not in form and "8-bit" not in form
+
+    def made(request):
+        return make_plan(request, E4B, adapters={}, machine=card(40), rates=H200)
+
+    lines = plan_options.options_text(plan_options.options_of(request, made, budget_bytes=2**35)).splitlines()
+    assert [line.split()[0] for line in lines if "~" in line] == ["kv='int8'", "~"] and "never measured" in lines[-1]
+    plain = plan_options.options_of(replace(request, batch=1), made, budget_bytes=2**35)
+    assert "~" not in plan_options.options_text([one for one in plain if "kv" not in one.what])
+
+
+def test_the_bytes_that_the_docs_name_are_those_that_the_plan_counts():
+    qwen = tuple(KVLayer(layer=number, kv_heads=8, head_dim=128, window=None, shares=None) for number in range(36))
+    text = (Path(__file__).parents[1] / "docs" / "fit-a-model.md").read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.partition("| counted, bf16, GiB |")[2].splitlines()[2:6]]
+    assert len(rows) == 4
+    for what, *named in rows:
+        layers = qwen if what.startswith("Qwen3-8B") else E4B.kv_layers
+        many, _, tokens = what.rpartition(", ")[2].removesuffix(" tokens").rpartition(" rows of ")
+        use = {"rows": int(many or 1), "context_tokens": int(tokens.replace(",", ""))}
+        full, small = (row_cache_bytes(layers, "bfloat16", **use, kv=kv) for kv in ("full", "int8"))
+        copy = copy_bytes(layers, "bfloat16", "int8", **use, new_tokens=1)
+        assert named == [f"{count / 2**30:.2f}" for count in (full, small, copy)]
 
 
 def odd_heads():

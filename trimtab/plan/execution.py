@@ -96,7 +96,8 @@ class Phase:
     mode: one of MODES. bytes: what this takes on the device, by item. reason: why this mode. seconds: predicted, of a prompt
     before its first token or of one step. is_asked: whether the mode was requested by name: then it is never exchanged. chunks:
     the sizes in tokens of the pieces of a prompt whose keys and values are written straight into a row's buffers, captured
-    unless the mode is eager; () where a prompt has a cache of its own.
+    unless the mode is eager; () where a prompt has a cache of its own. estimated_s: the part of `seconds` that follows from
+    assumptions that were never measured (kv_form.py), 0 where there is none.
     """
 
     mode: str
@@ -105,6 +106,7 @@ class Phase:
     seconds: float
     is_asked: bool = False
     chunks: tuple[int, ...] = ()
+    estimated_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

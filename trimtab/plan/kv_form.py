@@ -4,13 +4,12 @@ In 8 bits a head of D values has D bytes and a scale of its own in float32 (runt
 model's dtype: each layer's are brought there for its own turn, which takes room for a while, and for longer where later layers
 read the same keys and values.
 
-What is not covered: attention that reads 8 bits itself.
+What is not covered: attention that reads 8 bits itself; the time that 8 bits add to prompts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trimtab.checkpoint.anatomy import DTYPE_BYTES, KVLayer
@@ -18,7 +17,7 @@ from trimtab.errors import RequestError
 
 if TYPE_CHECKING:
     from trimtab.checkpoint.anatomy import Anatomy
-    from trimtab.plan.plan import Plan
+    from trimtab.plan.cost import Rates
 
 # Of one token's keys or values of one head: its scale, float32.
 SCALE_BYTES = 4
@@ -26,7 +25,8 @@ SCALE_BYTES = 4
 # formats (bench/results/kv8.json).
 KV8_KL = 6.3e-4
 # Kernels of one layer's step: magnitudes, scale, division, rounding and joining of keys and of values, writing them, and bringing
-# both back. Counted in the code, each as long as a kernel of captured modules takes (execution.GRAPH_LINEAR_S); not measured.
+# both back. An assumption: counted in the code, each as long as a small kernel in a graph. Neither was measured, and what a plan
+# says of it is marked as an estimate (`Phase.estimated_s`).
 LAYER_KERNELS = 24
 KERNEL_S = 1.5e-6
 # While a chunk's keys are rounded: their values in float32, divided, and rounded.
@@ -90,14 +90,12 @@ def check_kv(kv: str, anatomy: Anatomy) -> None:
         )  # fmt: skip
 
 
-def with_kv(plan: Plan, anatomy: Anatomy) -> Plan:
-    """Return a plan whose steps take the time of 8-bit keys and values too."""
-    request, step, rates = plan.request, plan.execution.step, plan.rates
-    if request.kv != "int8":
-        return plan
-    own = [layer for layer in anatomy.kv_layers if layer.shares is None]
-    rate = rates.host_Bps if plan.execution_device == "cpu" else rates.device_Bps
-    launch_s = rates.launch_s if step.mode == "eager" else KERNEL_S
-    moved = moved_bytes(own, anatomy.dtype, rows=request.batch, context_tokens=request.context_tokens)
-    added_s = len(own) * LAYER_KERNELS * launch_s + moved / rate
-    return replace(plan, execution=replace(plan.execution, step=replace(step, seconds=step.seconds + added_s)))
+def added_step_s(
+    layers: Sequence[KVLayer], dtype: str, rates: Rates, *, mode: str, on_cpu: bool, rows: int, context_tokens: int
+) -> float:
+    """Return the seconds that 8 bits add to a step of rows with full contexts: an estimate from LAYER_KERNELS, KERNEL_S and the
+    rate of memory. No step in 8 bits was timed on a GPU."""
+    own = [layer for layer in layers if layer.shares is None]
+    launch_s = rates.launch_s if mode == "eager" else KERNEL_S
+    moved = moved_bytes(own, dtype, rows=rows, context_tokens=context_tokens)
+    return len(own) * LAYER_KERNELS * launch_s + moved / (rates.host_Bps if on_cpu else rates.device_Bps)

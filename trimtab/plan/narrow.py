@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from trimtab.errors import gib
 from trimtab.plan.plan import OUTSIDE_PEAK, Plan
-from trimtab.plan.table import grouped, held_limit, keys_and_values, rate_text, time_text
+from trimtab.plan.table import grouped, held_limit, keys_and_values, predicted_rate, time_text
 
 WIDTH = 80
 _NAME = 34
@@ -18,7 +18,8 @@ def narrow_table(plan: Plan) -> str:
     """Return the plan as text of at most WIDTH columns. The wide form (`table`) says the same in one line per row."""
     request, execution = plan.request, plan.execution
     lines = _wrapped(
-        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, context {request.context_tokens}, "
+        f"{plan.model_class} on {plan.execution_device}: {request.quant}, {request.dtype}, "
+        f"{'8-bit keys and values, ' if request.kv == 'int8' else ''}context {request.context_tokens}, "
         f"batch {request.batch}, {'batch-invariant, ' if request.batch_invariant else ''}"
         f"images {request.images}, audio {request.audio_s:g} s"
     )
@@ -35,7 +36,7 @@ def narrow_table(plan: Plan) -> str:
     lines += ["", *_devices(plan), ""]
     for title, phase in (("prompt", execution.prompt), ("decode step", execution.step)):
         took = sum(phase.bytes.values())
-        speed = "" if title == "prompt" else f", {rate_text(execution.tokens_per_s)} tokens/s predicted"
+        speed = "" if title == "prompt" else f", {predicted_rate(execution)} predicted"
         size = f", {gib(took)}" if took else ""
         lines += _wrapped(f"{title}: {phase.mode}{size}{speed}: {phase.reason}", hanging=4)
     if plan.dtype_reason:

@@ -195,7 +195,7 @@ def _cost() -> str:
 @dataclass(frozen=True, kw_only=True)
 class Option:
     """One changed request. what: the argument that differs; needed_bytes: of the device, None where it does not fit; error:
-    why not."""
+    why not. is_rate_estimate: whether the rate follows in part from what was never measured (`Phase.estimated_s`)."""
 
     what: str
     needed_bytes: int | None
@@ -203,6 +203,7 @@ class Option:
     head: str = ""
     mode: str = ""
     error: str = ""
+    is_rate_estimate: bool = False
 
 
 def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, budget_bytes: int) -> list[Option]:
@@ -225,6 +226,7 @@ def options_of(request: LoadRequest, plan: Callable[[LoadRequest], Plan], *, bud
                 Option(
                     what=what, needed_bytes=changed_plan.gpu_needed_bytes, tokens_per_s=changed_plan.execution.tokens_per_s,
                     head=changed_plan.execution.head, mode=changed_plan.execution.step.mode,
+                    is_rate_estimate=changed_plan.execution.step.estimated_s > 0,
                 )
             )  # fmt: skip
     return options
@@ -310,13 +312,16 @@ def options_text(options: Sequence[Option]) -> str:
     rows = [("option", "device memory", "tokens/s", "head", "decode steps")]
     for one in options:
         needed = gib(one.needed_bytes) if one.needed_bytes is not None else one.error
-        rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.0f}"
+        rate = "-" if one.tokens_per_s is None else f"{'~' if one.is_rate_estimate else ''}{one.tokens_per_s:.0f}"
         rows.append((one.what, needed, rate, one.head or "-", one.mode or "-"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
+    lines = [
         "  ".join(
             cell.rjust(width) if column in (1, 2) else cell.ljust(width)
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows
-    )
+    ]
+    if any(one.is_rate_estimate for one in options):
+        lines.append("~ of keys and values in 8 bits: an estimate, never measured")
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from xml.sax.saxutils import escape
 
 from trimtab.errors import RequestError, gib
 from trimtab.plan.plan import Plan, write_whole
+from trimtab.plan.table import predicted_rate
 
 WIDTH, MARGIN, BAR_HEIGHT = 1000, 32, 46
 BAR_WIDTH = WIDTH - 2 * MARGIN
@@ -176,10 +177,10 @@ def _execution_line(plan: Plan) -> str:
     execution = plan.execution
     head = ", 8-bit head" if execution.head == "int8" else ""
     head += ", 8-bit keys and values" if plan.request.kv == "int8" else ""
-    rate = f"{execution.tokens_per_s:.0f}" if execution.tokens_per_s >= 10 else f"{execution.tokens_per_s:.1f}"
     towers = "" if execution.towers is None else f"towers {execution.towers.mode}, "
     return (
-        f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: {rate} tokens/s predicted"
+        f"prompts {execution.prompt.mode}, {towers}decode steps {execution.step.mode}{head}: "
+        f"{predicted_rate(execution)} predicted"
     )
 
 

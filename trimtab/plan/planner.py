@@ -46,7 +46,7 @@ from trimtab.plan.execution import (
     step_bytes,
     step_s,
 )
-from trimtab.plan.kv_form import with_kv
+from trimtab.plan.kv_form import added_step_s
 from trimtab.plan.options import ModeRefusedError, choose_chunks_of, choose_plan, fitting_changes
 from trimtab.plan.pipeline import evened
 from trimtab.plan.placing import Asked, resolve_device_map, resolve_place
@@ -130,7 +130,7 @@ def make_plan(
             raise
         raise _advised(exc, request, anatomy, adapters, make, head8) from None
     shared = machine.host_available_bytes + machine.process_bytes if machine.on_cpu else None
-    plan = with_kv(with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared), anatomy)
+    plan = with_unpacked(with_towers(plan, anatomy), anatomy, shared_bytes=shared)
     return replace(plan, checkpoint_stamps=tuple(checkpoint_stamps), adapter_stamps=dict(adapter_stamps or {}))
 
 
@@ -436,7 +436,7 @@ class _Planner:
         prompt_s = sum(choice.request_s for choice in chosen)
         if self.machine.on_cpu:
             one_s = sum(choice.step_s for choice in chosen)
-            step = Phase(mode=self.mode, bytes={}, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked())
+            counted: Mapping[str, int] = {}
         else:
             passes = -(-use.prompt_tokens // max(self.chunks)) if self.chunks else use.passes
             counts = prompt_linears(self.anatomy, self.blocks, use, is_cut=bool(self.chunks))
@@ -444,9 +444,17 @@ class _Planner:
             launch_s = prompt_launch_s(*counts, passes=passes, launch_s=rates.launch_s, **options)
             prompt_s = prompt_s + launch_s if self.captures_prompts else max(prompt_s, launch_s)
             one_s = self._step_s(chosen, slots)
-            step = Phase(
-                mode=self.mode, bytes=self.execution_bytes, reason=self.mode_reason, seconds=one_s, is_asked=self._is_asked()
+            counted = self.execution_bytes
+        estimated_s = 0.0
+        if use.kv == "int8":
+            estimated_s = added_step_s(
+                self.anatomy.kv_layers, self.anatomy.dtype, rates, mode=self.mode, on_cpu=self.machine.on_cpu, rows=use.batch,
+                context_tokens=use.context_tokens,
             )  # fmt: skip
+        step = Phase(
+            mode=self.mode, bytes=counted, reason=self.mode_reason, seconds=one_s + estimated_s, is_asked=self._is_asked(),
+            estimated_s=estimated_s,
+        )  # fmt: skip
         prompt = Phase(
             mode="graph" if self.captures_prompts else "eager", bytes=self.prompt_bytes, reason=self._prompt_reason(),
             seconds=prompt_s, chunks=self.chunks,

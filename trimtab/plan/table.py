@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from trimtab.checkpoint.adapter_file import TENSORS_NAME
 from trimtab.errors import gib
 from trimtab.plan.cost import HELD_OBJECT_BYTES
-from trimtab.plan.execution import Phase
+from trimtab.plan.execution import Execution, Phase
 from trimtab.plan.kv_form import KV8_KL
 from trimtab.plan.plan import OUTSIDE_PEAK, Placement, Plan, Unquantized
 
@@ -136,7 +136,7 @@ def _execution(plan: Plan) -> list[str]:
         ("prompt", prompt.mode, gib(sum(prompt.bytes.values())) if prompt.bytes else "-",
          f"{time_text(prompt.seconds)} for a full context", prompt.reason),
         ("decode step", step.mode, gib(took) if took else "-",
-         f"{time_text(step.seconds)}, {rate_text(execution.tokens_per_s)} tokens/s", step.reason),
+         f"{estimate_mark(step)}{time_text(step.seconds)}, {predicted_rate(execution)}", step.reason),
         *_towers(execution.towers),
         ("output head", execution.head, "-", "-", execution.head_reason),
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def _execution(plan: Plan) -> list[str]:
 def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
     """Return how keys and values are kept, where it is not in full with a context for each row."""
     request, pool = plan.request, plan.pool_tokens
-    why = []
+    why, added_s = [], plan.execution.step.estimated_s
     if pool is not None:
         why.append(f"{pool} tokens for {request.batch} rows of up to {request.context_tokens}")
         if plan.execution.step.mode != "fused" or request.kv == "int8":
@@ -155,6 +155,8 @@ def keys_and_values(plan: Plan) -> list[tuple[str, ...]]:
     if request.kv == "int8":
         why.append(f"asked for; mean KL {KV8_KL:.1e} on the demo model; every step copies a layer's in {request.dtype}")
     form = ["pages"] * (pool is not None) + ["int8"] * (request.kv == "int8")
+    if added_s:
+        why.append(f"~{time_text(added_s)} of a step is an estimate, never measured")
     return [("keys and values", ", ".join(form), gib(plan.gpu["kv_cache"]), "-", "; ".join(why))] if why else []
 
 
@@ -163,6 +165,16 @@ def _towers(towers: Phase | None) -> list[tuple[str, ...]]:
         return []
     size = gib(sum(towers.bytes.values())) if towers.bytes else "-"
     return [("towers", towers.mode, size, f"{time_text(towers.seconds)} for all media", towers.reason)]
+
+
+def estimate_mark(phase: Phase) -> str:
+    """Return the mark of seconds and rates that follow from something that was never measured: "~", or nothing."""
+    return "~" if phase.estimated_s else ""
+
+
+def predicted_rate(execution: Execution) -> str:
+    """Return the predicted rate of decode steps for people, marked if it is partly an estimate."""
+    return f"{estimate_mark(execution.step)}{rate_text(execution.tokens_per_s)} tokens/s"
 
 
 def rate_text(tokens_per_s: float) -> str:
