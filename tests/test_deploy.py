@@ -6,13 +6,21 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from trimtab.cli import parser
 from trimtab.commands.serve import DEFAULTS
 from trimtab.serve.metrics import Metrics
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -69,6 +77,17 @@ def test_what_the_dockerfile_copies_is_here_and_its_command_too():
     assert re.search(r"^USER trimtab$", text, re.M)
     # torch of the lock, by its pinned number.
     assert re.search(r"^torch==[0-9.]+", (ROOT / "locks" / "newest.txt").read_text("utf-8"), re.M)
+    # Without the lock pip takes the newest torch, which no test has run with.
+    (install,) = re.findall(r"^RUN pip install (.+) /source$", text, re.M)
+    assert install == "--constraint /source/locks/newest.txt"
+
+
+def test_the_lock_pins_every_dependency_of_the_image():
+    lock = (ROOT / "locks" / "newest.txt").read_text("utf-8")
+    pinned = {canonicalize_name(name) for name in re.findall(r"^([\w.-]+)==", lock, re.M)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    needed = [Requirement(text) for text in project["dependencies"]]
+    assert {canonicalize_name(one.name) for one in needed if one.marker is None} <= pinned
 
 
 def test_compose_builds_both_images_and_its_yaml_is_read():

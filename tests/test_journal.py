@@ -58,6 +58,14 @@ def test_a_request_is_one_line_of_json_without_what_it_says(lines):
     assert "secret" not in written[0] and "fine" not in written[0] and "abc" not in written[0]
 
 
+def test_text_leaves_out_what_has_no_value(lines):
+    """The request is for the base and without a named key: `key=None` would read as a key of that name."""
+    written = lines("text")
+    client(MockPool(lambda job: words(job, "fine"))).post("/v1/chat/completions", json=CHAT)
+    (line,) = written
+    assert " model=demo ended=done " in line and "None" not in line and "adapter=" not in line and "key=" not in line
+
+
 def test_a_request_is_one_line_of_text(lines):
     written = lines("text")
     found = client(MockPool()).post("/v1/chat/completions", json={**CHAT, "model": "none\nsuch"})

@@ -121,10 +121,10 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 class TextLines(logging.Formatter):
-    """2026-01-31T12:00:00.123Z INFO ready models=gemma; a traceback follows on lines of its own."""
+    """2026-01-31T12:00:00.123Z INFO ready models=gemma, without fields that are None; a traceback follows on lines of its own."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items())
+        fields = "".join(f" {name}={_word(value)}" for name, value in _fields(record).items() if value is not None)
         # A message is one line: what it quotes may have line ends that look like lines of ours.
         line = f"{_time(record)} {record.levelname} {_line(record.getMessage())}{fields}"
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
