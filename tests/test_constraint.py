@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from trimtab.demo.line import FOLDER as DEMO
 from trimtab.errors import RequestError
 from trimtab.runtime.hf import load_tokenizer
 from trimtab.serve.constraint import Grammar
-from trimtab.serve.schema import check_ends
+from trimtab.serve.schema import MOST_PAIRS, check_ends, check_patterns
 
 ANSWERS = [
     json.loads(line)["answers"]["rslora-dora"] for line in (DEMO / "prompts.jsonl").read_text("utf-8").splitlines()
@@ -141,3 +142,63 @@ def test_a_schema_that_cannot_be_held_to_is_refused_with_the_reason(grammar):
     with pytest.raises(RequestError, match="cannot be enforced") as caught:
         grammar.constraint({"type": "no such type"})
     assert caught.value.field == "response_format.json_schema"
+
+
+def properties(count):
+    return {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(count)}}
+
+
+def test_an_object_with_many_optional_properties_is_held_to(grammar, tokenizer):
+    # llguidance's own limit is passed at 500.
+    assert is_allowed(grammar, tokenizer, '{"p7": "a", "p1400": "b"}', properties(1500))
+    assert not is_allowed(grammar, tokenizer, '{"p7": 5}', properties(1500))
+
+
+def test_a_schema_that_outgrows_its_limits_in_an_answer_is_an_error_and_no_short_answer(grammar, tokenizer):
+    # Its states grow with the text. llguidance then allows the end alone, which would look like a whole answer.
+    constraint = grammar.constraint({"type": "string", "pattern": "^(?:.{0,200}[a-m]){40}(?:.{0,200}[n-z]){40}$"})
+    given, letters = [2, 3], tokenizer('"' + "aebzcydxewfv" * 20, add_special_tokens=False)["input_ids"]
+    with pytest.raises(RequestError, match="cannot be enforced") as caught:
+        for token in letters:
+            allowed = constraint(given, torch.zeros(len(tokenizer)))
+            assert allowed[token] == 0
+            given.append(token)
+    assert caught.value.field == "response_format.json_schema" and "\n" not in str(caught.value)
+
+
+def test_a_token_that_is_allowed_and_goes_beyond_a_limit_is_the_schemas_error(grammar, tokenizer, monkeypatch):
+    monkeypatch.setattr("trimtab.serve.constraint.MOST_ROW_ITEMS", 2000)
+    constraint, given = grammar.constraint(properties(1500)), [2, 3]
+    with pytest.raises(RequestError, match="cannot be enforced"):
+        for token in tokenizer('{"p7', add_special_tokens=False)["input_ids"]:
+            assert constraint(given, torch.zeros(len(tokenizer)))[token] == 0
+            given.append(token)
+        constraint(given, torch.zeros(len(tokenizer)))
+
+
+def named(count, **others):
+    return {"patternProperties": {f"^[ab]*a[ab]{{12}}{i:03}$": {} for i in range(count)}, **others}
+
+
+MERGED = {
+    "$defs": {"a": named(8)},
+    "properties": {f"p{i}": {"$ref": "#/$defs/a", "minProperties": 1} for i in range(99)},
+}
+
+
+MANY = [[named(900)], [named(20), named(60)], [named(30, allOf=[{}] * 9, items={"allOf": [named(20)]})], [MERGED]]
+
+
+@pytest.mark.parametrize("schemas", MANY)
+def test_many_patterns_of_names_are_refused_before_they_are_compiled(schemas):
+    with pytest.raises(RequestError, match="patternProperties") as caught:
+        check_patterns(schemas, field="here")
+    assert caught.value.field == "here"
+
+
+def test_as_many_patterns_as_are_taken_compile_in_a_moment(grammar):
+    most = named(int(MOST_PAIRS**0.5))
+    check_patterns([most], field="here")
+    begun = time.process_time()
+    grammar.constraint({"type": "object", **most})
+    assert time.process_time() - begun < 5  # about one second; a hundred times as many pairs took ten minutes

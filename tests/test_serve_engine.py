@@ -31,6 +31,7 @@ from trimtab.runtime.ends import with_likeliest
 from trimtab.serve.budget import TOWERS
 from trimtab.serve.engine import LoadedEngine
 from trimtab.serve.job import Job
+from trimtab.serve.reading import Reading
 from trimtab.serve.scheduler import Scheduler
 
 PATHS = {name: DEMO / "adapters" / name for name in ADAPTERS}
@@ -174,6 +175,27 @@ SCHEMA = {
 def test_an_answer_is_held_to_its_schema(engine, options):
     text, last, _ = run(engine, ask("a", schema=SCHEMA, tokens=100, **options))["a"]
     assert json.loads(text) == {"n": 3, "c": "mauve"} and last.finish == "stop"
+
+
+def test_a_schema_is_compiled_where_no_token_waits_for_it(engine, monkeypatch):
+    compiled, whole = [], Reading.constraint
+    monkeypatch.setattr(
+        Reading, "constraint", lambda *arguments: compiled.append(threading.current_thread()) or whole(*arguments)
+    )
+    text, _, _ = run(engine, ask("a", schema=SCHEMA, tokens=100))["a"]
+    assert json.loads(text) == {"n": 3, "c": "mauve"}
+    assert [thread.name.split("_")[0] for thread in compiled] == ["trimtab-schema"]
+
+
+def test_a_forgotten_schema_is_not_compiled(engine, monkeypatch):
+    compiled, goes_on = [], threading.Event()
+    monkeypatch.setattr(engine, "_compiled", lambda job, inputs: compiled.append(job.id) or goes_on.wait(20))
+    first, second, third = [engine.prepare(ask(name, schema=SCHEMA)) for name in "abc"]
+    while not compiled:
+        time.sleep(0.001)
+    assert second.cancel()
+    goes_on.set()
+    assert third.result(20) and first.done() and compiled == ["a", "c"]
 
 
 def test_a_schema_that_cannot_be_held_to_is_refused_with_its_reason(engine):

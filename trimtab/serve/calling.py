@@ -8,7 +8,7 @@ from typing import Any
 from trimtab.errors import RequestError
 from trimtab.serve.body import BodyLimits, JsonCounter
 from trimtab.serve.call_grammar import NO_PARAMETERS
-from trimtab.serve.schema import check_ends
+from trimtab.serve.schema import check_ends, check_patterns
 from trimtab.serve.settings import Limits
 from trimtab.serve.wire import ChatRequest, ToolChosen
 
@@ -49,6 +49,8 @@ def _tools_of(body: ChatRequest, limits: Limits) -> dict[str, Any]:
         if must_call is not None or is_strict:
             check_ends(function["parameters"], field=f"{field}.parameters")
         function.pop("strict", None)
+    if must_call is not None or is_strict:
+        check_patterns([tool["function"]["parameters"] for tool in tools], field="tools")
     several = body.parallel_tool_calls is not False
     holds_calls = is_strict and must_call is None
     return {"tools": tools, "must_call": must_call, "holds_calls": holds_calls, "several_calls": several}

@@ -6,8 +6,7 @@ The grammar work is llguidance's (the library behind several servers' structured
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 WHITE_SPACE: Any = {"whitespace_flexible": True, "whitespace_pattern": "[ ]?"}
 # A mark that opens a call has no more tokens than this.
 TAIL_TOKENS = 24
+# llguidance's limits where its defaults do not fit. An object may have a thousand optional properties: each adds a few items to a
+# row of the parser. A grammar of this size compiles in about a second.
+MOST_ROW_ITEMS, MOST_GRAMMAR_SYMBOLS = 10_000, 100_000
 
 
 class Grammar:
@@ -49,7 +51,7 @@ class Grammar:
         from llguidance import LLMatcher
 
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(dict(schema) or ANY_OBJECT), defaults=WHITE_SPACE)
-        return self._held_to(grammar, "response_format.json_schema")
+        return SchemaConstraint(self._checked(grammar, "response_format.json_schema"), self._ends)
 
     def calls(
         self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, field: str = "tools"
@@ -59,7 +61,7 @@ class Grammar:
         Errors: RequestError for parameters that no call can be held to.
         """
         self._check_parameters(functions, field)
-        return self._held_to(self._calls_text(form, functions, several=several), field)
+        return SchemaConstraint(self._checked(self._calls_text(form, functions, several=several), field), self._ends)
 
     def calls_once_opened(
         self,
@@ -79,17 +81,17 @@ class Grammar:
         }
         if calls == "llama":
             openings[BARE_HEAD] = self._calls_text(calls, functions, several=several, after=BARE_HEAD)
-        for text in openings.values():
-            self._held_to(text, field)
-        return HeldCalls(
-            {mark: partial(self._matcher, text) for mark, text in openings.items()}, self._words, thoughts=form.thoughts,
-            in_thought=in_thought,
-        )  # fmt: skip
+        matchers = {mark: self._checked(text, field) for mark, text in openings.items()}
+        return HeldCalls(matchers, self._words, thoughts=form.thoughts, in_thought=in_thought)
 
-    def _matcher(self, grammar: str) -> Any:
-        from llguidance import LLMatcher
+    def _checked(self, grammar: str, field: str) -> Matcher:
+        """Return the matcher of a grammar. Errors: RequestError for one that cannot be enforced."""
+        from llguidance import LLMatcher, LLParserLimits
 
-        return LLMatcher(self._tokenizer, grammar)
+        limits = LLParserLimits(max_items_in_row=MOST_ROW_ITEMS, max_grammar_size=MOST_GRAMMAR_SYMBOLS)
+        matcher = Matcher(LLMatcher(self._tokenizer, grammar, limits=limits), field)
+        matcher.look()  # a grammar that no text satisfies is known only once a first token is looked for
+        return matcher
 
     def _calls_text(self, form: str, functions: Sequence[Mapping[str, Any]], *, several: bool, after: str = "") -> str:
         from llguidance import LLMatcher
@@ -101,7 +103,7 @@ class Grammar:
         from llguidance import LLMatcher
 
         for function in functions:  # what the rules of some forms would not notice
-            self._held_to(
+            self._checked(
                 LLMatcher.grammar_from_json_schema(json.dumps(function.get("parameters") or NO_PARAMETERS)), field
             )
 
@@ -112,18 +114,6 @@ class Grammar:
         # To llguidance an added token as "<tool_call>" is a control token, also where its file says that it is none (Qwen's).
         is_control = token is not None and token.content == text and self._tokenizer.is_special_token(token_id)
         return f"<[{token_id}]>" if is_control else json.dumps(text)
-
-    def _held_to(self, grammar: str, field: str) -> SchemaConstraint:
-        from llguidance import LLMatcher
-
-        problem = LLMatcher.validate_grammar(grammar, self._tokenizer)
-        if not problem:
-            matcher = LLMatcher(self._tokenizer, grammar)
-            matcher.compute_bitmask()  # a grammar that no text satisfies is known only once a first token is looked for
-            problem = matcher.get_error().partition("\n")[0]
-        if problem:
-            raise RequestError(f"cannot be enforced ({problem})", field=field)
-        return SchemaConstraint(matcher, self._ends)
 
 
 class AfterThought:
@@ -144,9 +134,12 @@ class AfterThought:
 
 
 class SchemaConstraint:
-    """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity."""
+    """One answer's constraint: call with the tokens so far and the logits [V]; forbidden tokens get minus infinity.
 
-    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+    Errors: RequestError where the grammar grows beyond llguidance's limits while the answer is written.
+    """
+
+    def __init__(self, matcher: Matcher, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
         self._seen: int | None = None
 
@@ -155,11 +148,11 @@ class SchemaConstraint:
             self._seen = len(token_ids)  # the prompt is free
         for token in token_ids[self._seen :]:
             # Only tokens of the mask are sampled: a refusal is a mistake of the grammar, which then allows the end alone.
-            if not self._matcher.consume_token(token):
-                raise RuntimeError(f"the grammar refused token {token}: {self._matcher.get_error()}")
+            if not self._matcher.take(token):
+                raise RuntimeError(f"the grammar refused token {token}")
         self._seen = len(token_ids)
-        if not self._matcher.is_stopped():
-            return _masked(self._matcher, scores)
+        if not self._matcher.is_stopped:
+            return self._matcher.masked(scores)
         allowed = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
         allowed[self._ends] = True
         return scores.masked_fill(~allowed, float("-inf"))
@@ -168,18 +161,19 @@ class SchemaConstraint:
 class HeldCalls:
     """A constraint that begins where the answer opens a call and ends with that call.
 
-    openings: opening text -> a function that makes the matcher of the rest; BARE_HEAD opens a call only at the start of the
+    openings: opening text -> the matcher of the rest; BARE_HEAD opens a call only at the start of the
     answer. thoughts: marks of reasoning, in which nothing is a call. in_thought: whether the answer begins inside reasoning.
+    Errors: as SchemaConstraint.
     """
 
     def __init__(
-        self, openings: Mapping[str, Callable[[], Any]], tokenizer: Any, *, thoughts: tuple[str, str] | None, in_thought: bool
+        self, openings: Mapping[str, Matcher], tokenizer: Any, *, thoughts: tuple[str, str] | None, in_thought: bool
     ) -> None:  # fmt: skip
         self._openings, self._tokenizer, self._thoughts = openings, tokenizer, thoughts
         self._is_in_thought, self._is_first = in_thought, True
         self._seen: int | None = None
         self._tail: list[int] = []
-        self._matcher: Any = None
+        self._matcher: Matcher | None = None
 
     def __call__(self, token_ids: Sequence[int], scores: Tensor) -> Tensor:
         if self._seen is None:
@@ -187,7 +181,7 @@ class HeldCalls:
         for token in token_ids[self._seen :]:
             self._take(token)
         self._seen = len(token_ids)
-        return scores if self._matcher is None else _masked(self._matcher, scores)
+        return scores if self._matcher is None else self._matcher.masked(scores)
 
     def _take(self, token: int) -> None:
         if self._matcher is not None:
@@ -216,22 +210,65 @@ class HeldCalls:
             self._open(mark, text)
 
     def _open(self, mark: str, text: str) -> None:
-        self._matcher, self._tail, self._is_first = self._openings[mark](), [], False
+        self._matcher, self._tail, self._is_first = self._openings[mark].copy(), [], False
         # The token that ended the mark may hold more.
         rest = text.partition(mark)[2]
         self._feed(self._tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else [])
 
     def _feed(self, ids: Sequence[int]) -> None:
         for token in ids:
-            if self._matcher is not None and (not self._matcher.consume_token(token) or self._matcher.is_accepting()):
+            if self._matcher is not None and (not self._matcher.take(token) or self._matcher.is_accepting):
                 self._matcher = None  # the call has ended, or what its mark's token held began none
 
 
-def _masked(matcher: Any, scores: Tensor) -> Tensor:
-    """Return logits [V] with minus infinity for each token that the matcher forbids."""
-    mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
-    bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    allowed = torch.zeros(len(scores), dtype=torch.bool)
-    known = bits.flatten()[: len(scores)].bool()
-    allowed[: len(known)] = known
-    return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+class Matcher:
+    """llguidance's matcher of one answer, whose failures are errors: it allows the end of the answer once it has failed.
+
+    field: the request's, which a RequestError names.
+    """
+
+    def __init__(self, matcher: Any, field: str) -> None:
+        self._matcher, self._field = matcher, field
+        self._mask = b""
+
+    def copy(self) -> Matcher:
+        return Matcher(self._matcher.deep_copy(), self._field)
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self._matcher.is_stopped())
+
+    @property
+    def is_accepting(self) -> bool:
+        return bool(self._matcher.is_accepting())
+
+    def look(self) -> None:
+        """Compute which tokens may come next. Errors: RequestError where that grows beyond llguidance's limits."""
+        # A grammar that is wrong says so from the start.
+        self._mask = b"" if self._matcher.is_error() else bytes(self._matcher.compute_bitmask())
+        if self._matcher.is_error():
+            raise self._failed()
+
+    def take(self, token: int) -> bool:
+        """Take the next token; False if the grammar does not allow it. Errors: as `look`."""
+        is_allowed = token // 8 < len(self._mask) and bool(self._mask[token // 8] >> (token % 8) & 1)
+        self._mask = b""
+        if self._matcher.consume_token(token):
+            return True
+        if is_allowed:
+            raise self._failed()
+        return False
+
+    def masked(self, scores: Tensor) -> Tensor:
+        """Return logits [V] with minus infinity for each token that may not come next. Errors: as `look`."""
+        self.look()
+        mask = torch.frombuffer(bytearray(self._mask), dtype=torch.uint8)
+        bits = (mask[:, None] >> torch.arange(8, dtype=torch.uint8)) & 1
+        allowed = torch.zeros(len(scores), dtype=torch.bool)
+        known = bits.flatten()[: len(scores)].bool()
+        allowed[: len(known)] = known
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
+
+    def _failed(self) -> RequestError:
+        reason = self._matcher.get_error().partition("\n")[0]
+        return RequestError(f"cannot be enforced ({reason})", field=self._field)

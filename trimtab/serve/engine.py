@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -76,6 +76,14 @@ class Answer:
         return self.prompt is not None and self.scores is None and self.prompt.needs_towers
 
 
+@dataclass(frozen=True)
+class Compiled:
+    """The inputs of a job, and what its answer is held to."""
+
+    inputs: Inputs
+    constraint: Constraint
+
+
 # Decoded samples are at 16 kHz; before that they may be stereo at 48 kHz, and compressed to a tenth of that in the file.
 SOUND_RATIO = 24
 
@@ -100,6 +108,7 @@ class LoadedEngine:
         self.batch = Batch(model, rows)
         self.shelf = AdapterShelf(model, kept=kept, resident_limit=resident_limit)
         self._preparing = Preparing(self._inputs, MediaPool(self._decoded, decoded_bytes))
+        self._schemas = ThreadPoolExecutor(1, thread_name_prefix="trimtab-schema")
         self._has_learned = threading.Event()
         self._has_learned.set()
         self._by_row: dict[Row, Answer] = {}
@@ -149,19 +158,53 @@ class LoadedEngine:
 
     # What the scheduler calls -----------------------------------------------------------------------------------------
 
-    def prepare(self, job: Job) -> Future[Inputs] | None:
-        """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`."""
-        return None if chat.is_token_ids(job.prompt) else self._preparing.submit(job)
+    def prepare(self, job: Job) -> Future[Inputs] | Future[Compiled] | None:
+        """Begin to make a job's inputs, on the host; None for token ids. Errors, in the future: as `begin`.
 
-    def begin(self, job: Job, inputs: Inputs | None = None) -> Answer:
+        A schema may take a second to compile: that has a thread of its own, and delays neither tokens nor other prompts.
+        """
+        if chat.is_token_ids(job.prompt):
+            return None
+        prepared = self._preparing.submit(job)
+        if not _is_constrained(job):
+            return prepared
+        compiled: Future[Compiled] = Future()
+        compiled.add_done_callback(lambda done: done.cancelled() and prepared.cancel())
+        prepared.add_done_callback(lambda _: self._schemas.submit(self._compile, job, prepared, compiled))
+        return compiled
+
+    def _compile(self, job: Job, prepared: Future[Inputs], compiled: Future[Compiled]) -> None:
+        if not compiled.set_running_or_notify_cancel():
+            return
+        exc = prepared.exception()
+        if exc is None:
+            try:
+                compiled.set_result(self._compiled(job, prepared.result()))
+                return
+            except RequestError as problem:
+                exc = for_client(problem, job)
+            except Exception as problem:
+                exc = self._name_on_host(problem, "compiling a schema")
+        compiled.set_exception(exc)
+
+    def _compiled(self, job: Job, inputs: Inputs) -> Compiled:
+        reading = Reading(job, inputs, self.model.processor)
+        return Compiled(inputs, reading.constraint(self._made_grammar()))
+
+    def begin(self, job: Job, prepared: Inputs | Compiled | None = None) -> Answer:
         """Check a job and return its answer. Errors: RequestError and what `chat.prepare` raises; MistakeError."""
         with self._named("preparing a prompt"):
             try:
-                return self._begin(job, self._inputs(job) if inputs is None else inputs)
+                found = self._inputs(job) if prepared is None else prepared
+                if isinstance(found, Inputs) and _is_constrained(job):
+                    found = self._compiled(job, found)
+                if isinstance(found, Compiled):
+                    return self._begin(job, found.inputs, found.constraint)
+                return self._begin(job, found, None)
             except RequestError as exc:
                 raise for_client(exc, job) from exc
 
-    def _begin(self, job: Job, inputs: Inputs) -> Answer:
+    def _begin(self, job: Job, inputs: Inputs, constraint: Constraint | None) -> Answer:
         self.shelf.check(job.adapter)
         if job.kind in ("tokens", "text"):
             return self._told_at_once(job, inputs)
@@ -178,7 +221,6 @@ class LoadedEngine:
             request = replace(job.request, max_new_tokens=max(1, min(job.request.max_new_tokens, left)))
             job = replace(job, request=request)
         reading = Reading(job, inputs, self.model.processor)
-        constraint = self._constraint(job, reading)
         scores = None
         if job.prompt_logprobs is not None:
             plain = inputs.to(self.model.device)
@@ -259,9 +301,6 @@ class LoadedEngine:
             raise
         except Exception as exc:
             raise self._name_on_host(exc, "decoding images and audio") from exc
-
-    def _constraint(self, job: Job, reading: Reading) -> Constraint | None:
-        return reading.constraint(self._made_grammar()) if _is_constrained(job) else None
 
     def _made_grammar(self) -> Grammar:
         if self._grammar is None:

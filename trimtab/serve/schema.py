@@ -1,4 +1,4 @@
-"""Whether any finite JSON value satisfies a schema that refers to itself.
+"""Checks of a JSON schema before it is compiled: whether any finite value satisfies it, and the cost of its patterns of names.
 
 `{"$ref": "#"}` is satisfied by no value that ends, and neither is an object whose required property is such an object
 again: an answer would be empty or go on for ever. llguidance refuses every other schema that it cannot hold to. A schema is
@@ -7,7 +7,7 @@ called endless only where that is certain; what this file does not know counts a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -15,7 +15,23 @@ from trimtab.errors import RequestError
 
 # Every schema that a person or a library writes stays far below it; it ends what is written to cost.
 MOST_VISITS = 50_000
+# llguidance compares every pair of `patternProperties`, again wherever their object is merged with another one (`allOf`, or a
+# reference with other keywords), and has no limit on that: a thousand patterns would take it many minutes. This many pairs take
+# about half a second at worst.
+MOST_PAIRS = 4096
 _MANY = 2**31
+
+
+def check_patterns(schemas: Iterable[Mapping[str, Any]], *, field: str) -> None:
+    """Raise RequestError if the schemas of one request together have too many `patternProperties`."""
+    patterns, merges = 0, 1
+    for schema in schemas:
+        for node in _nodes(schema):
+            named = node.get("patternProperties")
+            patterns += len(named) if isinstance(named, dict) else 0
+            merges += "allOf" in node or ("$ref" in node and len(node) > 1)
+    if patterns**2 * merges > MOST_PAIRS:
+        raise RequestError("has more patternProperties than this server compiles", field=field)
 
 
 def check_ends(schema: Mapping[str, Any], *, field: str) -> None:
@@ -44,6 +60,7 @@ class _Ends:
         # Every reference that was looked at, in that order.
         self._met: list[str] = []
         self._seen: set[str] = set()
+        self._targets: dict[str, Any] = {}
 
     def has_finite_value(self) -> bool:
         while not self._is_finite(self._root):
@@ -115,6 +132,11 @@ class _Ends:
         return all(map(self._is_finite, needed)) and (fewest <= len(first) or self._is_finite(items))
 
     def _target(self, pointer: str) -> Any:
+        if pointer not in self._targets:  # it may be long, and is asked for again and again
+            self._targets[pointer] = self._led_to(pointer)
+        return self._targets[pointer]
+
+    def _led_to(self, pointer: str) -> Any:
         """Return what a JSON pointer leads to, None if it leads nowhere. Source: RFC 6901."""
         value: Any = self._root
         for step in unquote(pointer[1:]).split("/")[1:]:
